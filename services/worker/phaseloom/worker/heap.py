@@ -1,0 +1,49 @@
+"""The memory of an emulated device: one private anonymous mapping that can be given back.
+
+Every managed tensor of a worker is a view into its heap, so offload is: copy the bytes away, then
+`release`. Addresses never move, hence the optimizer, FSDP2 and compiled code go on unharmed after a
+load. `malloc` would keep freed memory and lower RSS unreliably.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+PAGE_BYTES = mmap.PAGESIZE
+ALIGNMENT_BYTES = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def align(offset_bytes: int) -> int:
+    """Next multiple of 64: bit-equal results need the same alignment in every process."""
+    return (offset_bytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+class Heap:
+    """`num_bytes` of zeroes until written; writable through `buffer` (never resized)."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self._map = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self._map)[: self.num_bytes]
+
+    def release(self) -> None:
+        """Give the memory back; the content is zeroes afterwards. Verify with `resident_bytes`."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def resident_bytes(self) -> int:
+        """How much of the heap is in physical memory now (mincore)."""
+        vector = (ctypes.c_ubyte * (self._mapped_bytes // PAGE_BYTES))()
+        anchor = (ctypes.c_char * self._mapped_bytes).from_buffer(self._map)
+        if _libc.mincore(ctypes.addressof(anchor), self._mapped_bytes, vector) != 0:
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        return sum(page & 1 for page in vector) * PAGE_BYTES
