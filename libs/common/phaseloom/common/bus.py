@@ -2,17 +2,19 @@
 
 Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
 `js.publish` writes into the headers dict it is given; a message refused by one-message-per-subject
-comes as an API error; permission denials reach only the error callback; memory streams vanish when
-the server restarts, so the table is provisioned again on every reconnect.
+comes as an API error, whose code a full stream shares; permission denials reach only the error
+callback; memory streams vanish when the server restarts, so the table is provisioned again on every
+reconnect; an ordered consumer vanishes too, is noticed missing only after two heartbeats, and may
+be made again from before where it stood.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import nats
@@ -20,7 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, NotFoundError
+from nats.js.errors import APIError, BucketNotFoundError, NotFoundError
 
 from phaseloom.common import streams
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
@@ -31,9 +33,13 @@ from phaseloom.common.streams import Bucket
 log = logging.getLogger(__name__)
 
 MIN_SERVER_VERSION = (2, 12)
-_SUBJECT_TAKEN = 10077
-_WRONG_LAST_SEQUENCE = 10071
+_STORE_FAILED = 10077
+_SUBJECT_TAKEN = "per subject exceeded"
+_WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_BOUND_PAUSE_S = 0.05
+_PROVISION_PAUSE_S = 0.2
+_DRAIN_TIMEOUT_S = 3
+_ORDERED_HEARTBEAT_S = 0.5
 
 Handler = Callable[[Msg], Awaitable[None]]
 
@@ -65,6 +71,27 @@ class Stored:
     sequence: int
     headers: dict[str, str]
 
+    @property
+    def is_gone(self) -> bool:
+        """Of a KV key: this only marks that it was deleted or has expired."""
+        return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """A key of a bucket, now; `stored` is None where it was deleted or expired."""
+
+    key: str
+    stored: Stored | None
+
+
+def is_subject_taken(code: int | None, description: str | None) -> bool:
+    """True when a publish was refused as its subject has its one message.
+
+    The server has one code for every refusal by a stream; a full one differs in its text only.
+    """
+    return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
+
 
 class AlreadyStored(Exception):
     """One message per subject: another was first."""
@@ -92,8 +119,10 @@ async def connect(
         text = str(error)
         if "permissions violation" in text.lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", text)
-        elif text:
-            log.warning("NATS: %s", text)
+        elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
+            log.warning("NATS: %r", error)
+        else:
+            log.error("a message handler failed: %r", error, exc_info=error)
 
     async def reconnected() -> None:
         log.info("reconnected to NATS")
@@ -110,6 +139,7 @@ async def connect(
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.1,
             connect_timeout=5,
+            drain_timeout=_DRAIN_TIMEOUT_S,
             error_cb=on_error,
             reconnected_cb=reconnected,
             allow_reconnect=True,
@@ -141,14 +171,24 @@ class Bus:
         bus: Bus
 
         async def again() -> None:
-            await bus.provision()
+            # Within the client's own reconnect task, which an error would end for good.
+            while bus.client.is_connected:
+                try:
+                    return await bus.provision()
+                except (nats.errors.Error, NatsTimeoutError) as error:
+                    log.warning("streams are not provisioned yet: %r", error)
+                    await asyncio.sleep(_PROVISION_PAUSE_S)
 
         bus = cls(await connect(config.url, name, config.user, config.password, on_reconnect=again))
         await bus.provision()
         return bus
 
     async def close(self) -> None:
-        await self.client.drain()
+        """Let handlers that run finish, for a few seconds; without a server, close at once."""
+        try:
+            await self.client.drain()
+        except nats.errors.Error:
+            await self.client.close()
 
     # --- provisioning ---------------------------------------------------------------------------
 
@@ -193,7 +233,7 @@ class Bus:
         try:
             ack = await self.js.publish(subject, encode(message), headers=all_headers)
         except APIError as error:
-            if error.err_code == _SUBJECT_TAKEN:
+            if is_subject_taken(error.err_code, error.description):
                 raise AlreadyStored(subject) from None
             raise ResourceError(
                 f"{subject} was not stored: {error.description}", code=Code.RESOURCE_EXHAUSTED
@@ -206,9 +246,7 @@ class Bus:
         self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
     ) -> int:
         """Append to the decision log; returns the event's place in the order of everything."""
-        return await self.publish(
-            streams.log_subject(event), event, msg_id=msg_id, headers=headers
-        )
+        return await self.publish(streams.log_subject(event), event, msg_id=msg_id, headers=headers)
 
     async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
         """Tell people; nothing depends on it."""
@@ -219,7 +257,8 @@ class Bus:
 
     async def bury(self, source: str, message: Msg, error: ErrorInfo) -> None:
         """Park a poison message in DEAD with its reason, then take it off its stream."""
-        headers = {**(message.headers or {}), "Phaseloom-Error": msgspec.json.encode(error).decode()}
+        headers = dict(message.headers or {})
+        headers["Phaseloom-Error"] = msgspec.json.encode(error).decode()
         headers["Phaseloom-Subject"] = message.subject
         for name in [h for h in headers if h.startswith("Nats-")]:
             del headers[name]
@@ -228,31 +267,52 @@ class Bus:
 
     # --- reading --------------------------------------------------------------------------------
 
-    async def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+    async def read_log(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
         """Every entry from `start_sequence` on, in order, for ever."""
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start_sequence),
         )
-        subscription = await self.js.subscribe(
-            f"{streams.PREFIX}.sched.>", stream=streams.SCHED, ordered_consumer=True, config=config
-        )
-        try:
-            async for message in subscription.messages:
+        wanted = start_sequence
+        subject = f"{streams.PREFIX}.sched.>"
+        async with aclosing(self._ordered(streams.SCHED, subject, config)) as messages:
+            async for message in messages:
                 metadata = message.metadata
+                if metadata.sequence.stream < wanted:
+                    continue
+                wanted = metadata.sequence.stream + 1
                 yield LogEntry(
                     metadata.sequence.stream,
                     metadata.timestamp.timestamp(),
                     decode(message.data, Event),
                     message.headers or {},
                 )
+
+    async def _ordered(
+        self, stream: str, subject: str, config: api.ConsumerConfig
+    ) -> AsyncGenerator[Msg, None]:
+        """Messages in order, for ever; after a server restart some may come again."""
+        subscription = await self.js.subscribe(
+            subject,
+            stream=stream,
+            ordered_consumer=True,
+            config=config,
+            idle_heartbeat=_ORDERED_HEARTBEAT_S,
+        )
+        try:
+            async for message in subscription.messages:
+                yield message
         finally:
-            if not self.client.is_closed:
+            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
                 await subscription.unsubscribe()
 
     async def log_end(self) -> int:
         """Sequence of the decision log's newest entry; 0 when it is empty."""
         return (await self.js.stream_info(streams.SCHED)).state.last_seq
+
+    async def truncate_log(self, sequence: int) -> None:
+        """Drop the decision log's entries below `sequence`."""
+        await self.js.purge_stream(streams.SCHED, seq=sequence)
 
     async def consume(
         self,
@@ -312,32 +372,81 @@ class Bus:
 
     async def kv_get(self, bucket: Bucket, key: str) -> Stored | None:
         """The value, or None where the key is absent, deleted or expired."""
-        stored = await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
-        if stored is None or {"KV-Operation", "Nats-Marker-Reason"} & stored.headers.keys():
-            return None
-        return stored
+        stored = await self.kv_get_raw(bucket, key)
+        return None if stored is None or stored.is_gone else stored
+
+    async def kv_get_raw(self, bucket: Bucket, key: str) -> Stored | None:
+        """As `kv_get`, but with the marker of a deleted or expired key, whose sequence counts."""
+        return await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
 
     async def kv_put(self, bucket: Bucket, key: str, value: bytes) -> int:
         return (await self.js.publish(f"$KV.{bucket}.{key}", value)).seq
 
     async def kv_swap(
-        self, bucket: Bucket, key: str, value: bytes, expected: int, ttl_s: float | None = None
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        expected: int,
+        ttl_s: float | None = None,
+        *,
+        headers: dict[str, str] | None = None,
     ) -> int:
         """Compare-and-set.
 
         Args:   expected: stream sequence of the value that this replaces; 0: the key is new.
+                ttl_s: whole seconds until the value expires.
         Raises: Conflict: it is another one.
         """
-        headers: dict[str, Any] = {"Nats-Expected-Last-Subject-Sequence": str(expected)}
+        return await self._kv_publish(
+            bucket, key, value, expected, headers=headers or {}, ttl_s=ttl_s
+        )
+
+    async def kv_delete(self, bucket: Bucket, key: str, expected: int) -> int:
+        """Compare-and-delete; as `kv_swap`. Returns the sequence of the marker left behind."""
+        return await self._kv_publish(
+            bucket, key, b"", expected, headers={"KV-Operation": "DEL"}, ttl_s=None
+        )
+
+    async def _kv_publish(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        expected: int,
+        *,
+        headers: dict[str, str],
+        ttl_s: float | None,
+    ) -> int:
+        all_headers = {**headers, "Nats-Expected-Last-Subject-Sequence": str(expected)}
         try:
             ack = await self.js.publish(
-                f"$KV.{bucket}.{key}", value, headers=headers, msg_ttl=ttl_s
+                f"$KV.{bucket}.{key}", value, headers=all_headers, msg_ttl=ttl_s
             )
         except APIError as error:
-            if error.err_code == _WRONG_LAST_SEQUENCE:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
                 raise Conflict(f"{bucket}/{key}") from None
             raise
         return ack.seq
+
+    async def kv_watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
+        """The keys under a filter as they are, then every change, for ever.
+
+        Values that follow one another fast may be skipped; the last one never is. Expiry shows in
+        buckets that leave markers (`leases`).
+        """
+        prefix = f"$KV.{bucket}."
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT)
+        newest: dict[str, int] = {}
+        async with aclosing(self._ordered(f"KV_{bucket}", prefix + keys, config)) as messages:
+            async for message in messages:
+                sequence = message.metadata.sequence.stream
+                key = message.subject.removeprefix(prefix)
+                if sequence <= newest.get(key, 0):
+                    continue
+                newest[key] = sequence
+                stored = Stored(message.data, sequence, dict(message.headers or {}))
+                yield KeyChange(key, None if stored.is_gone else stored)
 
     async def kv_keys(self, bucket: Bucket) -> list[str]:
         prefix = f"$KV.{bucket}."
@@ -349,8 +458,9 @@ __all__ = [
     "Bus",
     "BusConfig",
     "Conflict",
-    "KeyNotFoundError",
+    "KeyChange",
     "LogEntry",
     "Stored",
     "connect",
+    "is_subject_taken",
 ]

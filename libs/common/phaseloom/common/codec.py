@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,11 @@ T = TypeVar("T")
 
 _json_encoder = msgspec.json.Encoder()
 _msgpack_encoder = msgspec.msgpack.Encoder()
+
+
+def content_type_of(headers: Mapping[str, str] | None) -> str:
+    """What the `Content-Type` header says; JSON where there is none, as a person types it."""
+    return (headers or {}).get(CONTENT_TYPE, JSON)
 
 
 def encode(message: object, content_type: str = MSGPACK) -> bytes:

@@ -541,10 +541,12 @@ class StartWpg(NodeCommand, frozen=True):
 
 
 class StopWpg(NodeCommand, frozen=True):
-    """Kill the ranks of a deployment and drop its host copy, versions and checkpoints excepted."""
+    """Kill the ranks of a deployment and drop its host copy; answered by a WpgLost."""
 
     deployment: DeploymentKey
     incarnation: int
+    forget: bool
+    """Its job has ended: the seals go too (checkpoints stay)."""
 
 
 class OpenActivation(NodeCommand, frozen=True):

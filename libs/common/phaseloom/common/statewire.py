@@ -1,9 +1,9 @@
 """The node-local protocol with the state manager, over its Unix socket.
 
 Two kinds of peers: the node's agent (it presents the node's secret) and ranks (each presents the
-token that the agent got registered for one deployment and incarnation). Frames are a little-endian
-uint32 length and a MessagePack `Frame`; memory travels as a file descriptor (memfd) by SCM_RIGHTS
-beside the frame that names it. Calls go both ways on a rank's connection: a rank asks for memory,
+token that the agent got registered for one deployment and incarnation). `phaseloom.common.framing`
+carries the messages; memory travels as a file descriptor (memfd) by SCM_RIGHTS beside the frame
+that names it. Calls go both ways on a rank's connection: a rank asks for memory,
 the state manager tells it to copy its device heap out or in.
 
 The state manager keeps a deployment's state as one host extent that mirrors the rank's device heap
@@ -68,6 +68,8 @@ class SwitchIn(Message, frozen=True):
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
+    traceparent: str = ""
+    """W3C context that the offload and load spans belong to; empty: none."""
 
 
 class SwitchOut(Message, frozen=True):
@@ -104,6 +106,8 @@ class WriteSeal(Message, frozen=True):
     incarnation: int
     seq: int
     versions: list[int]
+    committed: int = 0
+    """seq of the newest committed seal, whose file is kept whatever is written; 0: none is."""
 
 
 class Sealed(Message, frozen=True):
@@ -146,6 +150,8 @@ class StatusReport(Message, frozen=True):
     host_used_bytes: int
     deployments: list[DeploymentState]
     versions: list[VersionKey]
+    endpoint: str
+    """host:port where this daemon serves weights versions to other nodes' daemons."""
 
 
 # --- rank → state manager ------------------------------------------------------------------------
@@ -273,12 +279,3 @@ StateMessage = (
     | Done
     | Failed
 )
-
-
-class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """`call` numbers a request of its sender; the answer carries it back with `answer` set."""
-
-    call: int
-    answer: bool
-    body: StateMessage
-    num_fds: int = 0

@@ -59,6 +59,8 @@ class Bucket(StrEnum):
     """router. The newest session number of each job."""
     SNAPSHOTS = "snapshots"
     """scheduler. Its own state at a sequence of the decision log."""
+    PROFILES = "profiles"
+    """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -188,8 +190,10 @@ def tenant_stream(tenant: str, max_bytes: int) -> StreamConfig:
 def buckets() -> list[KeyValueConfig]:
     return [
         KeyValueConfig(bucket=Bucket.VIEW, history=1, direct=True),
-        KeyValueConfig(bucket=Bucket.LEASES, history=1, direct=True),
+        # The marker of an expired lease is what tells those who wait for it.
+        KeyValueConfig(bucket=Bucket.LEASES, history=1, direct=True, limit_marker_ttl=60.0),
         KeyValueConfig(bucket=Bucket.SEALS, history=2, direct=True),
         KeyValueConfig(bucket=Bucket.SESSIONS, history=1, direct=True),
         KeyValueConfig(bucket=Bucket.SNAPSHOTS, history=2, direct=True),
+        KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
     ]

@@ -1,0 +1,232 @@
+"""A run's two pictures: who held which device when, and how the rewards went.
+
+matplotlib is imported when a picture is drawn, with the Agg canvas: no display, no global state.
+Colours are the Okabe-Ito palette's, told apart also by colour-blind readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phaseloom.cli.report import (
+    Execution,
+    JobResult,
+    RunLog,
+    Summary,
+    Switch,
+    grpo_executions,
+    window_of,
+)
+from phaseloom.common.intervals import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+SWITCH_COLOUR = "#222222"
+IDLE_COLOUR = "#EEEEEE"
+DOTS_PER_INCH = 150
+TURNS_SHOWN = 3.0
+"""Steps of each job in the picture's window."""
+SMOOTHING_STEPS = 10
+SHORT = {
+    "generate": "generate",
+    "forward": "ref",
+    "forward_backward": "fwd+bwd",
+    "optim_step": "optim",
+    "publish_weights": "publish",
+    "sync_weights": "sync",
+}
+LIGHTNESS = {
+    "generate": 0.0,
+    "forward": 0.35,
+    "forward_backward": 0.0,
+    "optim_step": 0.35,
+    "publish_weights": 0.6,
+    "sync_weights": 0.6,
+}
+"""How far towards white a kind's colour goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One run in the timeline picture."""
+
+    title: str
+    log: RunLog
+    results: Sequence[JobResult]
+
+
+def draw_timeline(panels: Sequence[Panel], summary: Summary, path: Path) -> None:
+    """Gantt of the same length of time out of the middle of each run, to `path` (PNG)."""
+    from matplotlib.figure import Figure
+
+    jobs = [job.name for job in summary.jobs]
+    colours = job_colours(jobs)
+    windows = [steady_window(panel) for panel in panels]
+    length_s = max(end - start for start, end in windows)
+    num_rows = sum(len(panel.log.devices) for panel in panels)
+    figure = Figure(figsize=(13, 1.5 + 0.62 * num_rows + 0.5 * len(panels)), layout="constrained")
+    heights = [len(panel.log.devices) for panel in panels]
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for ax, panel, (start_s, _) in zip(axes[:, 0], panels, windows, strict=True):
+        _draw_panel(ax, panel, (start_s, start_s + length_s), colours)
+    axes[-1, 0].set_xlabel("seconds (a stretch from the middle of the GRPO steps)")
+    figure.suptitle(headline(summary), fontsize=13)
+    _legend(figure, colours)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def draw_rewards(results: Sequence[JobResult], path: Path) -> None:
+    """Reward of every step, smoothed, with the held-out reward before and after, to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2 * len(results), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(results), sharey=True, squeeze=False)
+    colours = job_colours([r.name for r in results])
+    for ax, result in zip(axes[0], results, strict=True):
+        _draw_reward(ax, result, colours[result.name])
+    axes[0, 0].set_ylabel("mean reward (reasoning-gym's own score)")
+    figure.suptitle("Both jobs learn while they share the devices", fontsize=13)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def headline(summary: Summary) -> str:
+    switches = (
+        f"{summary.context_switches} context switches, "
+        f"{1e3 * summary.switch_seconds / max(1, summary.context_switches):.0f} ms each"
+    )
+    if summary.saved_percent is None or summary.bound_saved_percent is None:
+        return f"{len(summary.jobs)} RL jobs on {summary.devices} devices: {switches}"
+    return (
+        f"{len(summary.jobs)} RL jobs on the same {summary.devices} devices: "
+        f"{summary.saved_percent:.1f} % of the device-seconds saved "
+        f"(bound {summary.bound_saved_percent:.1f} %), {switches}"
+    )
+
+
+def job_colours(jobs: Sequence[str]) -> dict[str, str]:
+    return {job: COLOURS[i % len(COLOURS)] for i, job in enumerate(jobs)}
+
+
+def steady_window(panel: Panel) -> Interval:
+    """A few steps around the middle of the time in which all jobs of the run were in GRPO."""
+    windows = [window_of(grpo_executions(panel.log, r)) for r in panel.results]
+    start_s, end_s = max(w[0] for w in windows), min(w[1] for w in windows)
+    step_s = max((w[1] - w[0]) / r.steps for w, r in zip(windows, panel.results, strict=True))
+    half_s = min(TURNS_SHOWN * step_s, end_s - start_s) / 2
+    middle_s = (start_s + end_s) / 2
+    return (middle_s - half_s, middle_s + half_s)
+
+
+def smoothed(values: Sequence[float], steps: int) -> list[float]:
+    """Mean over the last `steps` values at each place, fewer at the beginning."""
+    return [
+        sum(values[max(0, i + 1 - steps) : i + 1]) / min(i + 1, steps) for i in range(len(values))
+    ]
+
+
+def _draw_panel(ax: Axes, panel: Panel, window: Interval, colours: dict[str, str]) -> None:
+    length_s = window[1] - window[0]
+    for row, node in enumerate(panel.log.devices):
+        ax.barh(row, length_s, color=IDLE_COLOUR, height=0.8, zorder=0)
+        for execution in panel.log.executions:
+            if execution.node == node and _overlaps(execution.interval, window):
+                _draw_execution(ax, row, execution, window, colours)
+        for switch in panel.log.switches:
+            if switch.node == node and _overlaps(switch.interval, window):
+                _draw_switch(ax, row, switch, window)
+    ax.set_yticks(range(len(panel.log.devices)), panel.log.devices)
+    ax.set_ylim(len(panel.log.devices) - 0.5, -0.5)
+    ax.set_xlim(0, length_s)
+    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def _overlaps(interval: Interval, window: Interval) -> bool:
+    return interval[0] < window[1] and interval[1] > window[0]
+
+
+def _draw_execution(
+    ax: Axes, row: int, execution: Execution, window: Interval, colours: dict[str, str]
+) -> None:
+    start_s = max(execution.start_s, window[0]) - window[0]
+    end_s = min(execution.end_s, window[1]) - window[0]
+    colour = lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
+    ax.barh(
+        row,
+        end_s - start_s,
+        left=start_s,
+        height=0.8,
+        color=colour,
+        edgecolor="white",
+        linewidth=0.5,
+        zorder=2,
+    )
+    share = (end_s - start_s) / (window[1] - window[0])
+    label = SHORT.get(execution.kind, execution.kind)
+    if share > 0.0085 * len(label):
+        ax.text(
+            (start_s + end_s) / 2,
+            row,
+            label,
+            ha="center",
+            va="center",
+            fontsize=7.5,
+            color="white" if LIGHTNESS.get(execution.kind, 0.0) < 0.3 else "black",
+            zorder=4,
+        )
+
+
+def _draw_switch(ax: Axes, row: int, switch: Switch, window: Interval) -> None:
+    start_s = max(switch.interval[0], window[0]) - window[0]
+    end_s = min(switch.interval[1], window[1]) - window[0]
+    ax.barh(row, end_s - start_s, left=start_s, height=0.8, color=SWITCH_COLOUR, zorder=3)
+
+
+def lightened(colour: str, share: float) -> tuple[float, float, float]:
+    """RGB, 0 to 1, moved towards white by `share`."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
+
+
+def _legend(figure: Figure, colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=job) for job, colour in colours.items()]
+    handles += [
+        Patch(color=SWITCH_COLOUR, label="context switch (offload + load)"),
+        Patch(color=IDLE_COLOUR, label="idle"),
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
+    )
+
+
+def _draw_reward(ax: Axes, result: JobResult, colour: str) -> None:
+    steps = range(1, len(result.rewards) + 1)
+    ax.plot(steps, result.rewards, color=lightened(colour, 0.6), linewidth=0.8, label="each step")
+    ax.plot(
+        steps,
+        smoothed(result.rewards, SMOOTHING_STEPS),
+        color=colour,
+        linewidth=2.0,
+        label=f"mean of {SMOOTHING_STEPS} steps",
+    )
+    ends = [(0, result.reward_start), (result.steps, result.reward_end)]
+    ax.plot(*zip(*ends, strict=True), "D", color="black", markersize=7, label="held-out prompts")
+    for x, y in ends:
+        ax.annotate(
+            f"{y:.2f}", (x, y), textcoords="offset points", xytext=(0, 9), ha="center", fontsize=9
+        )
+    ax.set_title(f"{result.name}: {result.reward_start:.2f} → {result.reward_end:.2f} held out")
+    ax.set_xlabel("GRPO step")
+    ax.margins(y=0.12)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower right", fontsize=9, frameon=False)

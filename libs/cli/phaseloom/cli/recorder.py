@@ -1,0 +1,87 @@
+"""Record the decision log of a run, live, into `events.jsonl`: one entry a line.
+
+    {"sequence": 7, "time_unix_s": 1700000000.123, "event": {"type": "queued_operation", ...}}
+
+The file is the run as the scheduler saw it; everything in a run's summary and pictures is computed
+from it. A line is written whole, so a file cut off by a crash is readable up to its last newline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from phaseloom.common.bus import Bus
+from phaseloom.common.errors import CallerError, InternalError
+from phaseloom.common.messages import Event
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """An entry of the decision log; its time is the server's, in Unix seconds."""
+
+    sequence: int
+    time_unix_s: float
+    event: Event
+
+
+class Recorder:
+    """Follows the log from its first entry.
+
+    Args: path: of the file, which is written anew.
+          watch: called with each entry after it is written; must not block.
+    """
+
+    def __init__(
+        self, bus: Bus, path: Path, watch: Callable[[Recorded], None] | None = None
+    ) -> None:
+        self._bus = bus
+        self._path = path
+        self._watch = watch
+        self._sequence = 0
+        self._advanced = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Record until cancelled."""
+        with self._path.open("wb", buffering=0) as file:
+            async for entry in self._bus.read_log():
+                recorded = Recorded(entry.sequence, entry.time_s, entry.event)
+                file.write(msgspec.json.encode(recorded) + b"\n")
+                if self._watch:
+                    self._watch(recorded)
+                async with self._advanced:
+                    self._sequence = entry.sequence
+                    self._advanced.notify_all()
+        raise InternalError("the decision log's subscription ended")
+
+    async def drained(self) -> None:
+        """Returns when everything that is in the log now is in the file."""
+        end = await self._bus.log_end()
+        async with self._advanced:
+            await self._advanced.wait_for(lambda: self._sequence >= end)
+
+
+def read_events(path: Path) -> list[Recorded]:
+    """The entries of an `events.jsonl`, in log order.
+
+    Raises: CallerError: a line is no recorded entry; names the line.
+    """
+    entries = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                entries.append(_decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise CallerError(
+                    f"{path}:{number} is no recorded event: {error}",
+                    field=str(path),
+                    remedy="use the events.jsonl of a run of this version of phaseloom",
+                ) from None
+    return entries
+
+
+_decoder = msgspec.json.Decoder(Recorded)

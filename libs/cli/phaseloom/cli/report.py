@@ -1,0 +1,476 @@
+"""What a run reached: figures computed from its recorded events and its controllers' results.
+
+Pure. Definitions:
+
+- *Window* of a job: from the moment its first GRPO operation was queued to the end of its last
+  one. GRPO operations are those queued between the controller's `grpo_start_t` and `grpo_end_t`,
+  so warm-up and evaluations lie outside. T of a run: from the first window's start to the last
+  window's end.
+- *Device-seconds per training step*: alone (D·T_A + D·T_B)/(N_A + N_B), the jobs run one after
+  the other on D devices each; shared D·T/(N_A + N_B). Saved = 1 − shared/alone.
+- *Context switch*: an activation opened for another job than the device's previous activation,
+  which moved bytes. Its seconds are its offload plus its load.
+- *Hidden*: the switch seconds during which no ready operation waited for that device. An operation
+  waits from the time it is ready (queued, predecessors and `after` done) until it starts.
+- *Bound*: two synchronous jobs cannot share in less time than the busiest device needs for both,
+  nor than either job needs alone: T ≥ max(per device: busy_A + busy_B; T_A; T_B), all measured
+  alone.
+
+One device a node: the log names the node of an activation, and nodes here have one device each.
+Execution times are the workers' clocks, the others the server's: one machine, or synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phaseloom.cli.recorder import Recorded
+from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.intervals import Interval, intersect, merge, subtract, total
+from phaseloom.common.messages import (
+    ActivationOpened,
+    NodeUp,
+    OperationFinished,
+    Outcome,
+    QueuedOperation,
+    WpgStarted,
+)
+from phaseloom.common.readiness import Readiness
+
+# --- What the controllers say ---------------------------------------------------------------------
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """A controller's outcome, with the times at which its GRPO steps began and ended."""
+
+    name: str
+    steps: int
+    reward_start: float
+    """Mean held-out reward before GRPO."""
+    reward_end: float
+    weights_sha256: str
+    grpo_start_unix_s: float
+    grpo_end_unix_s: float
+    rewards: list[float] = []
+    """Mean training reward of each step."""
+
+
+# --- What the log says ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One operation on its device."""
+
+    key: OperationKey
+    kind: str
+    node: str
+    queued_s: float
+    ready_s: float
+    start_s: float
+    end_s: float
+
+    @property
+    def interval(self) -> Interval:
+        return (self.start_s, self.end_s)
+
+    @property
+    def waited(self) -> Interval:
+        return (self.ready_s, self.start_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A change of job on a device."""
+
+    node: str
+    from_job: str
+    to: DeploymentKey
+    start_s: float
+    offload_s: float
+    load_s: float
+    bytes_out: int
+    bytes_in: int
+
+    @property
+    def interval(self) -> Interval:
+        return (self.start_s, self.start_s + self.offload_s + self.load_s)
+
+
+@dataclass(slots=True)
+class RunLog:
+    """A recorded decision log, read once."""
+
+    devices: list[str] = field(default_factory=list)
+    executions: list[Execution] = field(default_factory=list)
+    switches: list[Switch] = field(default_factory=list)
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    def of_job(self, job: str) -> list[Execution]:
+        return [e for e in self.executions if e.key.job == job]
+
+
+class _Reader:
+    """Folds recorded events into a RunLog."""
+
+    def __init__(self) -> None:
+        self.log = RunLog()
+        self._readiness = Readiness()
+        self._queued_s: dict[OperationKey, float] = {}
+        self._ready_s: dict[OperationKey, float] = {}
+        self._ended: set[OperationKey] = set()
+        self._nodes: dict[DeploymentKey, str] = {}
+        self._resident: dict[str, str] = {}
+
+    def step(self, entry: Recorded) -> None:
+        for key in self._readiness.step(entry.event):
+            self._ready_s[key] = entry.time_unix_s
+        match entry.event:
+            case NodeUp(node=node) if node not in self.log.devices:
+                self.log.devices.append(node)
+            case WpgStarted(deployment=deployment, node=node):
+                self._nodes[deployment] = node
+            case ActivationOpened():
+                self._activation(entry.event)
+            case QueuedOperation():
+                self._queue(entry.event, entry.time_unix_s)
+            case OperationFinished() if not entry.event.replay:
+                self._finish(entry.event)
+
+    def _queue(self, operation: QueuedOperation, time_s: float) -> None:
+        if operation.key in self._queued_s:
+            return
+        self._queued_s[operation.key] = time_s
+        self.log.submitted += 1
+        if operation.error is not None:
+            self._ended.add(operation.key)
+            self.log.failed += 1
+
+    def _finish(self, event: OperationFinished) -> None:
+        key = event.key
+        if key in self._ended:
+            return
+        self._ended.add(key)
+        if event.outcome is Outcome.COMPLETED:
+            self.log.completed += 1
+        else:
+            self.log.failed += 1
+        start_s = event.started_unix_s
+        queued_s = self._queued_s.get(key, start_s)
+        self.log.executions.append(
+            Execution(
+                key,
+                event.kind,
+                self._nodes.get(key.deployment_key, ""),
+                queued_s,
+                self._ready_s.get(key, queued_s),
+                start_s,
+                start_s + event.duration_s,
+            )
+        )
+
+    def _activation(self, event: ActivationOpened) -> None:
+        self._nodes[event.deployment] = event.node
+        job = event.deployment.job
+        before = self._resident.get(event.node, job)
+        self._resident[event.node] = job
+        if before == job or event.bytes_out + event.bytes_in == 0:
+            return
+        self.log.switches.append(
+            Switch(
+                event.node,
+                before,
+                event.deployment,
+                event.started_unix_s,
+                event.offload_s,
+                event.load_s,
+                event.bytes_out,
+                event.bytes_in,
+            )
+        )
+
+
+def read_log(events: Iterable[Recorded]) -> RunLog:
+    """Executions, switches and counts of a run."""
+    reader = _Reader()
+    for entry in events:
+        reader.step(entry)
+    return reader.log
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """A stretch of a run."""
+
+    seconds: float
+    context_switches: int
+    switch_seconds: float
+    hidden_switch_seconds: float
+    busy_share: dict[str, float]
+    """Device → share of the stretch in which an operation ran on it."""
+    waiting_share: dict[str, float]
+    """Device → share in which it neither ran nor switched although an operation was ready: the
+    cost of messages and of holding it for a job that comes back."""
+
+
+def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
+    """The operations inside a job's window.
+
+    Raises: ValueError: there are none.
+    """
+    found = [
+        e
+        for e in log.of_job(result.name)
+        if result.grpo_start_unix_s <= e.queued_s <= result.grpo_end_unix_s
+    ]
+    if not found:
+        raise ValueError(f"the log has no operation of {result.name} between its barriers")
+    return found
+
+
+def window_of(executions: Sequence[Execution]) -> Interval:
+    """From the first one queued to the end of the last."""
+    return (min(e.queued_s for e in executions), max(e.end_s for e in executions))
+
+
+def figures(log: RunLog, window: Interval) -> Figures:
+    """What the devices did during a window of a run."""
+    seconds = window[1] - window[0]
+    switches = [s for s in log.switches if window[0] <= s.start_s < window[1]]
+    switch_s = hidden_s = 0.0
+    busy_share, waiting_share = {}, {}
+    for node in log.devices:
+        here = [e for e in log.executions if e.node == node]
+        busy = intersect(merge(e.interval for e in here), [window])
+        waited = merge(e.waited for e in here)
+        switching = merge(s.interval for s in switches if s.node == node)
+        switch_s += total(switching)
+        hidden_s += total(subtract(switching, waited))
+        busy_share[node] = total(busy) / seconds
+        unused = subtract(subtract(intersect(waited, [window]), busy), switching)
+        waiting_share[node] = total(unused) / seconds
+    return Figures(seconds, len(switches), switch_s, hidden_s, busy_share, waiting_share)
+
+
+def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
+    """Device → seconds in which one of these ran on it."""
+    by_node: dict[str, list[Interval]] = {}
+    for execution in executions:
+        by_node.setdefault(execution.node, []).append(execution.interval)
+    return {node: total(merge(intervals)) for node, intervals in sorted(by_node.items())}
+
+
+def least_shared_seconds(alone: Sequence[tuple[float, dict[str, float]]]) -> float:
+    """The bound: T of the shared run cannot be less.
+
+    Args: alone: of each job, measured alone: its T and its busy seconds on each device.
+    """
+    nodes = {node for _, busy in alone for node in busy}
+    loads = [sum(busy.get(node, 0.0) for _, busy in alone) for node in nodes]
+    return max([*loads, *(t for t, _ in alone)])
+
+
+# --- The summary ----------------------------------------------------------------------------------
+
+
+class JobSummary(msgspec.Struct, frozen=True):
+    name: str
+    steps: int
+    reward_start: float
+    reward_end: float
+    weights_sha256: str
+    slowdown: float | None
+    """GRPO seconds shared over alone; None without a baseline."""
+    grpo_seconds: float
+
+
+class BaselineJob(msgspec.Struct, frozen=True):
+    name: str
+    steps: int
+    reward_start: float
+    reward_end: float
+    weights_sha256: str
+    grpo_seconds: float
+    seconds_per_step: float
+    busy_seconds_per_step: dict[str, float]
+    """Device → seconds: the job's phases, measured alone."""
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    jobs: list[BaselineJob]
+    weights_identical: bool
+    """Every job's weights have the same SHA-256 alone and shared."""
+
+
+class DeviceSeconds(msgspec.Struct, frozen=True):
+    alone: float | None
+    shared: float
+
+
+class WholeRun(msgspec.Struct, frozen=True):
+    """Warm-up and evaluations included: from the first operation queued to the last one's end."""
+
+    seconds: float
+    alone_seconds: float | None
+    """Sum of the jobs' whole runs alone."""
+    saved_percent: float | None
+    context_switches: int
+    switch_seconds: float
+    hidden_switch_seconds: float
+    busy_share: dict[str, float]
+
+
+class Operations(msgspec.Struct, frozen=True):
+    submitted: int
+    completed: int
+    failed: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """`summary.json`. Figures are of the GRPO window unless they stand under `whole_run`."""
+
+    run: str
+    seed: int
+    devices: int
+    jobs: list[JobSummary]
+    baseline: Baseline | None
+    grpo_seconds: float
+    context_switches: int
+    switch_seconds: float
+    hidden_switch_seconds: float
+    busy_share: dict[str, float]
+    waiting_share: dict[str, float]
+    device_seconds_per_step: DeviceSeconds
+    saved_percent: float | None
+    bound_saved_percent: float | None
+    """The most that the phases measured alone allow two synchronous jobs to save."""
+    operations: Operations
+    whole_run: WholeRun
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AloneRun:
+    """One job measured alone."""
+
+    result: JobResult
+    log: RunLog
+
+
+def summarize(
+    run: str,
+    seed: int,
+    log: RunLog,
+    results: Sequence[JobResult],
+    *,
+    alone: Sequence[AloneRun] = (),
+    notes: Sequence[str] = (),
+) -> Summary:
+    """The summary of a shared run, compared with the same jobs alone where these were run.
+
+    Args:   results: of every job in the shared run.
+            alone: one for each of them, in the same order, or none at all.
+    Raises: ValueError: a job has no GRPO operation in its log.
+    """
+    windows = [window_of(grpo_executions(log, r)) for r in results]
+    window = (min(w[0] for w in windows), max(w[1] for w in windows))
+    grpo = figures(log, window)
+    num_devices, num_steps = len(log.devices), sum(r.steps for r in results)
+    shared = num_devices * grpo.seconds / num_steps
+    baseline = _baseline(alone, results)
+    alone_s = [job.grpo_seconds for job in baseline.jobs] if baseline else []
+    per_step_alone = num_devices * sum(alone_s) / num_steps if alone_s else None
+    return Summary(
+        run=run,
+        seed=seed,
+        devices=num_devices,
+        jobs=[
+            _job_summary(r, w, alone_s[i] if alone_s else None)
+            for i, (r, w) in enumerate(zip(results, windows, strict=True))
+        ],
+        baseline=baseline,
+        grpo_seconds=grpo.seconds,
+        context_switches=grpo.context_switches,
+        switch_seconds=grpo.switch_seconds,
+        hidden_switch_seconds=grpo.hidden_switch_seconds,
+        busy_share=grpo.busy_share,
+        waiting_share=grpo.waiting_share,
+        device_seconds_per_step=DeviceSeconds(per_step_alone, shared),
+        saved_percent=_saved_percent(grpo.seconds, alone_s),
+        bound_saved_percent=_bound_percent(alone, alone_s),
+        operations=Operations(log.submitted, log.completed, log.failed),
+        whole_run=_whole_run(log, alone),
+        notes=list(notes),
+    )
+
+
+def _job_summary(result: JobResult, window: Interval, alone_s: float | None) -> JobSummary:
+    seconds = window[1] - window[0]
+    return JobSummary(
+        result.name,
+        result.steps,
+        result.reward_start,
+        result.reward_end,
+        result.weights_sha256,
+        seconds / alone_s if alone_s else None,
+        seconds,
+    )
+
+
+def _baseline(alone: Sequence[AloneRun], shared: Sequence[JobResult]) -> Baseline | None:
+    if not alone:
+        return None
+    identical = all(
+        a.result.name == r.name and a.result.weights_sha256 == r.weights_sha256
+        for a, r in zip(alone, shared, strict=True)
+    )
+    return Baseline([_baseline_job(a) for a in alone], identical)
+
+
+def _baseline_job(alone: AloneRun) -> BaselineJob:
+    result = alone.result
+    executions = grpo_executions(alone.log, result)
+    start_s, end_s = window_of(executions)
+    return BaselineJob(
+        result.name,
+        result.steps,
+        result.reward_start,
+        result.reward_end,
+        result.weights_sha256,
+        end_s - start_s,
+        (end_s - start_s) / result.steps,
+        {node: s / result.steps for node, s in busy_seconds(executions).items()},
+    )
+
+
+def _saved_percent(shared_s: float, alone_s: Sequence[float]) -> float | None:
+    return 100.0 * (1.0 - shared_s / sum(alone_s)) if alone_s else None
+
+
+def _bound_percent(alone: Sequence[AloneRun], alone_s: Sequence[float]) -> float | None:
+    if not alone:
+        return None
+    busy = [busy_seconds(grpo_executions(a.log, a.result)) for a in alone]
+    return _saved_percent(least_shared_seconds(list(zip(alone_s, busy, strict=True))), alone_s)
+
+
+def _whole_run(log: RunLog, alone: Sequence[AloneRun]) -> WholeRun:
+    whole = figures(log, window_of(log.executions))
+    windows = [window_of(a.log.executions) for a in alone]
+    alone_s = [end - start for start, end in windows]
+    return WholeRun(
+        whole.seconds,
+        sum(alone_s) if alone_s else None,
+        _saved_percent(whole.seconds, alone_s),
+        whole.context_switches,
+        whole.switch_seconds,
+        whole.hidden_switch_seconds,
+        whole.busy_share,
+    )

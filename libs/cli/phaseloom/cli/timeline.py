@@ -1,0 +1,207 @@
+"""A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+
+A process per node with a track per device (execute; switch, with offload and load inside), and a
+process per job with, for each deployment, its submits, its queue waits and its messages. An arrow
+leads from each submit to its execution. Slices on one track must nest or be apart, so spans that
+overlap go to further lanes of the same name.
+
+Format: the JSON object form of the Trace Event Format; `ts` and `dur` are microseconds.
+Pure but for `read_spans` and `write_timeline`. Cost: O(n log n) in the spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DEVICE_SPANS = frozenset({"execute", "switch", "offload", "load"})
+MESSAGE_SPANS = frozenset({"route", "permit", "complete"})
+
+Attribute = str | bool | int | float
+TraceEvent = dict[str, Any]
+Track = tuple[str, str]
+"""(process, thread) by name."""
+
+
+class SpanLine(msgspec.Struct, frozen=True):
+    """A line of `spans/*.jsonl`."""
+
+    name: str
+    span_id: str
+    start_unix_ns: int
+    end_unix_ns: int
+    service: str
+    parent_id: str | None = None
+    attributes: dict[str, Attribute] = {}
+    links: list[dict[str, str]] = []
+    error: str | None = None
+
+
+def read_spans(directory: Path) -> list[SpanLine]:
+    """All spans of a run; a last line that a killed process left unfinished is skipped."""
+    spans = []
+    for path in sorted(directory.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                spans.append(_decoder.decode(line))
+    return spans
+
+
+def write_timeline(spans: Sequence[SpanLine], path: Path) -> None:
+    path.write_bytes(msgspec.json.encode(chrome_trace(spans)))
+
+
+def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
+    """The trace as a JSON-ready object."""
+    whole = [_with_inherited(span, attributes) for span, attributes in _inherited(spans)]
+    placed = _Tracks()
+    origin_ns = min((span.start_unix_ns for span in whole), default=0)
+    slices: list[TraceEvent] = []
+    ends: dict[tuple[str, str], TraceEvent] = {}
+    for span in sorted(whole, key=lambda s: (s.start_unix_ns, -s.end_unix_ns)):
+        track = track_of(span)
+        if track is None:
+            continue
+        event = _slice(span, placed.lane(track, span), origin_ns)
+        slices.append(event)
+        if span.name in {"submit", "execute"} and (operation := operation_of(span)):
+            ends.setdefault((span.name, operation), event)
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"origin_unix_ns": str(origin_ns)},
+        "traceEvents": [*placed.names(), *slices, *_arrows(ends)],
+    }
+
+
+def track_of(span: SpanLine) -> Track | None:
+    """Where a span is drawn; None for spans that belong to no device and no deployment."""
+    attributes = span.attributes
+    if span.name in DEVICE_SPANS and "node" in attributes:
+        return (f"node {attributes['node']}", f"device {attributes.get('device', 0)}")
+    if "job" not in attributes or "deployment" not in attributes:
+        return None
+    process, deployment = f"job {attributes['job']}", str(attributes["deployment"])
+    if span.name == "queue":
+        return (process, f"{deployment} queue")
+    if span.name == "submit":
+        return (process, f"{deployment} submit")
+    return (process, f"{deployment} messages") if span.name in MESSAGE_SPANS else None
+
+
+def operation_of(span: SpanLine) -> str | None:
+    """`tenant.job.deployment.seq`, if the span is about one operation."""
+    names = ("tenant", "job", "deployment", "seq")
+    if not all(name in span.attributes for name in names):
+        return None
+    return ".".join(str(span.attributes[name]) for name in names)
+
+
+@dataclass(slots=True)
+class _Lane:
+    thread: int
+    open_ends_ns: list[int] = field(default_factory=list)
+    """Ends of the slices that are open, outermost first."""
+
+    def takes(self, span: SpanLine) -> bool:
+        while self.open_ends_ns and self.open_ends_ns[-1] <= span.start_unix_ns:
+            self.open_ends_ns.pop()
+        return not self.open_ends_ns or span.end_unix_ns <= self.open_ends_ns[-1]
+
+
+class _Tracks:
+    """Numbers processes and threads, and finds each span a lane in which it nests."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._lanes: dict[Track, list[_Lane]] = {}
+        self._num_threads = 0
+
+    def lane(self, track: Track, span: SpanLine) -> tuple[int, int]:
+        """(pid, tid). Spans come in order of their start, longer ones first."""
+        pid = self._processes.setdefault(track[0], len(self._processes) + 1)
+        lanes = self._lanes.setdefault(track, [])
+        found = next((lane for lane in lanes if lane.takes(span)), None)
+        if found is None:
+            self._num_threads += 1
+            found = _Lane(self._num_threads)
+            lanes.append(found)
+        found.open_ends_ns.append(span.end_unix_ns)
+        return pid, found.thread
+
+    def names(self) -> Iterator[TraceEvent]:
+        """Metadata: what processes and threads are called, nodes above jobs."""
+        for order, (process, pid) in enumerate(sorted(self._processes.items(), reverse=True)):
+            yield _metadata("process_name", pid, 0, name=process)
+            yield _metadata("process_sort_index", pid, 0, sort_index=order)
+        order = 0
+        for (process, thread), lanes in sorted(self._lanes.items()):
+            for lane in lanes:
+                order += 1
+                pid = self._processes[process]
+                yield _metadata("thread_name", pid, lane.thread, name=thread)
+                yield _metadata("thread_sort_index", pid, lane.thread, sort_index=order)
+
+
+def _metadata(what: str, pid: int, tid: int, **args: object) -> TraceEvent:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _slice(span: SpanLine, lane: tuple[int, int], origin_ns: int) -> TraceEvent:
+    attributes = span.attributes
+    what = attributes.get("kind", span.name) if span.name == "execute" else span.name
+    job = f"{attributes['job']} " if span.name in DEVICE_SPANS and "job" in attributes else ""
+    kind = f" {attributes['kind']}" if span.name == "queue" and "kind" in attributes else ""
+    args = {**attributes, "service": span.service}
+    if span.error is not None:
+        args["error"] = span.error
+    return {
+        "ph": "X",
+        "name": f"{job}{what}{kind}",
+        "cat": span.name,
+        "ts": (span.start_unix_ns - origin_ns) / 1e3,
+        "dur": (span.end_unix_ns - span.start_unix_ns) / 1e3,
+        "pid": lane[0],
+        "tid": lane[1],
+        "args": args,
+    }
+
+
+def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
+    """A flow from inside each submit slice to the slice that executed the operation."""
+    submits = [(op, event) for (name, op), event in ends.items() if name == "submit"]
+    for number, (operation, submit) in enumerate(submits, 1):
+        execute = ends.get(("execute", operation))
+        if execute is None:
+            continue
+        for phase, event in (("s", submit), ("f", execute)):
+            arrow = {"ph": phase, "id": number, "name": "operation", "cat": "operation"}
+            place = {key: event[key] for key in ("ts", "pid", "tid")}
+            yield {**arrow, **place, **({"bp": "e"} if phase == "f" else {})}
+
+
+def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, Attribute]]]:
+    """Each span with its ancestors' attributes where it has none of its own.
+
+    `offload` and `load` say what moved and leave node and device to the `switch` around them.
+    """
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        attributes: dict[str, Attribute] = {}
+        at: SpanLine | None = span
+        seen = set()
+        while at is not None and at.span_id not in seen:
+            seen.add(at.span_id)
+            attributes = {**at.attributes, **attributes}
+            at = by_id.get(at.parent_id) if at.parent_id else None
+        yield span, attributes
+
+
+def _with_inherited(span: SpanLine, attributes: dict[str, Attribute]) -> SpanLine:
+    return msgspec.structs.replace(span, attributes=attributes)
+
+
+_decoder = msgspec.json.Decoder(SpanLine)

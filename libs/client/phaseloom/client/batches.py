@@ -1,0 +1,111 @@
+"""Batches as they travel: arrays packed, and split by samples where one message cannot hold them.
+
+Pure. A gradient is a plain sum over samples, so the parts of a split batch add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from phaseloom.common.arrays import length, pack_float32s, pack_int32s
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.messages import Datum, Float32s, Int32s, Prompt, SamplingParams
+from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+
+MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
+"""What one message may carry of samples; the rest is left to headers and framing."""
+
+_ITEM_OVERHEAD_BYTES = 64
+_SAMPLED_TOKEN_BYTES = 8
+_FLOATS = ("weights", "logprobs", "advantages")
+
+Item = TypeVar("Item", Prompt, Datum)
+
+
+def pack_prompt(prompt: Prompt, field: str) -> Prompt:
+    """Raises: CallerError: not token ids."""
+    return Prompt(_int32s(prompt.tokens, f"{field}.tokens"), prompt.seed)
+
+
+def pack_datum(datum: Datum, field: str) -> Datum:
+    """Raises: CallerError: not token ids, or not numbers."""
+    return Datum(
+        _int32s(datum.tokens, f"{field}.tokens"),
+        _int32s(datum.targets, f"{field}.targets"),
+        *(_float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS),
+    )
+
+
+def split_batch(batch: Iterable[Datum], limit_bytes: int = MAX_PART_BYTES) -> list[list[Datum]]:
+    """Packed samples in order, in as few parts as fit.
+
+    Raises: CallerError: a sample that is no sample, or that fits in no message.
+    """
+    packed = [pack_datum(datum, f"batch[{i}]") for i, datum in enumerate(batch)]
+    return _split(packed, _datum_bytes, limit_bytes, "batch")
+
+
+def split_prompts(
+    prompts: Iterable[Prompt],
+    sampling: SamplingParams,
+    num_samples: int,
+    limit_bytes: int = MAX_PART_BYTES,
+) -> list[list[Prompt]]:
+    """Packed prompts in order, so that neither a part nor its result exceeds a message.
+
+    Raises: CallerError: a prompt that is none, or whose samples fit in no message.
+    """
+    packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    sample_bytes = sampling.max_tokens * _SAMPLED_TOKEN_BYTES + _ITEM_OVERHEAD_BYTES
+
+    def size(prompt: Prompt) -> int:
+        own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES
+        return max(own, num_samples * sample_bytes)
+
+    return _split(packed, size, limit_bytes, "prompts")
+
+
+def _split(
+    items: list[Item], size: Callable[[Item], int], limit_bytes: int, field: str
+) -> list[list[Item]]:
+    parts: list[list[Item]] = [[]]
+    room = limit_bytes
+    for i, item in enumerate(items):
+        num_bytes = size(item)
+        if num_bytes > limit_bytes:
+            raise CallerError(
+                f"one sample has {num_bytes} bytes, more than the {limit_bytes} of a message",
+                code=Code.INVALID_ARGUMENT,
+                field=f"{field}[{i}]",
+                remedy="shorten it, or ask for fewer samples of a prompt",
+            )
+        if num_bytes > room:
+            parts.append([])
+            room = limit_bytes
+        parts[-1].append(item)
+        room -= num_bytes
+    return parts
+
+
+def _datum_bytes(datum: Datum) -> int:
+    arrays = [datum.tokens, datum.targets, datum.weights, datum.logprobs, datum.advantages]
+    return _ITEM_OVERHEAD_BYTES + sum(4 * length(a) for a in arrays if a is not None)
+
+
+def _int32s(values: Int32s, field: str) -> bytes:
+    if isinstance(values, bytes):
+        return values
+    try:
+        return pack_int32s(values)
+    except (TypeError, OverflowError) as error:
+        raise CallerError(f"not int32: {error}", field=field, remedy="give token ids") from None
+
+
+def _float32s(values: Float32s | None, field: str) -> bytes | None:
+    if values is None or isinstance(values, bytes):
+        return values
+    try:
+        return pack_float32s(values)
+    except (TypeError, OverflowError) as error:
+        raise CallerError(f"not float32: {error}", field=field, remedy="give numbers") from None

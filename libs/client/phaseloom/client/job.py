@@ -1,0 +1,185 @@
+"""A job and its deployments as a controller sees them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from phaseloom.client.batches import split_batch, split_prompts
+from phaseloom.client.operations import OperationHandle, Outbox, Part
+from phaseloom.client.results import (
+    Generation,
+    LogProbs,
+    merge_forward,
+    merge_generate,
+    merge_metrics,
+    only,
+)
+from phaseloom.common.codec import encode
+from phaseloom.common.errors import CallerError, Code, InternalError
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import (
+    AdamParams,
+    After,
+    Args,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    LoadState,
+    LoadStateResult,
+    Loss,
+    Operation,
+    OptimStep,
+    Prompt,
+    PublishWeights,
+    PublishWeightsResult,
+    Result,
+    SamplingParams,
+    SaveState,
+    SaveStateResult,
+    SyncWeights,
+    SyncWeightsResult,
+    kind_of,
+)
+
+R = TypeVar("R")
+Awaited = Iterable["OperationHandle[object] | After"]
+
+
+class Deployment:
+    """One model of a job. Each call takes the next `seq` at once and returns a handle.
+
+    Calls do not wait: submit what you know, in the order in which it shall take effect, and await
+    what you need. `after` names operations of the job's other deployments that must come first.
+    """
+
+    def __init__(self, job: JobKey, name: str, session: int, next_seq: int, outbox: Outbox) -> None:
+        self.name = name
+        self._job = job
+        self._session = session
+        self._next_seq = next_seq
+        self._outbox = outbox
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling: SamplingParams,
+        num_samples: int = 1,
+        *,
+        after: Awaited = (),
+    ) -> OperationHandle[Generation]:
+        """Sample continuations of each prompt."""
+        parts = split_prompts(prompts, sampling, num_samples)
+        return self._submit(
+            [Generate(part, sampling, num_samples) for part in parts], after, merge_generate
+        )
+
+    def forward(
+        self, batch: Iterable[Datum], *, after: Awaited = ()
+    ) -> OperationHandle[LogProbs]:
+        """Log-probabilities of each sample's targets."""
+        parts = split_batch(batch)
+        return self._submit([Forward(part) for part in parts], after, merge_forward)
+
+    def forward_backward(
+        self,
+        batch: Iterable[Datum],
+        loss: Loss | str,
+        *,
+        clip_low: float = 0.8,
+        clip_high: float = 1.2,
+        after: Awaited = (),
+    ) -> OperationHandle[dict[str, float]]:
+        """Add the gradients of a loss; gives its metrics."""
+        kind = Loss(loss)
+        parts = split_batch(batch)
+        return self._submit(
+            [ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
+            after,
+            merge_metrics,
+        )
+
+    def optim_step(
+        self, adam: AdamParams, *, after: Awaited = ()
+    ) -> OperationHandle[dict[str, float]]:
+        """One AdamW step on the gradients so far; gives its metrics."""
+        return self._submit([OptimStep(adam)], after, merge_metrics)
+
+    def publish_weights(self, *, after: Awaited = ()) -> OperationHandle[PublishWeightsResult]:
+        """Cut an immutable version of the weights for others to sync."""
+        return self._submit([PublishWeights()], after, _one(PublishWeightsResult))
+
+    def sync_weights(
+        self, published: OperationHandle[PublishWeightsResult], *, after: Awaited = ()
+    ) -> OperationHandle[SyncWeightsResult]:
+        """Take over a published version, after it is published."""
+        source = published.ref
+        args = SyncWeights(policy=source.deployment, version=source.seq)
+        return self._submit([args], [source, *after], _one(SyncWeightsResult))
+
+    def save_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[SaveStateResult]:
+        """Write a checkpoint under the tenant's root."""
+        return self._submit([SaveState(name)], after, _one(SaveStateResult))
+
+    def load_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[LoadStateResult]:
+        """Replace the whole state by a checkpoint of this job."""
+        return self._submit([LoadState(name)], after, _one(LoadStateResult))
+
+    def _submit(
+        self, parts: list[Args], after: Awaited, merge: Callable[[list[Result]], R]
+    ) -> OperationHandle[R]:
+        refs = _refs(after)
+        wires = []
+        for args in parts:
+            id = uuid.uuid4().hex
+            payload = encode(Operation(id=id, session=self._session, args=args, after=refs))
+            wires.append((id, kind_of(args), payload))
+        self._outbox.check_room(sum(len(payload) for _, _, payload in wires))
+        submitted = []
+        for id, kind, payload in wires:
+            key = OperationKey(self._job.tenant, self._job.job, self.name, str(self._next_seq))
+            self._next_seq += 1
+            part = Part(key, id, kind, payload)
+            self._outbox.submit(part)
+            submitted.append(part)
+        return OperationHandle(submitted, merge)
+
+
+class Job:
+    """One session of a job. Get it from `Mesh.submit_job` or `Mesh.attach`."""
+
+    def __init__(self, name: str, session: int, deployments: dict[str, Deployment]) -> None:
+        self.name = name
+        self.session = session
+        self._deployments = deployments
+
+    def deployment(self, name: str) -> Deployment:
+        """Raises: CallerError: the job has no such deployment."""
+        try:
+            return self._deployments[name]
+        except KeyError:
+            raise CallerError(
+                f"job {self.name} has no deployment {name!r}",
+                code=Code.NOT_FOUND,
+                field="name",
+                remedy=f"use one of {', '.join(sorted(self._deployments))}",
+            ) from None
+
+
+def _refs(after: Awaited) -> list[After]:
+    refs: list[After] = []
+    for other in after:
+        refs += [other] if isinstance(other, After) else other.refs
+    return refs
+
+
+def _one(kind: type[R]) -> Callable[[list[Result]], R]:
+    def merge(parts: list[Result]) -> R:
+        result = only(parts)
+        if not isinstance(result, kind):
+            raise InternalError(f"the operation was answered with a {type(result).__name__}")
+        return result
+
+    return merge

@@ -1,0 +1,350 @@
+"""Operations under way: from the call to the one outcome.
+
+An operation's `seq` is taken when it is called and its bytes are fixed then; a task of its own
+publishes it until the server has stored it. Publishing again is harmless: the server keeps the
+first message of a subject. Its completion comes over a plain subscription, which may lose messages,
+so what stays open is asked for by key from time to time and after every reconnect. Nothing hangs:
+where the mesh gives no answer for `patience_s`, open operations end as UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from phaseloom.common import telemetry
+from phaseloom.common.api import call_api, pub_ack, request_reply
+from phaseloom.common.bus import is_subject_taken
+from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
+from phaseloom.common.errors import (
+    CallerError,
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import (
+    After,
+    Completion,
+    Outcome,
+    Result,
+    ResultReply,
+    ResultRequest,
+)
+from phaseloom.common.streams import op_subject, out_subject
+
+log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 16
+_MAX_UNSTORED_BYTES = 256 * 1024 * 1024
+_ACK_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+_CHECK_EVERY_S = 2.0
+_STALE_S = 5.0
+_MAX_MISSES = 3
+
+R = TypeVar("R")
+
+
+class Part:
+    """One operation on the wire; a call that is split has several."""
+
+    def __init__(self, key: OperationKey, id: str, kind: str, payload: bytes) -> None:
+        self.key = key
+        self.id = id
+        self.kind = kind
+        self.payload = payload
+        self.is_stored = False
+        self.stored_s = 0.0
+        self.misses = 0
+        # An error is a value here: an outcome that nobody awaits is no unhandled exception.
+        self.outcome: asyncio.Future[Result | PhaseloomError] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def resolve(self, outcome: Result | PhaseloomError) -> None:
+        self.payload = b""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class OperationHandle(Generic[R]):
+    """An operation that was submitted. Await it for its result, as often as you like.
+
+    Awaiting raises the PhaseloomError that it failed with. Giving up waiting cancels nothing.
+    """
+
+    def __init__(self, parts: list[Part], merge: Callable[[list[Result]], R]) -> None:
+        self._parts = parts
+        self._merge = merge
+
+    def __await__(self) -> Generator[Any, None, R]:
+        return self._result().__await__()
+
+    @property
+    def key(self) -> str:
+        """`<tenant>.<job>.<deployment>.<seq>`; of a split operation the last part's."""
+        return str(self._parts[-1].key)
+
+    @property
+    def seq(self) -> int:
+        return self.ref.seq
+
+    @property
+    def ref(self) -> After:
+        """This operation as another one's `after` names it; of a split one the last part."""
+        return self.refs[-1]
+
+    @property
+    def refs(self) -> list[After]:
+        return [After(part.key.deployment, int(part.key.slot)) for part in self._parts]
+
+    def done(self) -> bool:
+        return all(part.outcome.done() for part in self._parts)
+
+    async def _result(self) -> R:
+        results = []
+        for part in self._parts:
+            # Shielded: who gives up waiting must not take the outcome from others who wait.
+            outcome = await asyncio.shield(part.outcome)
+            if isinstance(outcome, PhaseloomError):
+                raise outcome
+            results.append(outcome)
+        return self._merge(results)
+
+
+class Outbox:
+    """The open operations of one session of a job."""
+
+    def __init__(
+        self,
+        client: Client,
+        job: JobKey,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        patience_s: float,
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._start = start
+        self._patience_s = patience_s
+        self._window = asyncio.Semaphore(_IN_FLIGHT)
+        self._open: dict[str, Part] = {}
+        self._unstored_bytes = 0
+        self._answered_s = time.monotonic()
+        self._wake = asyncio.Event()
+        self._ended: PhaseloomError | None = None
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse more before a `seq` is taken.
+
+        Raises: PhaseloomError: the session is over. ResourceError RESOURCE_EXHAUSTED: too much is
+                waiting to be stored.
+        """
+        if self._ended:
+            raise self._ended
+        if self._unstored_bytes + num_bytes > _MAX_UNSTORED_BYTES:
+            raise ResourceError(
+                f"{self._unstored_bytes} bytes of operations wait to be published",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="await some of the handles first",
+            )
+
+    def submit(self, part: Part) -> None:
+        self._open[out_subject(part.key)] = part
+        self._unstored_bytes += len(part.payload)
+        self._start(self._deliver(part, len(part.payload)))
+
+    def end(self, error: PhaseloomError) -> None:
+        """No more operations; the open ones fail with this error."""
+        self._ended = self._ended or error
+        for part in list(self._open.values()):
+            self._resolve(part, error)
+
+    def reconnected(self) -> None:
+        """Completions may have been missed: ask at once."""
+        self._wake.set()
+
+    async def on_completion(self, message: Msg) -> None:
+        """Handler of the job's `out` subjects."""
+        self._answered_s = time.monotonic()
+        part = self._open.get(message.subject)
+        if part is None:
+            return
+        try:
+            completion = decode(message.data, Completion, content_type_of(message.headers))
+        except CallerError as error:
+            self._resolve(part, InternalError(f"its completion cannot be read: {error}"))
+            return
+        self._complete(part, completion)
+
+    # --- publishing -----------------------------------------------------------------------------
+
+    async def _deliver(self, part: Part, num_bytes: int) -> None:
+        # Tasks start, and this semaphore lets them in, in the order of the calls.
+        async with self._window:
+            key = part.key
+            with telemetry.span(
+                "submit",
+                tenant=key.tenant,
+                job=key.job,
+                deployment=key.deployment,
+                seq=key.slot,
+                kind=part.kind,
+            ):
+                try:
+                    await self._publish(part)
+                except PhaseloomError as error:
+                    self._resolve(part, error)
+        self._unstored_bytes -= num_bytes
+
+    async def _publish(self, part: Part) -> None:
+        """Until it is stored, or its outcome is known, or patience ends.
+
+        Raises: PhaseloomError: it was not stored, or not as ours.
+        """
+        deadline = time.monotonic() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
+        while not part.outcome.done():
+            try:
+                if await self._try_publish(part):
+                    part.is_stored, part.stored_s = True, time.monotonic()
+                    return
+            except ResourceError as error:
+                is_final = error.info.code not in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
+                if is_final or time.monotonic() + pause_s > deadline:
+                    raise
+                log.info("%s is published again in %.2f s: %s", part.key, pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    async def _try_publish(self, part: Part) -> bool:
+        """True when the server has it, False where that is not certain yet.
+
+        Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again; ABORTED: another
+                session's operation has this `seq`.
+        """
+        if not self._client.is_connected:
+            raise ResourceError("there is no connection to NATS", remedy="is the mesh up?")
+        message = await request_reply(
+            self._client,
+            op_subject(part.key),
+            part.payload,
+            timeout_s=_ACK_TIMEOUT_S,
+            headers=telemetry.inject({CONTENT_TYPE: MSGPACK}),
+        )
+        self._answered_s = time.monotonic()
+        error = pub_ack(message).get("error")
+        if error is None:
+            return True
+        if not is_subject_taken(error.get("err_code"), error.get("description")):
+            raise ResourceError(
+                f"{part.key} was not stored: {error.get('description')}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="wait until operations complete, or ask for a larger stream",
+            )
+        reply = await self._ask(part)
+        if reply.stored_id is None:
+            return False
+        if reply.stored_id != part.id:
+            raise self._lose_session(part)
+        return True
+
+    # --- outcomes -------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Ask for what stays open, until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            was_cut_off = self._wake.is_set()
+            self._wake.clear()
+            await self._check(0.0 if was_cut_off else _STALE_S)
+
+    async def _check(self, min_age_s: float) -> None:
+        if not self._open:
+            self._answered_s = time.monotonic()
+            return
+        now = time.monotonic()
+        try:
+            for part in self._oldest_open():
+                while part is not None and part.is_stored and now - part.stored_s >= min_age_s:
+                    await self._look_up(part)
+                    part = self._next_open(part) if part.outcome.done() else None
+        except ResourceError as error:
+            silent_s = time.monotonic() - self._answered_s
+            if silent_s > self._patience_s:
+                self.end(
+                    ResourceError(
+                        f"the mesh gave no answer for {silent_s:.0f} s: {error.info.message}",
+                        remedy="attach again when it is up; what was stored will still run",
+                    )
+                )
+
+    def _oldest_open(self) -> list[Part]:
+        """Of each deployment, in order of submission: later ones end later, or are asked next."""
+        oldest: dict[str, Part] = {}
+        for part in self._open.values():
+            oldest.setdefault(part.key.deployment, part)
+        return list(oldest.values())
+
+    def _next_open(self, part: Part) -> Part | None:
+        name = part.key.deployment
+        return next((p for p in self._open.values() if p.key.deployment == name), None)
+
+    async def _look_up(self, part: Part) -> None:
+        reply = await self._ask(part)
+        if reply.completion is not None:
+            self._complete(part, reply.completion)
+        elif reply.stored_id is None:
+            # It may end between the two places being read: only repeated absence is a loss.
+            part.misses += 1
+            if part.misses >= _MAX_MISSES:
+                lost = ResourceError(
+                    f"{part.key} was stored and is gone", code=Code.DATA_LOSS, remedy="attach again"
+                )
+                self._resolve(part, lost)
+
+    async def _ask(self, part: Part) -> ResultReply:
+        key = part.key
+        request = ResultRequest(key.job, key.deployment, key.slot)
+        reply: ResultReply = await call_api(
+            self._client, key.tenant, "result.get", request, ResultReply
+        )
+        self._answered_s = time.monotonic()
+        return reply
+
+    def _complete(self, part: Part, completion: Completion) -> None:
+        if completion.id and completion.id != part.id:
+            self._resolve(part, self._lose_session(part))
+        elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
+            self._resolve(part, completion.result)
+        elif completion.error is not None:
+            error = to_exception(completion.error)
+            if error.info.code is Code.ABORTED and error.info.field == "session":
+                self._ended = self._ended or error
+            self._resolve(part, error)
+        else:
+            self._resolve(part, InternalError(f"{part.key}: {completion.outcome}, without a why"))
+
+    def _lose_session(self, part: Part) -> ResourceError:
+        error = ResourceError(
+            f"another session took {part.key}", code=Code.ABORTED, remedy="attach again"
+        )
+        self._ended = self._ended or error
+        return error
+
+    def _resolve(self, part: Part, outcome: Result | PhaseloomError) -> None:
+        self._open.pop(out_subject(part.key), None)
+        part.resolve(outcome)

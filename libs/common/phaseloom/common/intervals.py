@@ -1,0 +1,64 @@
+"""Sets of half-open time intervals [start, end), kept as sorted lists of disjoint pairs.
+
+The profiler and the run report both ask the same questions of a log: how long was a device busy,
+how much of a switch did somebody wait for, how long did a job stall. Cost: O(n log n) to merge,
+O(n) for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+"""(start_s, end_s), start inclusive, end exclusive."""
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Union of any intervals; empty and reversed ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[0] < i[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """Intersection of two merged sets."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """What of a merged set lies outside another merged set."""
+    rest: list[Interval] = []
+    first = 0
+    for start, end in left:
+        while first < len(right) and right[first][1] <= start:
+            first += 1
+        at = start
+        for k in range(first, len(right)):
+            other_start, other_end = right[k]
+            if other_start >= end:
+                break
+            if other_start > at:
+                rest.append((at, other_start))
+            at = other_end
+        if at < end:
+            rest.append((at, end))
+    return rest
+
+
+def total(intervals: list[Interval]) -> float:
+    """Length of a merged set, seconds."""
+    return sum(end - start for start, end in intervals)

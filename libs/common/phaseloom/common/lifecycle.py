@@ -1,0 +1,165 @@
+"""One lifecycle for every service: start, serve, stop in bounded time.
+
+A service's `main.py` is `lifecycle.run("router", serve)`. SIGTERM and SIGINT set the stop event
+that `serve` is given; it must return soon after. What it raises ends the process with exit code 1
+and one line (a traceback only where Phaseloom itself erred). A `serve` that returns without having
+been told to is an error too: the process would look healthy and do nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import msgspec
+import uvloop
+from opentelemetry import trace
+
+from phaseloom.common import config, diewithparent, telemetry
+from phaseloom.common.errors import CallerError, InternalError, PhaseloomError
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+
+Serve = Callable[[asyncio.Event], Awaitable[None]]
+
+
+class ProcessConfig(msgspec.Struct, frozen=True):
+    """What holds for any process of the mesh: PHASELOOM_<FIELD>."""
+
+    die_with_parent: int = 0
+    """Pid of the parent to die with; 0: outlive it."""
+    log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
+
+
+def run(service: str, serve: Serve) -> NoReturn:
+    """Run a service until it is told to stop; ends the process.
+
+    Args: service: its name in logs and spans.
+          serve: returns soon after the event is set, everything it started ended.
+    """
+    sys.exit(_run(service, serve))
+
+
+def log_to_stderr(service: str, level: str) -> None:
+    """Structured logging: one JSON object a line, with the trace that is current.
+
+    Raises: CallerError: no such level.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(service))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    try:
+        root.setLevel(level.upper())
+    except ValueError:
+        raise CallerError(
+            f"{level!r} is no log level",
+            field="PHASELOOM_LOG_LEVEL",
+            remedy="use DEBUG, INFO, WARNING or ERROR",
+        ) from None
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one line of JSON: time (Unix seconds), level, service, message, trace."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        current = trace.get_current_span().get_span_context()
+        if current.is_valid:
+            entry["trace_id"] = trace.format_trace_id(current.trace_id)
+            entry["span_id"] = trace.format_span_id(current.span_id)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _run(service: str, serve: Serve) -> int:
+    log_to_stderr(service, "INFO")
+    try:
+        process = config.load(ProcessConfig, "")
+        if process.die_with_parent:
+            diewithparent.arm(process.die_with_parent)
+        log_to_stderr(service, process.log_level)
+        flush_telemetry = telemetry.setup(service)
+    except PhaseloomError as error:
+        log.critical("%s cannot start: %s", service, error)
+        return 1
+    try:
+        uvloop.run(_serve(service, serve))
+    except Exception as error:
+        _log_end(service, error)
+        return 1
+    finally:
+        flush_telemetry()
+    return 0
+
+
+async def _serve(service: str, serve: Serve) -> None:
+    stop = asyncio.Event()
+    begin_stop = _StopSignal(service, stop)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, begin_stop, number)
+    started = time.monotonic()
+    log.info("%s starts, pid %d", service, os.getpid())
+    await serve(stop)
+    if not stop.is_set():
+        raise InternalError(f"{service} ended without having been told to stop")
+    log.info("%s stopped after %.1f s", service, time.monotonic() - started)
+
+
+class _StopSignal:
+    """Sets the stop event at the first signal and bounds what follows; later ones change nothing.
+
+    The bound is kept by a thread, which also fires while the event loop is blocked.
+    """
+
+    def __init__(self, service: str, stop: asyncio.Event) -> None:
+        self._service = service
+        self._stop = stop
+
+    def __call__(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            return
+        log.info("%s stops: %s", self._service, number.name)
+        self._stop.set()
+        timer = threading.Timer(STOP_TIMEOUT_S, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self) -> None:
+        log.critical("%s did not stop within %.0f s: exits hard", self._service, STOP_TIMEOUT_S)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _log_end(service: str, error: BaseException) -> None:
+    """One line an error; a traceback where we erred."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            _log_end(service, inner)
+    elif isinstance(error, PhaseloomError) and not isinstance(error, InternalError):
+        log.critical("%s ends: %s", service, error)
+    else:
+        log.critical("%s ends: %r", service, error, exc_info=error)

@@ -1,0 +1,67 @@
+"""The profiler's shell: read the decision log, fold it, append traces, put the view for people.
+
+After a restart the fold runs again from where the log begins. What it would have said then is in
+the log already, found by message id; a trace that a predecessor's death kept out of the log is
+said now, the newest of each job only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from phaseloom.common.bus import Bus, LogEntry
+from phaseloom.common.errors import InternalError
+from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import JobFinished
+from phaseloom.common.streams import Bucket
+from phaseloom.profiler.core.profile import Emission, Profiler
+
+log = logging.getLogger(__name__)
+
+MSG_ID = "Nats-Msg-Id"
+
+
+class Shell:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._profiler = Profiler()
+        self._missed: dict[JobKey, Emission] = {}
+        """While catching up: what the log does not have yet."""
+
+    async def run(self) -> None:
+        """Follow the log until cancelled."""
+        history_end = await self._bus.log_end()
+        if history_end == 0:
+            log.info("the decision log is empty")
+        caught_up = history_end == 0
+        async for entry in self._bus.read_log():
+            emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
+            if caught_up:
+                await self._tell(emission)
+                continue
+            self._remember(entry, emission)
+            if entry.sequence >= history_end:
+                caught_up = True
+                log.info("caught up with the decision log at %d", entry.sequence)
+                for missed in self._missed.values():
+                    await self._tell(missed)
+                self._missed.clear()
+        raise InternalError("the decision log's subscription ended")
+
+    def _remember(self, entry: LogEntry, emission: Emission | None) -> None:
+        if isinstance(entry.event, JobFinished):
+            self._missed.pop(entry.event.job, None)
+        if emission is not None:
+            self._missed[emission.trace.job] = emission
+            return
+        stored = entry.headers.get(MSG_ID)
+        self._missed = {j: m for j, m in self._missed.items() if m.msg_id != stored}
+
+    async def _tell(self, emission: Emission | None) -> None:
+        if emission is None:
+            return
+        trace = emission.trace
+        await self._bus.append(trace, msg_id=emission.msg_id)
+        await self._bus.kv_put(Bucket.PROFILES, str(trace.job), msgspec.json.encode(trace))

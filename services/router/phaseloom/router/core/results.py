@@ -1,0 +1,80 @@
+"""What `session.attach` and `result.get` answer, from what the streams hold: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from phaseloom.common.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.ids import JobKey, OperationKey, parse_operation_key
+from phaseloom.common.messages import DeploymentStatus, JobStatus, QueuedOperation
+
+_ENDED = frozenset({"done", "failed", "rejected"})
+
+_NEVER_PUBLISHED = ErrorInfo(
+    Code.ABORTED,
+    "the session that reserved this sequence number ended before it published the operation",
+    remedy="attach again and go on from the next sequence number",
+)
+
+
+def check_attachable(status: JobStatus) -> None:
+    """Raises: CallerError: the job has ended, and why."""
+    if status.state in _ENDED:
+        reason = f": {status.error.message}" if status.error else ""
+        raise CallerError(
+            f"job {status.job} is {status.state}{reason}",
+            code=Code.FAILED_PRECONDITION,
+            field="job",
+            remedy="submit a job under another name",
+        )
+
+
+def stored_seqs(subjects: Iterable[str]) -> dict[str, set[int]]:
+    """Deployment → the sequence numbers that have a stored message; other subjects are left out."""
+    found: dict[str, set[int]] = {}
+    for subject in subjects:
+        key = key_of(subject)
+        if key is not None and key.seq is not None:
+            found.setdefault(key.deployment, set()).add(key.seq)
+    return found
+
+
+def key_of(subject: str) -> OperationKey | None:
+    """The key of a subject `pl.v1.<kind>.<key>`, or None where it has no valid one."""
+    try:
+        return parse_operation_key(subject.split(".", 3)[-1])
+    except CallerError:
+        return None
+
+
+def attach_status(
+    job: JobKey, status: JobStatus, stored: dict[str, set[int]]
+) -> tuple[JobStatus, list[QueuedOperation]]:
+    """The status with each deployment's next free `seq`, and what closes the gaps below it.
+
+    The scheduler's view may lag behind the streams, and an earlier session may have died between
+    two publishes: what it published above a hole would wait for ever. Each hole becomes a refused
+    operation, which is a failed one and not a gap.
+    """
+    deployments, fillers = [], []
+    for deployment in status.deployments:
+        seqs = stored.get(deployment.name, set())
+        next_seq = max(deployment.next_seq, max(seqs, default=0) + 1)
+        deployments.append(_with_next(deployment, next_seq))
+        fillers += [
+            _filler(job, deployment.name, seq)
+            for seq in range(deployment.next_seq, next_seq)
+            if seq not in seqs
+        ]
+    return msgspec.structs.replace(status, deployments=deployments), fillers
+
+
+def _with_next(deployment: DeploymentStatus, next_seq: int) -> DeploymentStatus:
+    return msgspec.structs.replace(deployment, next_seq=next_seq)
+
+
+def _filler(job: JobKey, deployment: str, seq: int) -> QueuedOperation:
+    key = OperationKey(job.tenant, job.job, deployment, str(seq))
+    return QueuedOperation(key=key, id="", kind="", error=_NEVER_PUBLISHED)

@@ -1,0 +1,328 @@
+"""Is an operation sound, and how much work is it at most? Pure functions of the operation alone.
+
+What depends on the model (token range, context length) is the backend's to refuse. Cost: linear in
+the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from phaseloom.common.arrays import float32s, int32s, length
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, InternalError, ResourceError
+from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey, check_name
+from phaseloom.common.messages import (
+    READING_KINDS,
+    AdamParams,
+    Args,
+    Datum,
+    Float32s,
+    Forward,
+    ForwardBackward,
+    Generate,
+    Int32s,
+    LoadState,
+    Loss,
+    Operation,
+    OptimStep,
+    QueuedOperation,
+    SaveState,
+    SyncWeights,
+    kind_of,
+)
+from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+
+MAX_SAMPLES = 65_536
+MAX_NEW_TOKENS = 1 << 20
+MAX_ID_LENGTH = 128
+MAX_AFTER = 256
+
+_INT32_END = 1 << 31
+_TOKEN_RESULT_BYTES = 8
+"""An int32 token and its float32 log-probability."""
+_SEQUENCE_RESULT_BYTES = 64
+_RESULT_MARGIN_BYTES = 64 * 1024
+
+_LOSS_ARRAYS = {
+    Loss.CROSS_ENTROPY: ("weights",),
+    Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
+    Loss.PPO: ("logprobs", "advantages"),
+}
+
+
+class _Tagged(msgspec.Struct):
+    type: str = ""
+
+
+class _Identity(msgspec.Struct):
+    id: str = ""
+    args: _Tagged = _Tagged()
+
+
+class SessionOver(ResourceError):
+    """Another session attached to the job since."""
+
+    default_code = Code.ABORTED
+
+
+def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
+    """The operation, decoded and sound.
+
+    Raises: CallerError: it is not; names the field. InternalError: our own failure to tell.
+    """
+    try:
+        operation: Operation = decode(payload, Operation, content_type)
+        validate(key, operation)
+    except CallerError:
+        raise
+    except Exception as error:
+        # A payload that trips us would come back for ever and take every replica down in turn.
+        raise InternalError(f"the operation could not be checked: {error!r}") from error
+    return operation
+
+
+def validate(key: OperationKey, operation: Operation) -> None:
+    """Refuse what no deployment could run.
+
+    Raises: CallerError: with the field and the remedy.
+    """
+    if not 0 < len(operation.id) <= MAX_ID_LENGTH:
+        raise CallerError(
+            f"the id has {len(operation.id)} characters",
+            field="id",
+            remedy=f"use a unique id of 1 to {MAX_ID_LENGTH} characters",
+        )
+    kind = kind_of(operation.args)
+    if key.seq is None and kind not in READING_KINDS:
+        raise CallerError(
+            f"{kind} changes state, so it needs a place in the order",
+            field="subject.seq",
+            remedy="publish it under the deployment's next sequence number",
+        )
+    _check_after(key, operation)
+    _check_args(operation.args)
+
+
+def _check_after(key: OperationKey, operation: Operation) -> None:
+    if len(operation.after) > MAX_AFTER:
+        raise CallerError(
+            f"{len(operation.after)} operations to wait for",
+            field="after",
+            remedy=f"name at most {MAX_AFTER}; the last of a chain is enough",
+        )
+    for i, after in enumerate(operation.after):
+        check_name(after.deployment, f"after[{i}].deployment")
+        if after.seq < 1:
+            raise CallerError(
+                f"{after.seq} is no sequence number", field=f"after[{i}].seq", remedy="count from 1"
+            )
+        own = after.deployment == key.deployment and key.seq is not None
+        if own and after.seq >= (key.seq or 0):
+            raise CallerError(
+                f"operation {key.seq} cannot wait for {after.seq} of its own deployment",
+                field=f"after[{i}].seq",
+                remedy="name an earlier operation",
+            )
+
+
+def _check_args(args: Args) -> None:
+    match args:
+        case Generate():
+            _check_generate(args)
+        case Forward():
+            _check_batch(args.batch, ())
+        case ForwardBackward():
+            _check_batch(args.batch, _LOSS_ARRAYS[args.loss])
+            _check_clip(args)
+        case OptimStep():
+            _check_adam(args.adam)
+        case SaveState() | LoadState():
+            check_name(args.name, "args.name")
+        case SyncWeights():
+            check_name(args.policy, "args.policy")
+            _check_range(args.version, 1, 10**18, "args.version", "a publish's sequence number")
+
+
+def _check_generate(args: Generate) -> None:
+    if not args.prompts:
+        raise CallerError("there is no prompt", field="args.prompts", remedy="give at least one")
+    for i, prompt in enumerate(args.prompts):
+        _check_ints(prompt.tokens, f"args.prompts[{i}].tokens")
+    _check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
+    sampling = args.sampling
+    _check_range(sampling.max_tokens, 1, MAX_NEW_TOKENS, "args.sampling.max_tokens", "new tokens")
+    _check_finite(sampling.temperature, "args.sampling.temperature")
+    num_sequences = len(args.prompts) * args.num_samples
+    result_bytes = num_sequences * (
+        sampling.max_tokens * _TOKEN_RESULT_BYTES + _SEQUENCE_RESULT_BYTES
+    )
+    if result_bytes > MAX_PAYLOAD_BYTES - _RESULT_MARGIN_BYTES:
+        raise CallerError(
+            f"the result may have {result_bytes} bytes, more than one message can carry",
+            field="args.prompts",
+            remedy="split the prompts over several operations",
+        )
+
+
+def _check_batch(batch: list[Datum], needed: tuple[str, ...]) -> None:
+    if not batch:
+        raise CallerError("the batch is empty", field="args.batch", remedy="give at least one")
+    for i, datum in enumerate(batch):
+        _check_datum(datum, needed, f"args.batch[{i}]")
+
+
+def _check_datum(datum: Datum, needed: tuple[str, ...], field: str) -> None:
+    _check_ints(datum.tokens, f"{field}.tokens")
+    num_tokens = length(datum.tokens)
+    _check_ints(datum.targets, f"{field}.targets")
+    _check_length(datum.targets, num_tokens, f"{field}.targets")
+    for name in ("weights", "logprobs", "advantages"):
+        values: Float32s | None = getattr(datum, name)
+        if values is not None:
+            _check_floats(values, f"{field}.{name}")
+            _check_length(values, num_tokens, f"{field}.{name}")
+        elif name in needed:
+            raise CallerError(
+                f"the loss needs {name}",
+                field=f"{field}.{name}",
+                remedy="give one number a token",
+            )
+
+
+def _check_ints(values: Int32s, field: str) -> None:
+    _check_whole(values, field, "int32")
+    numbers = int32s(values)
+    if not numbers:
+        raise CallerError("there are no tokens", field=field, remedy="give at least one")
+    if min(numbers) < 0 or max(numbers) >= _INT32_END:
+        raise CallerError("not every token is an id", field=field, remedy="use 0 to 2^31 - 1")
+
+
+def _check_floats(values: Float32s, field: str) -> None:
+    _check_whole(values, field, "float32")
+    # One pass in C: a sum of float32 in float64 is finite if and only if every term is.
+    if not math.isfinite(sum(float32s(values))):
+        raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
+
+
+def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
+    if isinstance(values, bytes) and len(values) % 4:
+        raise CallerError(
+            f"{len(values)} bytes are no whole number of {kind}",
+            field=field,
+            remedy=f"send little-endian {kind}, 4 bytes each",
+        )
+
+
+def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> None:
+    if length(values) != num_tokens:
+        raise CallerError(
+            f"{length(values)} values for {num_tokens} tokens",
+            field=field,
+            remedy="every array of a datum has the length of tokens",
+        )
+
+
+def _check_clip(args: ForwardBackward) -> None:
+    _check_finite(args.clip_low, "args.clip_low")
+    _check_finite(args.clip_high, "args.clip_high")
+    if args.clip_low > args.clip_high:
+        raise CallerError(
+            f"clip_low {args.clip_low} is above clip_high {args.clip_high}",
+            field="args.clip_low",
+            remedy="they bound the probability ratio, e.g. 0.8 and 1.2",
+        )
+
+
+def _check_adam(adam: AdamParams) -> None:
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        _check_finite(getattr(adam, name), f"args.adam.{name}")
+    for name in ("beta1", "beta2"):
+        value = getattr(adam, name)
+        if not 0.0 <= value < 1.0:
+            raise CallerError(
+                f"{value} is no decay rate", field=f"args.adam.{name}", remedy="use 0 to below 1"
+            )
+
+
+def _check_finite(value: float, field: str) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise CallerError(f"{value} is out of range", field=field, remedy="use a number of 0 or up")
+
+
+def _check_range(value: int, low: int, high: int, field: str, what: str) -> None:
+    if not low <= value <= high:
+        raise CallerError(
+            f"{value} is out of range", field=field, remedy=f"use {low} to {high} {what}"
+        )
+
+
+def check_session(session: int, newest: int) -> None:
+    """Only the newest session of a job may publish.
+
+    Args:   newest: the number that the last `session.attach` gave out; 0: none was.
+    Raises: CallerError: never attached. SessionOver: another attached since.
+    """
+    if session == newest and newest > 0:
+        return
+    if newest == 0 or session > newest:
+        raise CallerError(
+            f"session {session} was never given out",
+            code=Code.FAILED_PRECONDITION,
+            field="session",
+            remedy="attach to the job and use the session number of the answer",
+        )
+    raise SessionOver(
+        f"session {session} is over: {newest} is attached",
+        field="session",
+        remedy="attach again",
+    )
+
+
+def estimate_size(args: Args) -> int:
+    """Tokens at most: prompt and new ones over all samples; of a batch its tokens; else 0."""
+    match args:
+        case Generate():
+            prompts = sum(length(prompt.tokens) for prompt in args.prompts)
+            new = len(args.prompts) * args.sampling.max_tokens
+            return (prompts + new) * args.num_samples
+        case Forward() | ForwardBackward():
+            return sum(length(datum.tokens) for datum in args.batch)
+    return 0
+
+
+def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
+    """The header of a sound operation."""
+    args = operation.args
+    version = None
+    if isinstance(args, SyncWeights):
+        policy = DeploymentKey(key.tenant, key.job, args.policy)
+        version = VersionKey(policy, args.version)
+    return QueuedOperation(
+        key=key,
+        id=operation.id,
+        kind=kind_of(args),
+        after=operation.after,
+        version=version,
+        size=estimate_size(args),
+    )
+
+
+def refused(
+    key: OperationKey, payload: bytes, content_type: str, error: ErrorInfo
+) -> QueuedOperation:
+    """The header of a bad operation, with as much of its identity as can be read; else empty."""
+    identity = identify(payload, content_type)
+    return QueuedOperation(key=key, id=identity.id, kind=identity.args.type, error=error)
+
+
+def identify(payload: bytes, content_type: str) -> _Identity:
+    """Id and kind of what may not be an Operation; empty where they cannot be read."""
+    try:
+        identity: _Identity = decode(payload, _Identity, content_type)
+    except CallerError:
+        return _Identity()
+    return identity if len(identity.id) <= MAX_ID_LENGTH else _Identity(args=identity.args)

@@ -1,0 +1,261 @@
+"""The router's hands: operations into the decision log, sessions, results.
+
+Keeps nothing that the bus does not have: any number of replicas share each tenant's consumer, and
+one that is killed leaves its unacknowledged operations to the others. An operation is acknowledged
+only after its header is in the decision log; a repeat is refused there by its message id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.errors import Error as JetStreamError
+
+from phaseloom.common import streams, telemetry
+from phaseloom.common.api import serve_api
+from phaseloom.common.bus import Bus, Conflict
+from phaseloom.common.codec import content_type_of, decode
+from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError
+from phaseloom.common.ids import (
+    DeploymentKey,
+    JobKey,
+    OperationKey,
+    check_name,
+    parse_operation_key,
+)
+from phaseloom.common.messages import (
+    Attached,
+    Completion,
+    JobRequest,
+    JobStatus,
+    QueuedOperation,
+    ResultReply,
+    ResultRequest,
+)
+from phaseloom.common.streams import Bucket
+from phaseloom.router.core import results, validate
+
+log = logging.getLogger(__name__)
+
+SOURCE = "router"
+_OP_PREFIX = f"{streams.PREFIX}.op."
+_ACK_WAIT_S = 10.0
+_RETRY_DELAY_S = 0.5
+_MAX_ACK_PENDING = 64
+"""Over all replicas; each may hold a payload of the largest size in memory."""
+
+_BUS_ERRORS = (nats.errors.Error, JetStreamError)
+
+
+class Sessions:
+    """The newest session of each job: read through, kept fresh by watching the bucket."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._newest: dict[str, int] = {}
+
+    async def watch(self) -> None:
+        """Follow what other replicas give out, until cancelled."""
+        async for change in self._bus.kv_watch(Bucket.SESSIONS):
+            if change.stored is None:
+                self._newest.pop(change.key, None)
+            else:
+                session = int(change.stored.payload)
+                # The watch may lag behind what this replica itself gave out or read.
+                self._newest[change.key] = max(session, self._newest.get(change.key, 0))
+
+    async def newest(self, job: JobKey, claimed: int) -> int:
+        """The newest session; read again where it is not the one claimed. 0: none was given."""
+        key = str(job)
+        if self._newest.get(key) != claimed:
+            stored = await self._bus.kv_get(Bucket.SESSIONS, key)
+            self._newest[key] = int(stored.payload) if stored else 0
+        return self._newest[key]
+
+    async def give(self, job: JobKey) -> int:
+        """The next session number; every older session is over from now on."""
+        key = str(job)
+        while True:
+            stored = await self._bus.kv_get_raw(Bucket.SESSIONS, key)
+            last = 0 if stored is None or stored.is_gone else int(stored.payload)
+            try:
+                await self._bus.kv_swap(
+                    Bucket.SESSIONS, key, str(last + 1).encode(), stored.sequence if stored else 0
+                )
+            except Conflict:
+                continue
+            self._newest[key] = last + 1
+            return last + 1
+
+
+class Router:
+    """One replica. `running` is its whole life."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._sessions = Sessions(bus)
+
+    @asynccontextmanager
+    async def running(self, tenants: list[str]) -> AsyncIterator[None]:
+        """Routes within the block. Leaving it ends with every operation in hand done."""
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._sessions.watch(), name="sessions")
+            service = await serve_api(
+                self._bus,
+                SOURCE,
+                {
+                    "session.attach": (JobRequest, self.attach),
+                    "result.get": (ResultRequest, self.get_result),
+                },
+            )
+            async with asyncio.TaskGroup() as operations:
+
+                async def take(message: Msg) -> None:
+                    operations.create_task(self._take(message))
+
+                subscriptions = [
+                    await self._bus.consume(
+                        streams.ops_stream(tenant),
+                        f"{_OP_PREFIX}{tenant}.>",
+                        SOURCE,
+                        take,
+                        shared=True,
+                        max_ack_pending=_MAX_ACK_PENDING,
+                        ack_wait_s=_ACK_WAIT_S,
+                    )
+                    for tenant in tenants
+                ]
+                try:
+                    yield
+                finally:
+                    for subscription in subscriptions:
+                        await self._stop_taking(subscription)
+            await service.stop()
+            watch.cancel()
+
+    async def _stop_taking(self, subscription: Subscription) -> None:
+        """Take what was delivered already, and no more."""
+        if self._bus.client.is_connected:
+            with suppress(*_BUS_ERRORS):  # cut off now: the rest is delivered elsewhere
+                await subscription.drain()  # type: ignore[no-untyped-call]
+
+    # --- operations -----------------------------------------------------------------------------
+
+    async def _take(self, message: Msg) -> None:
+        """Route one message; where the bus fails, it comes again, here or elsewhere."""
+        try:
+            await self._route(message)
+        except (PhaseloomError, *_BUS_ERRORS) as error:
+            log.warning("%s is put back: %r", message.subject, error)
+            await self._put_back(message)
+
+    async def _put_back(self, message: Msg) -> None:
+        try:
+            await message.nak(delay=_RETRY_DELAY_S)
+        except _BUS_ERRORS as error:
+            # Not acknowledged either: it comes again after the acknowledgement wait.
+            log.warning("%s could not be put back: %r", message.subject, error)
+
+    async def _route(self, message: Msg) -> None:
+        try:
+            key = parse_operation_key(message.subject.removeprefix(_OP_PREFIX))
+        except CallerError as error:
+            await self._bury(message, error)
+            return
+        parent = telemetry.extract(message.headers)
+        with telemetry.span(
+            "route", parent=parent, tenant=key.tenant, job=key.job, deployment=key.deployment
+        ) as span:
+            span.set_attribute("seq", key.slot)
+            if await self._is_done(key):
+                await self._bus.notice(
+                    SOURCE, "dropped", "a copy of an operation that is done", str(key)
+                )
+            else:
+                header = await self._header(key, message)
+                span.set_attribute("kind", header.kind)
+                await self._append(header)
+        await message.ack()
+
+    async def _append(self, header: QueuedOperation) -> None:
+        if header.error is not None:
+            log.info("refused %s: %s", header.key, header.error.message)
+            reason = f"{header.error.code}: {header.error.message} ({header.error.field})"
+            await self._bus.notice(SOURCE, "refused", reason, str(header.key))
+        await self._bus.append(header, msg_id=f"queued:{header.key}", headers=telemetry.inject({}))
+
+    async def _bury(self, message: Msg, error: CallerError) -> None:
+        log.warning("buried %s: %s", message.subject, error)
+        await self._bus.notice(SOURCE, "buried", str(error), message.subject)
+        await self._bus.bury(SOURCE, message, error.info)
+        # Nobody else will: what has no key is in no deployment's purge.
+        tenant = message.subject.removeprefix(_OP_PREFIX).split(".")[0]
+        await self._bus.delete_subject(streams.ops_stream(tenant), message.subject)
+
+    async def _is_done(self, key: OperationKey) -> bool:
+        stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        return stored is not None
+
+    async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
+        """What the decision log gets: with the error where the operation is refused."""
+        content_type = content_type_of(message.headers)
+        try:
+            operation = validate.read(key, message.data, content_type)
+            newest = await self._sessions.newest(key.job_key, operation.session)
+            validate.check_session(operation.session, newest)
+        except (CallerError, validate.SessionOver, InternalError) as error:
+            return validate.refused(key, message.data, content_type, error.info)
+        return validate.queued(key, operation)
+
+    # --- API ------------------------------------------------------------------------------------
+
+    async def attach(self, tenant: str, request: JobRequest) -> Attached:
+        """Open a new session of a job and end every older one.
+
+        Raises: CallerError: no such job, or it has ended.
+        """
+        job = JobKey(tenant, check_name(request.job, "job"))
+        view = await self._bus.kv_get(Bucket.VIEW, str(job))
+        if view is None:
+            raise CallerError(
+                f"there is no job {request.job!r}",
+                code=Code.NOT_FOUND,
+                field="job",
+                remedy="submit it first",
+            )
+        status: JobStatus = decode(view.payload, JobStatus)
+        results.check_attachable(status)
+        session = await self._sessions.give(job)
+        # Read after the older sessions are over: what they still publish is refused.
+        stored = results.stored_seqs(
+            [
+                *await self._bus.subjects(
+                    streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>"
+                ),
+                *await self._bus.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>"),
+            ]
+        )
+        status, fillers = results.attach_status(job, status, stored)
+        for filler in fillers:
+            await self._append(filler)
+        return Attached(session=session, status=status)
+
+    async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
+        """What is known of an operation: its completion, or the id under which it is stored."""
+        deployment = DeploymentKey(tenant, request.job, request.deployment)
+        key = parse_operation_key(f"{deployment}.{request.slot}")
+        done = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        if done is not None:
+            completion: Completion = decode(done.payload, Completion, content_type_of(done.headers))
+            return ResultReply(stored_id=completion.id, completion=completion)
+        stored = await self._bus.get_stored(streams.ops_stream(tenant), streams.op_subject(key))
+        if stored is None:
+            return ResultReply()
+        identity = validate.identify(stored.payload, content_type_of(stored.headers))
+        return ResultReply(stored_id=identity.id)

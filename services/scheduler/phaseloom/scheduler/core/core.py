@@ -1,0 +1,165 @@
+"""The scheduler's decisions: a fold over the decision log, without I/O.
+
+    core = Core()
+    for entry in log:
+        outputs = core.step(entry.sequence, entry.time_s, entry.event)
+
+Same log, same outputs: live, after a restart, in a simulation. Nothing in here reads a clock, a
+random number, the environment or a file; the log's timestamps are the time and its sequence numbers
+the order, the epochs and the command ids. Cost of a step: linear in the operations that are ready
+on the devices that the event touches.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.messages import (
+    ActivationOpened,
+    ActivationRefused,
+    Event,
+    JobFinished,
+    JobSubmitted,
+    NodeLost,
+    NodeUp,
+    OperationFinished,
+    PhaseTrace,
+    QueuedOperation,
+    SchedulerConfigured,
+    SealCommitted,
+    SealFailed,
+    TimerFired,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.scheduler.core import dispatch, jobs, operations, seals, wpgs
+from phaseloom.scheduler.core.outputs import Output, PutView
+from phaseloom.scheduler.core.state import (
+    CORE_VERSION,
+    JOB_ENDED,
+    Job,
+    OpState,
+    Snapshot,
+    State,
+)
+from phaseloom.scheduler.core.step import Step
+
+REFUSAL_PAUSE_S = 0.5
+"""Before an activation that was refused is tried again."""
+MAX_REFUSALS = 3
+
+
+class Core:
+    """Holds the state; `step` is its only door."""
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = state or State()
+
+    def step(self, sequence: int, time_s: float, event: Event) -> list[Output]:
+        """Take one entry of the log.
+
+        Args:   sequence: of the log, greater than any before.
+                time_s: when the log took it; a clock that steps back is held.
+        Raises: InvalidTransition: our own bug; the state is then not to be used.
+        """
+        assert sequence > self.state.sequence, "entries are folded once, in order"
+        self.state.sequence = sequence
+        self.state.now_s = max(self.state.now_s, time_s)
+        step = Step(self.state, sequence, self.state.now_s)
+        _take(step, event)
+        for node, device in sorted(step.dirty):
+            dispatch.dispatch(step, self.state.nodes[node], device)
+        for name in sorted(step.changed_jobs):
+            job = self.state.jobs[name]
+            step.emit(PutView(job.key, jobs.status(step, job)))
+        return step.outputs
+
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(Snapshot(CORE_VERSION, self.state))
+
+    @classmethod
+    def restore(cls, payload: bytes) -> Core:
+        """Raises: ResourceError: a snapshot of another core version, or damaged."""
+        try:
+            snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
+        except msgspec.DecodeError as error:
+            raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
+        if snapshot.core_version != CORE_VERSION:
+            raise ResourceError(
+                f"snapshot of core version {snapshot.core_version}, this is {CORE_VERSION}",
+                code=Code.FAILED_PRECONDITION,
+                remedy="drain with the old version first, so that its newest snapshot is final",
+            )
+        return cls(snapshot.state)
+
+
+def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
+    match event:
+        case SchedulerConfigured():
+            step.state.config = event.config
+            jobs.place_waiting(step)
+        case QueuedOperation():
+            operations.file(step, event)
+        case OperationFinished():
+            operations.finish(step, event)
+        case ActivationOpened():
+            step.state.switch_s[str(event.deployment)] = (event.offload_s, event.load_s)
+        case ActivationRefused():
+            _refused(step, event)
+        case TimerFired():
+            _timer(step, event)
+        case PhaseTrace():
+            job: Job | None = step.state.jobs.get(str(event.job))
+            if job is not None and job.state not in JOB_ENDED:
+                step.state.traces[str(event.job)] = event
+        case JobSubmitted():
+            jobs.submit(step, event)
+        case JobFinished():
+            jobs.finish(step, event)
+        case NodeUp():
+            wpgs.node_up(step, event)
+        case NodeLost():
+            wpgs.node_lost(step, event)
+        case WpgStarted():
+            wpgs.started(step, event)
+        case WpgLost():
+            wpgs.lost(step, event)
+        case SealCommitted():
+            seals.committed(step, event)
+        case SealFailed():
+            seals.failed(step, event)
+
+
+def _timer(step: Step, event: TimerFired) -> None:
+    due_s = step.state.timers.pop(event.timer, None)
+    if due_s is None:
+        return
+    if due_s > step.now_s:
+        # The shell's clock runs ahead of the log's.
+        step.set_timer(event.timer, due_s)
+        return
+    _, node, device, *_ = event.timer.split("/")
+    step.dirty.add((node, int(device)))
+
+
+def _refused(step: Step, event: ActivationRefused) -> None:
+    op = dispatch.refused(step, event.deployment, event.epoch)
+    deployment = step.deployment(event.deployment)
+    if deployment is None:
+        return
+    step.tell("activation refused", event.error.message, deployment.name)
+    step.dirty.discard((event.node, deployment.device))
+    if op is not None and op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+        op.refusals += 1
+        if op.refusals >= MAX_REFUSALS:
+            operations.end_unrun(step, deployment, op, _given_up(event.error, op.refusals))
+    timer = f"refused/{event.node}/{deployment.device}/{step.sequence}"
+    step.set_timer(timer, step.now_s + REFUSAL_PAUSE_S)
+
+
+def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
+    return msgspec.structs.replace(
+        error, message=f"its state could not be switched in ({refusals} times): {error.message}"
+    )

@@ -1,0 +1,226 @@
+"""Which operation a device runs next: hold, switch, permit.
+
+A device runs one operation at a time (one claim on all of its compute). Its *holder* is the job
+that used it last. While the holder has nothing ready, another job's operation waits for the idle
+grace: the time in which the holder's controller may answer and go on, at no switch. The hold ends
+early when the holder has said that its next work here comes after work elsewhere, or when the
+profiler knows that its next operation comes later than the grace.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.messages import OpenActivation, Permit, Residency
+from phaseloom.scheduler.core import estimates, seals
+from phaseloom.scheduler.core.ordering import POLICIES, Candidate
+from phaseloom.scheduler.core.state import (
+    JOB_ENDED,
+    Deployment,
+    Device,
+    Node,
+    Op,
+    OpState,
+    WpgState,
+)
+from phaseloom.scheduler.core.step import Step
+
+
+def dispatch(step: Step, node: Node, index: int) -> None:
+    """Give the device its next operation, if it is free and one is ready."""
+    device = node.devices[index]
+    if not node.is_up or device.running is not None:
+        return
+    ready = _ready(step, device)
+    if not ready:
+        _seal_idle(step, device)
+        return
+    candidates = [_candidate(step, deployment, op) for deployment, op in ready]
+    chosen = POLICIES[step.config.ordering](candidates, step.now_s)
+    deployment, op = ready[candidates.index(chosen)]
+    foreign = bool(device.holder) and chosen.job != device.holder
+    if foreign and not any(c.job == device.holder for c in candidates):
+        held_until_s = _held_until_s(step, device)
+        if held_until_s > step.now_s:
+            _wake_at(step, node, index, held_until_s)
+            return
+    if not deployment.epoch:
+        _open(step, node, device, deployment)
+    _permit(step, node, device, deployment, op)
+
+
+def _ready(step: Step, device: Device) -> list[tuple[Deployment, Op]]:
+    found = []
+    for name in device.placed:
+        deployment = step.state.deployments[name]
+        if deployment.replay and deployment.state is WpgState.RECOVERING:
+            found.append((deployment, _replay_op(step, deployment)))
+            continue
+        if deployment.state is not WpgState.READY:
+            continue
+        head = deployment.operations.get(deployment.next_seq)
+        for op in [*([head] if head else []), *deployment.unordered.values()]:
+            if op.state is OpState.QUEUED and op.eligible_s >= 0:
+                found.append((deployment, op))
+    return found
+
+
+def _replay_op(step: Step, deployment: Deployment) -> Op:
+    seq = deployment.replay[0]
+    key = deployment.key
+    mutation = next(m for m in deployment.history if m.seq == seq)
+    return Op(
+        key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),
+        id="",
+        kind=mutation.kind,
+        after=[],
+        version=deployment.holds if mutation.kind == "sync_weights" else None,
+        size=0,
+        arrival=0,
+        queued_s=step.now_s,
+        eligible_s=step.now_s,
+    )
+
+
+def _candidate(step: Step, deployment: Deployment, op: Op) -> Candidate:
+    return Candidate(
+        operation=str(op.key),
+        deployment=deployment.name,
+        job=str(deployment.key.job_key),
+        arrival_s=max(op.queued_s, op.eligible_s),
+        arrival=op.arrival,
+        duration_s=estimates.duration_s(step.state, deployment, op.kind),
+        switch_s=0.0 if deployment.epoch else estimates.switch_s(step.state, deployment),
+    )
+
+
+def _held_until_s(step: Step, device: Device) -> float:
+    """Until when the device is kept for its holder, which has nothing ready."""
+    job = step.state.jobs.get(device.holder)
+    if job is None or job.state in JOB_ENDED:
+        return 0.0
+    deployments = [step.state.deployments[name] for name in device.placed]
+    mine = [d for d in deployments if d.key.job_key == job.key]
+    if any(_waits_elsewhere(d) for d in mine):
+        return 0.0
+    gap_s = estimates.next_gap_s(step.state, job.key, device.last)
+    if gap_s > step.config.idle_grace_s:
+        return 0.0
+    return device.idle_since_s + step.config.idle_grace_s
+
+
+def _waits_elsewhere(deployment: Deployment) -> bool:
+    head = deployment.operations.get(deployment.next_seq)
+    return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
+
+
+def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
+    device = node.devices[index]
+    timer = f"grace/{node.node}/{index}/{step.sequence}"
+    if step.state.timers.get(device.timer, -1.0) == due_s:
+        return
+    device.timer = timer
+    step.set_timer(timer, due_s)
+
+
+def _open(step: Step, node: Node, device: Device, deployment: Deployment) -> None:
+    """Open an activation: its epoch is this event's place in the log."""
+    victims = _victims(step, node, device, deployment)
+    for victim in victims:
+        victim.epoch = 0
+        device.resident.remove(victim.name)
+    deployment.epoch = step.sequence
+    step.send(
+        OpenActivation,
+        node,
+        deployment=deployment.key,
+        incarnation=deployment.incarnation,
+        epoch=deployment.epoch,
+        displaces=[victim.key for victim in victims],
+    )
+    for victim in victims:
+        if seals.is_due(step, victim):
+            seals.seal(step, victim)
+
+
+def _victims(step: Step, node: Node, device: Device, deployment: Deployment) -> list[Deployment]:
+    """What must leave the device: other jobs' state where residency is per job, then the least
+    recently used until the newcomer fits."""
+    residents = [step.state.deployments[name] for name in device.resident]
+    victims = []
+    if node.residency is Residency.JOB:
+        victims = [d for d in residents if d.key.job_key != deployment.key.job_key]
+    staying = [d for d in residents if d not in victims]
+    used = deployment.state_bytes + sum(d.state_bytes for d in staying)
+    for resident in staying:
+        if used <= device.memory_bytes:
+            break
+        victims.append(resident)
+        used -= resident.state_bytes
+    return victims
+
+
+def _permit(step: Step, node: Node, device: Device, deployment: Deployment, op: Op) -> None:
+    replay = deployment.state is WpgState.RECOVERING
+    if not replay:
+        step.move_op(op, OpState.PERMITTED)
+    device.running = op.key
+    device.holder = str(deployment.key.job_key)
+    if deployment.name in device.resident:
+        device.resident.remove(deployment.name)
+    device.resident.append(deployment.name)
+    step.send(
+        Permit,
+        node,
+        operation=op.key,
+        operation_id=op.id,
+        kind=op.kind,
+        incarnation=deployment.incarnation,
+        epoch=deployment.epoch,
+        prev=deployment.applied,
+        replay=replay or (op.uncertain and op.is_mutating),
+        sources=_sources(step, op),
+    )
+
+
+def _sources(step: Step, op: Op) -> list[str]:
+    """Where the weights version of a `sync_weights` is: at the node of its policy."""
+    if op.version is None:
+        return []
+    policy = step.deployment(op.version.policy)
+    if policy is None or policy.node is None:
+        return []
+    return [step.node_of(policy).state_endpoint]
+
+
+def _seal_idle(step: Step, device: Device) -> None:
+    """A deployment that nobody displaces is sealed when it has nothing to do."""
+    for name in device.resident:
+        deployment = step.state.deployments[name]
+        if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+            seals.seal(step, deployment)
+
+
+def refused(step: Step, key: DeploymentKey, epoch: int) -> Op | None:
+    """An activation did not open; returns the operation that it was opened for.
+
+    What it should have displaced may be on the device still: it stays booked there, without an
+    activation, so that the next one displaces it again (harmless where it is gone).
+    """
+    deployment = step.deployment(key)
+    if deployment is None or deployment.epoch != epoch:
+        return None
+    device = step.device_of(deployment)
+    running = device.running
+    op = None
+    if running is not None and running.deployment_key == key:
+        op = deployment.open_operation(running)
+        step.free(device, running, "")
+    for name in device.placed:
+        other = step.state.deployments[name]
+        if name not in device.resident and other.incarnation and other is not deployment:
+            device.resident.insert(0, name)
+    deployment.epoch = 0
+    if deployment.name in device.resident:
+        device.resident.remove(deployment.name)
+    step.touch(deployment)
+    return op

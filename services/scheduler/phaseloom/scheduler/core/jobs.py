@@ -1,0 +1,147 @@
+"""The life of jobs: submitted, placed on nodes, active, ended."""
+
+from __future__ import annotations
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import DeploymentKey, JobKey
+from phaseloom.common.messages import (
+    DeploymentStatus,
+    JobFinished,
+    JobStatus,
+    JobSubmitted,
+    ReleaseVersions,
+)
+from phaseloom.scheduler.core import operations, outputs, placement, wpgs
+from phaseloom.scheduler.core.state import (
+    JOB_ENDED,
+    Deployment,
+    Job,
+    JobState,
+    Node,
+    WpgState,
+)
+from phaseloom.scheduler.core.step import Step
+
+
+def submit(step: Step, event: JobSubmitted) -> None:
+    name = str(event.job)
+    if name in step.state.jobs:
+        error = ErrorInfo(
+            Code.ALREADY_EXISTS,
+            f"job {name} exists, in state {step.state.jobs[name].state}",
+            field="job",
+            remedy="choose another name, or attach to it",
+        )
+        step.emit(outputs.Answer(event.request, error=error))
+        return
+    job = Job(
+        key=event.job,
+        spec=event.spec,
+        submitted_s=step.now_s,
+        submitted_sequence=step.sequence,
+    )
+    step.state.jobs[name] = job
+    step.changed_jobs.add(name)
+    for spec in event.spec.deployments:
+        key = DeploymentKey(event.job.tenant, event.job.job, spec.name)
+        step.state.deployments[str(key)] = Deployment(key=key, spec=spec)
+    _try_place(step, job)
+    step.emit(outputs.Answer(event.request, status=status(step, job)))
+
+
+def place_waiting(step: Step) -> None:
+    """Nodes or room have come: place what waits, the oldest first."""
+    waiting = [job for job in step.state.jobs.values() if job.state is JobState.SUBMITTED]
+    for job in sorted(waiting, key=lambda job: job.submitted_sequence):
+        _try_place(step, job)
+
+
+def _try_place(step: Step, job: Job) -> None:
+    policy = placement.POLICIES[step.config.placement]
+    chosen: dict[str, Node] = {}
+    for pool in sorted({spec.pool for spec in job.spec.deployments}):
+        nodes = [n for n in step.state.nodes.values() if n.pool == pool and n.is_up]
+        if not nodes:
+            return
+        views = [placement.NodeView(n.node, _num_jobs(step, n)) for n in nodes]
+        node = policy(sorted(views, key=lambda view: view.node))
+        if node is None:
+            return
+        chosen[pool] = step.state.nodes[node.node]
+    step.move_job(job, JobState.PLACED)
+    for deployment in step.deployments_of(job.key):
+        host = chosen[deployment.spec.pool]
+        device = min(range(len(host.devices)), key=lambda i: (len(host.devices[i].placed), i))
+        wpgs.place(step, deployment, host.node, device)
+
+
+def _num_jobs(step: Step, node: Node) -> int:
+    names = [name for device in node.devices for name in device.placed]
+    return len({step.state.deployments[name].key.job_key for name in names})
+
+
+def activate(step: Step, key: JobKey) -> None:
+    job = step.job(key)
+    ready = all(d.state is WpgState.READY for d in step.deployments_of(key))
+    if job.state is JobState.PLACED and ready:
+        step.move_job(job, JobState.ACTIVE)
+
+
+def finish(step: Step, event: JobFinished) -> None:
+    name = str(event.job)
+    job = step.state.jobs.get(name)
+    if job is None:
+        error = ErrorInfo(Code.NOT_FOUND, f"job {name} does not exist", field="job")
+        step.emit(outputs.Answer(event.request, error=error))
+        return
+    if job.state not in JOB_ENDED:
+        reason = "the controller gave up" if event.failed else "the controller finished"
+        _end(step, job, JobState.FAILED if event.failed else JobState.DONE, reason)
+    step.emit(outputs.Answer(event.request, status=status(step, job)))
+
+
+def fail(step: Step, key: JobKey, error: ErrorInfo) -> None:
+    """It cannot run: never could (REJECTED), or cannot any more (FAILED)."""
+    job = step.job(key)
+    if job.state in JOB_ENDED:
+        return
+    job.error = error
+    never_ran = job.state is not JobState.ACTIVE
+    _end(step, job, JobState.REJECTED if never_ran else JobState.FAILED, error.message)
+
+
+def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
+    step.move_job(job, state)
+    step.tell(f"job {state}", reason, str(job.key))
+    error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
+    nodes = sorted({d.node for d in step.deployments_of(job.key) if d.node is not None})
+    for deployment in step.deployments_of(job.key):
+        operations.abort_all(step, deployment, error)
+        wpgs.stop(step, deployment)
+    if job.published:
+        for node in nodes:
+            step.send(ReleaseVersions, step.node(node), versions=job.published)
+        job.published = []
+    step.state.traces.pop(str(job.key), None)
+    place_waiting(step)
+
+
+def status(step: Step, job: Job) -> JobStatus:
+    return JobStatus(
+        job=job.key.job,
+        state=job.state,
+        error=job.error,
+        deployments=[
+            DeploymentStatus(
+                name=d.key.deployment,
+                pool=d.spec.pool,
+                node=d.node or "",
+                state=d.state,
+                incarnation=d.incarnation,
+                next_seq=max([d.next_seq - 1, *d.operations]) + 1,
+                open_operations=[str(seq) for seq in sorted(d.operations)] + sorted(d.unordered),
+                error=d.error,
+            )
+            for d in step.deployments_of(job.key)
+        ],
+    )

@@ -1,0 +1,213 @@
+"""The life of operations: filed, made eligible, ended.
+
+Order (I1): a deployment's ordered operations run one at a time in `seq` order; only `next_seq` may
+run, and only after what it names. A reading operation without order may run whenever its
+deployment's WPG is up. The first entry for a key decides (I2); later ones are ignored.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.messages import (
+    Completion,
+    OperationFinished,
+    Outcome,
+    QueuedOperation,
+)
+from phaseloom.scheduler.core import outputs, seals, wpgs
+from phaseloom.scheduler.core.state import (
+    JOB_ENDED,
+    Deployment,
+    Mutation,
+    Op,
+    OpState,
+    WpgState,
+)
+from phaseloom.scheduler.core.step import Step
+
+
+def file(step: Step, event: QueuedOperation) -> None:
+    """Take in what a router admitted or refused."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None:
+        _refuse_unknown(step, event)
+        return
+    seq = event.key.seq
+    if seq is None:
+        if event.key.slot in deployment.unordered:
+            return
+    elif seq < deployment.next_seq or seq in deployment.operations:
+        return
+    op = Op(
+        key=event.key,
+        id=event.id,
+        kind=event.kind,
+        after=event.after,
+        version=event.version,
+        size=event.size,
+        arrival=step.sequence,
+        queued_s=step.now_s,
+    )
+    if seq is None:
+        deployment.unordered[event.key.slot] = op
+    else:
+        deployment.operations[seq] = op
+    error = event.error
+    if error is None and step.job(event.key.job_key).state in JOB_ENDED:
+        error = ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"job {event.key.job_key} has ended",
+            remedy="submit a new job",
+        )
+    if error is not None:
+        # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
+        end_unrun(step, deployment, op, error)
+    else:
+        settle_after(step, deployment, op)
+    step.touch(deployment)
+
+
+def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
+    error = event.error or ErrorInfo(
+        Code.NOT_FOUND,
+        f"deployment {event.key.deployment_key} does not exist",
+        field="subject.deployment",
+        remedy="submit the job with this deployment first",
+    )
+    step.emit(outputs.WriteCompletion(event.key, Completion(event.id, Outcome.FAILED, error=error)))
+
+
+def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
+    """Find out whether anything that `op` names is still open; wait for the first that is."""
+    for after in op.after:
+        key = DeploymentKey(op.key.tenant, op.key.job, after.deployment)
+        other = step.deployment(key)
+        if other is None:
+            error = ErrorInfo(
+                Code.NOT_FOUND,
+                f"`after` names deployment {after.deployment!r}, which this job does not have",
+                field="after",
+            )
+            end_unrun(step, deployment, op, error)
+            return
+        if after.seq in other.not_completed:
+            error = ErrorInfo(
+                Code.FAILED_PRECONDITION,
+                f"{after.deployment} {after.seq} was not completed",
+                field="after",
+                remedy="look at that operation's error first",
+            )
+            end_unrun(step, deployment, op, error)
+            return
+        if after.seq >= other.next_seq:
+            waiting = step.state.waiters.setdefault(f"{key}.{after.seq}", [])
+            if deployment.name not in waiting:
+                waiting.append(deployment.name)
+            return
+    op.eligible_s = step.now_s
+
+
+def end_unrun(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> None:
+    """An operation that will never run fails now; the scheduler writes its outcome."""
+    step.move_op(op, OpState.FAILED)
+    step.emit(outputs.WriteCompletion(op.key, Completion(op.id, Outcome.FAILED, error=error)))
+    step.emit(outputs.DeleteOperations([op.key]))
+    _close(step, deployment, op, completed=False)
+
+
+def finish(step: Step, event: OperationFinished) -> None:
+    """An outcome is stored. DONE decides outcomes, epochs decide claims."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None:
+        return
+    in_this_life = event.incarnation == deployment.incarnation
+    if in_this_life:
+        device = step.device_of(deployment)
+        if device.running == event.key:
+            step.free(device, event.key, event.kind)
+        step.touch(deployment)
+    elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
+        # Word of a dead life that came late: the operation is being run again and will tell.
+        return
+    if event.dirty and in_this_life:
+        _record(step, deployment, event)
+        wpgs.rebuild(step, deployment, event.error)
+    elif deployment.replay and event.key.seq == deployment.replay[0]:
+        wpgs.replayed(step, deployment, deployment.replay[0])
+    else:
+        _record(step, deployment, event)
+
+
+def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    seq = event.key.seq
+    op = deployment.open_operation(event.key)
+    if op is None:
+        return
+    if op.state is OpState.QUEUED:
+        # It ended in an incarnation that died before its word came.
+        step.move_op(op, OpState.PERMITTED)
+    completed = event.outcome is Outcome.COMPLETED
+    step.move_op(op, OpState.COMPLETED if completed else OpState.FAILED)
+    if op.is_mutating and completed:
+        assert seq is not None
+        deployment.history.append(Mutation(seq, op.kind))
+        deployment.applied = seq
+        seals.mutated(step, deployment, op)
+    elif not op.is_mutating:
+        step.emit(outputs.DeleteOperations([op.key]))
+    _close(step, deployment, op, completed)
+
+
+def _close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
+    """Take an ended operation off the books and wake whoever waited for it."""
+    seq = op.key.seq
+    if seq is None:
+        deployment.unordered.pop(op.key.slot, None)
+        return
+    if not completed:
+        deployment.not_completed.append(seq)
+    if seq == deployment.next_seq:
+        _advance(step, deployment)
+    # A refused one above `next_seq` stays on the books, ended, until its turn comes.
+
+
+def _advance(step: Step, deployment: Deployment) -> None:
+    """Move `next_seq` past everything that has an outcome."""
+    while True:
+        op = deployment.operations.get(deployment.next_seq)
+        if op is None or op.state in (OpState.QUEUED, OpState.PERMITTED):
+            return
+        del deployment.operations[deployment.next_seq]
+        ended = f"{deployment.name}.{deployment.next_seq}"
+        deployment.next_seq += 1
+        deployment.losses = 0
+        for name in step.state.waiters.pop(ended, []):
+            waiter = step.state.deployments.get(name)
+            if waiter is not None:
+                _wake(step, waiter)
+        step.touch(deployment)
+
+
+def _wake(step: Step, deployment: Deployment) -> None:
+    for op in [*deployment.operations.values(), *deployment.unordered.values()]:
+        if op.state is OpState.QUEUED and op.eligible_s < 0:
+            settle_after(step, deployment, op)
+    step.touch(deployment)
+
+
+def requeue(step: Step, deployment: Deployment, key: OperationKey) -> None:
+    """A permitted operation lost its WPG or its activation."""
+    op = deployment.open_operation(key)
+    if op is not None and op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+        op.uncertain = True
+
+
+def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+    """End everything that is open: the job ends."""
+    for op in [*deployment.operations.values(), *deployment.unordered.values()]:
+        if op.state is OpState.PERMITTED:
+            step.move_op(op, OpState.QUEUED)
+        if op.state is OpState.QUEUED:
+            end_unrun(step, deployment, op, error)

@@ -1,0 +1,61 @@
+"""What the core asks its shell to do. Everything is idempotent: a restart performs some again."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.errors import ErrorInfo
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import Command, Completion, JobStatus
+
+
+class SendCommand(msgspec.Struct, frozen=True):
+    """Publish to the node's permits."""
+
+    command: Command
+
+
+class WriteCompletion(msgspec.Struct, frozen=True):
+    """Write the outcome of an operation that never ran."""
+
+    key: OperationKey
+    completion: Completion
+
+
+class SetTimer(msgspec.Struct, frozen=True):
+    """Append `TimerFired` once the clock of the log has passed `due_s`."""
+
+    timer: str
+    due_s: float
+
+
+class DeleteOperations(msgspec.Struct, frozen=True):
+    """Take operations off their tenant's stream: nothing will read them again."""
+
+    keys: list[OperationKey]
+
+
+class PutView(msgspec.Struct, frozen=True):
+    """Project a job's status for people and for `attach`."""
+
+    job: JobKey
+    status: JobStatus
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Answer an API request, if it is this process that holds it."""
+
+    request: str
+    status: JobStatus | None = None
+    error: ErrorInfo | None = None
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """A notice for people."""
+
+    what: str
+    reason: str
+    subject: str = ""
+
+
+Output = SendCommand | WriteCompletion | SetTimer | DeleteOperations | PutView | Answer | Tell

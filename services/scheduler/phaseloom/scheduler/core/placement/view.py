@@ -1,0 +1,13 @@
+"""What a placement policy sees of a node."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.ids import NodeId
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    node: NodeId
+    num_jobs: int
+    """Jobs pinned to it."""

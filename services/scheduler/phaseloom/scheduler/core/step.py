@@ -1,0 +1,137 @@
+"""One step in the making: the state, the event's place and time, the outputs so far.
+
+Every mutation of an entity's state goes through here, so that an illegal one raises with its story.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.messages import CommandId, NodeCommand, SchedulerConfig
+from phaseloom.scheduler.core.outputs import Output, SendCommand, SetTimer, Tell
+from phaseloom.scheduler.core.state import (
+    JOB_TRANSITIONS,
+    OP_TRANSITIONS,
+    WPG_TRANSITIONS,
+    Deployment,
+    Device,
+    InvalidTransition,
+    Job,
+    JobState,
+    Node,
+    Op,
+    OpState,
+    State,
+    WpgState,
+)
+
+C = TypeVar("C", bound=NodeCommand)
+
+
+@dataclass(slots=True)
+class Step:
+    state: State
+    sequence: int
+    now_s: float
+    outputs: list[Output] = field(default_factory=list)
+    dirty: set[tuple[str, int]] = field(default_factory=set)
+    """Devices whose ready operations may have changed: (node, device)."""
+    changed_jobs: set[str] = field(default_factory=set)
+    """Jobs whose view is stale."""
+
+    @property
+    def config(self) -> SchedulerConfig:
+        assert self.state.config, "the log starts with SchedulerConfigured"
+        return self.state.config
+
+    # --- outputs --------------------------------------------------------------------------------
+
+    def emit(self, output: Output) -> None:
+        self.outputs.append(output)
+
+    def tell(self, what: str, reason: str, subject: str = "") -> None:
+        self.emit(Tell(what, reason, subject))
+
+    def send(self, kind: type[C], node: Node, /, **fields: Any) -> None:
+        """Send a command to a node, in its present life; none to a node that is down."""
+        if not node.is_up:
+            return
+        command = kind(
+            id=CommandId(self.sequence, len(self.outputs)),
+            node=node.node,
+            revision=node.revision,
+            **fields,
+        )
+        self.emit(SendCommand(command))  # type: ignore[arg-type]
+
+    def set_timer(self, timer: str, due_s: float) -> None:
+        self.state.timers[timer] = due_s
+        self.emit(SetTimer(timer, due_s))
+
+    # --- looking up -----------------------------------------------------------------------------
+
+    def deployment(self, key: DeploymentKey) -> Deployment | None:
+        return self.state.deployments.get(str(key))
+
+    def job(self, key: JobKey) -> Job:
+        return self.state.jobs[str(key)]
+
+    def node(self, node: NodeId) -> Node:
+        return self.state.nodes[node]
+
+    def node_of(self, deployment: Deployment) -> Node:
+        assert deployment.node is not None, deployment.name
+        return self.state.nodes[deployment.node]
+
+    def device_of(self, deployment: Deployment) -> Device:
+        return self.node_of(deployment).devices[deployment.device]
+
+    def deployments_of(self, job: JobKey) -> list[Deployment]:
+        specs = self.state.jobs[str(job)].spec.deployments
+        keys = [str(DeploymentKey(job.tenant, job.job, spec.name)) for spec in specs]
+        return [self.state.deployments[key] for key in keys if key in self.state.deployments]
+
+    # --- changing -------------------------------------------------------------------------------
+
+    def touch(self, deployment: Deployment) -> None:
+        """Its device must be looked at again before this step ends."""
+        if deployment.node is not None:
+            self.dirty.add((deployment.node, deployment.device))
+
+    def move_op(self, op: Op, to: OpState) -> None:
+        if to not in OP_TRANSITIONS[op.state]:
+            raise InvalidTransition(f"operation {op.key}", op.state, to, self.sequence)
+        op.state = to
+
+    def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
+        if to not in WPG_TRANSITIONS[deployment.state]:
+            raise InvalidTransition(f"WPG {deployment.name}", deployment.state, to, self.sequence)
+        deployment.state = to
+        self.changed_jobs.add(str(deployment.key.job_key))
+
+    def move_job(self, job: Job, to: JobState) -> None:
+        if to not in JOB_TRANSITIONS[job.state]:
+            raise InvalidTransition(f"job {job.key}", job.state, to, self.sequence)
+        job.state = to
+        self.changed_jobs.add(str(job.key))
+
+    def vacate(self, deployment: Deployment) -> None:
+        """Its processes are gone: nothing of it is on a device, nothing of it runs."""
+        deployment.epoch = 0
+        if deployment.node is None:
+            return
+        device = self.device_of(deployment)
+        if deployment.name in device.resident:
+            device.resident.remove(deployment.name)
+        running = device.running
+        if running and running.deployment_key == deployment.key:
+            self.free(device, running, "")
+        self.touch(deployment)
+
+    def free(self, device: Device, key: OperationKey, kind: str) -> None:
+        """The device's operation has ended: it is idle from now on."""
+        device.running = None
+        device.last = f"{key.deployment}.{kind}"
+        device.idle_since_s = self.now_s

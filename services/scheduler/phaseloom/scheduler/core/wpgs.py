@@ -1,0 +1,208 @@
+"""Worker-process groups: started, lost, rebuilt.
+
+A WPG lives and dies whole. Each life has an incarnation; whatever an older one says about claims is
+ignored. A new life starts from the newest seal (or the seeds) and runs again, in order, what took
+effect after it; an operation that was permitted when the old life ended is run again too, as
+`replay`, since it may have had its outcome stored.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import NodeId
+from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
+from phaseloom.scheduler.core import jobs, operations, seals
+from phaseloom.scheduler.core.state import (
+    Deployment,
+    Node,
+    WpgState,
+    new_devices,
+)
+from phaseloom.scheduler.core.step import Step
+
+_REPLACES_STATE = frozenset({"sync_weights", "load_state"})
+
+
+def node_up(step: Step, event: NodeUp) -> None:
+    """A node's agent took its lease: whatever ran under an earlier one is dead."""
+    old = step.state.nodes.get(event.node)
+    if old is not None and old.revision >= event.revision:
+        return
+    placed = [] if old is None else [name for d in old.devices for name in d.placed]
+    for name in placed:
+        _bury(step, step.state.deployments[name])
+    node = Node(
+        node=event.node,
+        pool=event.pool,
+        devices=new_devices(event.devices),
+        host_memory_bytes=event.host_memory_bytes,
+        revision=event.revision,
+        state_endpoint=event.state_endpoint,
+        residency=event.exclusive_residency,
+    )
+    step.state.nodes[event.node] = node
+    for name in placed:
+        deployment = step.state.deployments[name]
+        node.devices[deployment.device].placed.append(name)
+        start(step, deployment)
+    jobs.place_waiting(step)
+
+
+def node_lost(step: Step, event: NodeLost) -> None:
+    node = step.state.nodes.get(event.node)
+    if node is None or node.revision != event.revision or not node.is_up:
+        return
+    for device in node.devices:
+        for name in device.placed:
+            _bury(step, step.state.deployments[name])
+    node.is_up = False
+    step.tell("node lost", event.reason, event.node)
+
+
+def place(step: Step, deployment: Deployment, node: NodeId, device: int) -> None:
+    deployment.node = node
+    deployment.device = device
+    step.device_of(deployment).placed.append(deployment.name)
+    start(step, deployment)
+
+
+def start(step: Step, deployment: Deployment) -> None:
+    step.move_wpg(deployment, WpgState.STARTING)
+    deployment.incarnation += 1
+    deployment.sealing = 0
+    step.send(
+        StartWpg,
+        step.node_of(deployment),
+        deployment=deployment.key,
+        incarnation=deployment.incarnation,
+        spec=deployment.spec,
+        device=deployment.device,
+        seal_seq=deployment.seal_seq,
+    )
+
+
+def started(step: Step, event: WpgStarted) -> None:
+    deployment = step.deployment(event.deployment)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    if deployment.state is not WpgState.STARTING:
+        return
+    deployment.state_bytes = event.state_bytes
+    deployment.applied = event.applied
+    deployment.replay = _to_replay(step, deployment, event.applied)
+    step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
+    if deployment.incarnation > 1 and not deployment.replay:
+        step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
+    jobs.activate(step, deployment.key.job_key)
+    step.touch(deployment)
+
+
+def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
+    """Mutations after the state that the WPG starts with, from the last one that replaces it all.
+
+    A `publish_weights` changes nothing here: it is run again only where its version is needed and
+    not on disk.
+    """
+    history = [m for m in deployment.history if m.seq > applied]
+    for index in range(len(history) - 1, -1, -1):
+        if history[index].kind in _REPLACES_STATE:
+            history = history[index:]
+            break
+    wanted = {v.seq for v in seals.needed_versions(step, deployment) if v.policy == deployment.key}
+    wanted -= set(deployment.durable_versions)
+    return [m.seq for m in history if m.kind != "publish_weights" or m.seq in wanted]
+
+
+def replayed(step: Step, deployment: Deployment, seq: int) -> None:
+    deployment.replay.pop(0)
+    deployment.applied = seq
+    if not deployment.replay and deployment.state is WpgState.RECOVERING:
+        step.move_wpg(deployment, WpgState.READY)
+        step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
+
+
+def lost(step: Step, event: WpgLost) -> None:
+    """The ranks are dead and reaped. Start anew, unless the start itself cannot succeed."""
+    deployment = step.deployment(event.deployment)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    if deployment.state is WpgState.STOPPED:
+        return
+    if deployment.state is WpgState.LOST:  # it was being killed, to be rebuilt
+        start(step, deployment)
+        return
+    was_starting = deployment.state is WpgState.STARTING
+    _bury(step, deployment)
+    step.tell("WPG lost", event.error.message, deployment.name)
+    deployment.losses += 1
+    if was_starting and _is_hopeless(step, deployment, event.error):
+        jobs.fail(step, deployment.key.job_key, event.error)
+        return
+    if deployment.losses > step.config.max_losses:
+        _give_up_on_head(step, deployment, event.error)
+    start(step, deployment)
+
+
+def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
+    refused = error.code in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND)
+    return refused or deployment.losses > step.config.max_losses
+
+
+def _give_up_on_head(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+    """It killed its WPG again and again: it fails, and the rest goes on without it."""
+    head = deployment.operations.get(deployment.next_seq)
+    if head is None or not head.uncertain:
+        return
+    given_up = ErrorInfo(
+        Code.ABORTED,
+        f"its workers died {deployment.losses} times while it ran: {error.message}",
+        remedy="make it smaller, or look at the worker's log",
+    )
+    operations.end_unrun(step, deployment, head, given_up)
+
+
+def _bury(step: Step, deployment: Deployment) -> None:
+    """Book the death of a WPG: claims freed, its open operation queued again."""
+    if deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY):
+        step.move_wpg(deployment, WpgState.LOST)
+    if deployment.node is not None:
+        running = step.device_of(deployment).running
+        if running is not None and running.deployment_key == deployment.key:
+            operations.requeue(step, deployment, running)
+    step.vacate(deployment)
+    deployment.replay = []
+    deployment.sealing = 0
+
+
+def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None:
+    """A mutating operation failed half-way: kill this incarnation; `lost` starts the next."""
+    _bury(step, deployment)
+    reason = error.message if error else "a mutating operation failed"
+    step.tell("rebuilding a WPG without the failed operation", reason, deployment.name)
+    deployment.losses += 1
+    if deployment.losses > step.config.max_losses:
+        failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
+        jobs.fail(step, deployment.key.job_key, error or failure)
+        return
+    _stop_command(step, deployment, forget=False)
+
+
+def stop(step: Step, deployment: Deployment) -> None:
+    """For good."""
+    if deployment.state is WpgState.STOPPED:
+        return
+    step.vacate(deployment)
+    if deployment.node is not None:
+        _stop_command(step, deployment, forget=True)
+        step.device_of(deployment).placed.remove(deployment.name)
+    step.move_wpg(deployment, WpgState.STOPPED)
+
+
+def _stop_command(step: Step, deployment: Deployment, *, forget: bool) -> None:
+    step.send(
+        StopWpg,
+        step.node_of(deployment),
+        deployment=deployment.key,
+        incarnation=deployment.incarnation,
+        forget=forget,
+    )

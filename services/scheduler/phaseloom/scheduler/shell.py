@@ -1,0 +1,196 @@
+"""The scheduler's shell: read the log, call the core, perform its outputs in order.
+
+Everything an output does is idempotent, so that a restart may perform again what it is not sure of.
+An entry's outputs are stored before the next entry is taken; a snapshot therefore never runs ahead
+of its commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from opentelemetry.context import Context
+
+from phaseloom.common import telemetry
+from phaseloom.common.bus import LogEntry
+from phaseloom.common.errors import InternalError, ResourceError, to_exception
+from phaseloom.common.messages import (
+    Event,
+    JobStatus,
+    OperationFinished,
+    Permit,
+    QueuedOperation,
+    SchedulerConfig,
+    SchedulerConfigured,
+    TimerFired,
+)
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import Answer, Output, SendCommand, SetTimer
+
+log = logging.getLogger(__name__)
+
+
+class DecisionLog(Protocol):
+    async def append(self, event: Event, *, msg_id: str | None = None) -> int: ...
+
+    def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]: ...
+
+    async def log_end(self) -> int: ...
+
+
+class Sink(Protocol):
+    async def perform(self, output: Output, context: Context | None) -> None:
+        """Returns once the effect is stored."""
+        ...
+
+    async def save(self, sequence: int, snapshot: bytes) -> None: ...
+
+
+class Shell:
+    """Drives a core. `run` until cancelled; `request` from API handlers."""
+
+    def __init__(
+        self,
+        core: Core,
+        decision_log: DecisionLog,
+        sink: Sink,
+        config: SchedulerConfig,
+        snapshot_every: int,
+    ) -> None:
+        self.core = core
+        self.caught_up = asyncio.Event()
+        """Set once the log as it was at the start is folded, and the configuration is in it."""
+        self._log = decision_log
+        self._sink = sink
+        self._config = config
+        self._snapshot_every = snapshot_every
+        self._timers: list[tuple[float, str]] = []
+        self._timer_set = asyncio.Event()
+        self._answers: dict[str, asyncio.Future[JobStatus]] = {}
+        self._traces: dict[str, tuple[Context, float]] = {}
+        """Of open operations: trace context, and when it was queued."""
+
+    async def run(self) -> None:
+        for timer, due_s in self.core.state.timers.items():
+            heapq.heappush(self._timers, (due_s, timer))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._fold())
+            tasks.create_task(self._fire_timers())
+
+    async def request(self, event: Event, request: str, timeout_s: float = 10.0) -> JobStatus:
+        """Append an event that asks for an answer, and wait for it.
+
+        Raises: PhaseloomError: the core's refusal; ResourceError: no answer in time.
+        """
+        future: asyncio.Future[JobStatus] = asyncio.get_running_loop().create_future()
+        self._answers[request] = future
+        try:
+            await self._log.append(event, msg_id=f"request:{request}")
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise ResourceError(
+                "the scheduler is behind its log", remedy="ask for the job's status"
+            ) from None
+        finally:
+            del self._answers[request]
+
+    # --- the fold -------------------------------------------------------------------------------
+
+    async def _fold(self) -> None:
+        backlog_end = await self._log.log_end()
+        if backlog_end <= self.core.state.sequence:
+            await self._caught_up()
+        since_snapshot = 0
+        async for entry in self._log.read_log(self.core.state.sequence + 1):
+            await self.take(entry)
+            if entry.sequence >= backlog_end and not self.caught_up.is_set():
+                await self._caught_up()
+            since_snapshot += 1
+            if since_snapshot >= self._snapshot_every:
+                await self._sink.save(self.core.state.sequence, self.core.snapshot())
+                since_snapshot = 0
+        raise InternalError("the decision log ended")
+
+    async def _caught_up(self) -> None:
+        if self.core.state.config != self._config:
+            await self._log.append(SchedulerConfigured(self._config))
+        self.caught_up.set()
+
+    async def take(self, entry: LogEntry) -> None:
+        """Fold one entry and perform what comes of it."""
+        self._note_trace(entry)
+        outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
+        context = self._trace(outputs, entry)
+        await asyncio.gather(*(self._perform(output, context) for output in outputs))
+        if isinstance(entry.event, OperationFinished):
+            self._traces.pop(str(entry.event.key), None)
+
+    async def _perform(self, output: Output, context: Context | None) -> None:
+        match output:
+            case SetTimer():
+                heapq.heappush(self._timers, (output.due_s, output.timer))
+                self._timer_set.set()
+            case Answer():
+                self._answer(output)
+            case _:
+                await self._sink.perform(output, context)
+
+    def _answer(self, answer: Answer) -> None:
+        future = self._answers.get(answer.request)
+        if future is None or future.done():
+            return
+        if answer.error is not None:
+            future.set_exception(to_exception(answer.error))
+        elif answer.status is not None:
+            future.set_result(answer.status)
+
+    # --- timers ---------------------------------------------------------------------------------
+
+    async def _fire_timers(self) -> None:
+        while True:
+            self._timer_set.clear()
+            delay_s = self._timers[0][0] - time.time() if self._timers else None
+            if delay_s is None or delay_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._timer_set.wait(), delay_s)
+                continue
+            due_s, timer = heapq.heappop(self._timers)
+            await self._log.append(TimerFired(timer), msg_id=f"timer:{timer}:{due_s}")
+
+    # --- tracing --------------------------------------------------------------------------------
+
+    def _note_trace(self, entry: LogEntry) -> None:
+        if isinstance(entry.event, QueuedOperation):
+            context = telemetry.extract(entry.headers)
+            self._traces.setdefault(str(entry.event.key), (context, entry.time_s))
+
+    def _trace(self, outputs: list[Output], entry: LogEntry) -> Context | None:
+        """Spans `queue` and `permit` of the operation that this step permits, if it does.
+
+        Returns: the context that its commands travel under: that of `permit`.
+        """
+        for output in outputs:
+            if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
+                continue
+            key = output.command.operation
+            parent, queued_s = self._traces.get(str(key), (None, entry.time_s))
+            attributes: dict[str, Any] = {
+                "tenant": key.tenant,
+                "job": key.job,
+                "deployment": key.deployment,
+                "seq": key.slot,
+                "kind": output.command.kind,
+                "node": output.command.node,
+                "epoch": output.command.epoch,
+            }
+            telemetry.record("queue", queued_s, entry.time_s, parent, **attributes)
+            now_s = time.time()
+            permit = telemetry.record("permit", entry.time_s, now_s, parent, **attributes)
+            return telemetry.child_context(permit)
+        return None

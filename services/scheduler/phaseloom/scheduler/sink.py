@@ -1,0 +1,67 @@
+"""Performs the core's outputs on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from opentelemetry.context import Context
+
+from phaseloom.common import streams, telemetry
+from phaseloom.common.bus import AlreadyStored, Bus
+from phaseloom.common.codec import encode
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.streams import Bucket
+from phaseloom.scheduler.core.outputs import (
+    DeleteOperations,
+    Output,
+    PutView,
+    SendCommand,
+    Tell,
+    WriteCompletion,
+)
+
+SNAPSHOT_KEY = "core"
+
+
+class BusSink:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._deletions: asyncio.Queue[OperationKey] = asyncio.Queue()
+        self._saved_sequence = 0
+
+    async def run(self) -> None:
+        """Deletes in the background: nothing waits for it, and it may be done twice."""
+        while True:
+            key = await self._deletions.get()
+            await self._bus.delete_subject(streams.ops_stream(key.tenant), streams.op_subject(key))
+            self._deletions.task_done()
+
+    async def perform(self, output: Output, context: Context | None) -> None:
+        match output:
+            case SendCommand(command):
+                await self._bus.publish(
+                    streams.permit_subject(command.node),
+                    command,
+                    msg_id=f"cmd:{command.id}",
+                    headers=telemetry.inject({}, context) if context else {},
+                )
+            case WriteCompletion(key, completion):
+                # The first stored outcome decides; a refusal is a restart's second try.
+                with contextlib.suppress(AlreadyStored):
+                    await self._bus.publish(streams.done_subject(key), completion)
+            case DeleteOperations(keys):
+                for key in keys:
+                    self._deletions.put_nowait(key)
+            case PutView(job, status):
+                await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
+            case Tell(what, reason, subject):
+                await self._bus.notice("scheduler", what, reason, subject)
+
+    async def save(self, sequence: int, snapshot: bytes) -> None:
+        """Store a snapshot; the log below the one before it is not needed any more."""
+        await self._deletions.join()
+        await self._bus.kv_put(Bucket.SNAPSHOTS, SNAPSHOT_KEY, snapshot)
+        if self._saved_sequence:
+            await self._bus.truncate_log(self._saved_sequence)
+        self._saved_sequence = sequence

@@ -1,0 +1,102 @@
+"""Host memory of one node as a budget: extents handed out, and idle ones kept for reuse.
+
+Invariant: the bytes of all extents, idle ones included, never exceed the budget. Idle extents are
+kept because the first touch of fresh memory costs ten times a copy into touched memory; they are
+given up, oldest first, before anything is refused. An extent is only ever reused within its pool,
+so that no deployment is handed memory that another one may still have mapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phaseloom.common.errors import Code, ResourceError
+
+PAGE_BYTES = 4096
+MAX_IDLE_PER_POOL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    extent: int
+    is_new: bool
+    """False: an idle extent of the pool; the shell has its memory already."""
+    evicted: list[int]
+    """Idle extents given up for this one: the shell frees their memory first."""
+
+
+def rounded(num_bytes: int) -> int:
+    """What `num_bytes` take in whole pages; at least one."""
+    return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+@dataclass(slots=True)
+class Arena:
+    budget_bytes: int
+    used_bytes: int = 0
+    """Idle extents included."""
+    _last: int = 0
+    _sizes: dict[int, int] = field(default_factory=dict)
+    _idle: dict[int, str] = field(default_factory=dict)
+    """extent → pool, oldest first"""
+
+    def reserve(self, num_bytes: int, what: str, pool: str = "") -> Grant:
+        """An extent of at least `num_bytes`.
+
+        Args:   what: for the message of a refusal.
+                pool: reuse an idle extent of this pool where one of the size is there.
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing changed then.
+        """
+        size = rounded(num_bytes)
+        for extent, owner in self._idle.items():
+            if pool and owner == pool and self._sizes[extent] == size:
+                del self._idle[extent]
+                return Grant(extent, is_new=False, evicted=[])
+        idle_bytes = sum(self._sizes[extent] for extent in self._idle)
+        if self.used_bytes - idle_bytes + size > self.budget_bytes:
+            raise ResourceError(
+                f"{what} needs {size} bytes of host memory: {self.used_bytes - idle_bytes} of "
+                f"{self.budget_bytes} are in use",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="raise the node's host memory budget, or finish jobs that use it",
+                details={
+                    "needed_bytes": str(size),
+                    "used_bytes": str(self.used_bytes - idle_bytes),
+                    "budget_bytes": str(self.budget_bytes),
+                },
+            )
+        evicted = []
+        while self.used_bytes + size > self.budget_bytes:
+            oldest = next(iter(self._idle))
+            evicted.append(self.free(oldest))
+        self._last += 1
+        self._sizes[self._last] = size
+        self.used_bytes += size
+        return Grant(self._last, is_new=True, evicted=evicted)
+
+    def free(self, extent: int) -> int:
+        """Give an extent up; returns it."""
+        self.used_bytes -= self._sizes.pop(extent)
+        self._idle.pop(extent, None)
+        return extent
+
+    def park(self, extent: int, pool: str) -> list[int]:
+        """Keep an extent for reuse in `pool`; returns those that were given up instead."""
+        assert extent in self._sizes
+        assert extent not in self._idle
+        self._idle[extent] = pool
+        same = [e for e, owner in self._idle.items() if owner == pool]
+        return [self.free(e) for e in same[:-MAX_IDLE_PER_POOL]]
+
+    def drop_pool(self, pool: str) -> list[int]:
+        """Give up what is idle in `pool`: its extents may no longer be reused."""
+        return [self.free(e) for e in [e for e, owner in self._idle.items() if owner == pool]]
+
+    def extents_in_use(self) -> set[int]:
+        return self._sizes.keys() - self._idle.keys()
+
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant does not hold."""
+        assert self.used_bytes == sum(self._sizes.values())
+        assert 0 <= self.used_bytes <= self.budget_bytes
+        assert self._idle.keys() <= self._sizes.keys()

@@ -1,0 +1,137 @@
+"""Weights versions on this node: immutable cuts, in host memory, on disk, or both.
+
+Invariants (`validate`): a version is readable only when committed; what is committed never changes;
+one that is in use (being read, sent or written to disk) keeps its memory until its last user is
+done, also after it was dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import VersionKey
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.statemgr.core.layout import check_layout
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    key: VersionKey
+    num_bytes: int
+    tensors: list[TensorSlot]
+    digest: str = ""
+    """Empty until committed."""
+    extent: int | None = None
+    """None: on disk only."""
+    incarnation: int = 0
+    """Life of the policy that writes, or wrote, it here; 0: fetched or read from disk."""
+    is_on_disk: bool = False
+    users: int = 0
+    is_dropped: bool = False
+
+    @property
+    def is_committed(self) -> bool:
+        return self.digest != ""
+
+
+@dataclass(slots=True)
+class Versions:
+    _versions: dict[VersionKey, Version] = field(default_factory=dict)
+    _leaving: set[Version] = field(default_factory=set)
+    """Dropped ones that are still in use."""
+
+    def find(self, key: VersionKey) -> Version | None:
+        return self._versions.get(key)
+
+    def begin(
+        self,
+        key: VersionKey,
+        num_bytes: int,
+        tensors: list[TensorSlot],
+        extent: int,
+        incarnation: int = 0,
+    ) -> Version:
+        """A version that is being filled. Raises: CallerError: bad layout; it is there already."""
+        check_layout(tensors, num_bytes)
+        if key in self._versions:
+            raise CallerError(f"version {key} is here already", code=Code.ALREADY_EXISTS)
+        version = Version(key, num_bytes, tensors, extent=extent, incarnation=incarnation)
+        self._versions[key] = version
+        return version
+
+    def add_from_disk(
+        self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
+    ) -> None:
+        """A committed version found on disk at start."""
+        self._versions[key] = Version(key, num_bytes, tensors, digest, is_on_disk=True)
+
+    def commit(self, version: Version, digest: str) -> None:
+        """It is whole, and immutable from now on. Committing the same content again is harmless.
+
+        Raises: CallerError: ALREADY_EXISTS: committed with another content.
+        """
+        assert digest
+        assert version.extent is not None
+        if version.is_committed and version.digest != digest:
+            raise CallerError(
+                f"version {version.key} is committed with another content",
+                code=Code.ALREADY_EXISTS,
+                field="digest",
+            )
+        version.digest = digest
+
+    def acquire(self, version: Version) -> None:
+        version.users += 1
+
+    def release(self, version: Version) -> int | None:
+        """One user less. Returns the extent to park where it was dropped meanwhile."""
+        version.users -= 1
+        return self._reap(version)
+
+    def drop(self, key: VersionKey) -> tuple[Version, int | None] | None:
+        """Nothing needs it any more. Returns it and, where nobody uses it, its extent to park."""
+        version = self._versions.pop(key, None)
+        if version is None:
+            return None
+        version.is_dropped = True
+        if version.extent is not None:
+            self._leaving.add(version)
+        return version, self._reap(version)
+
+    def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
+        """Those that this life of a policy was still writing."""
+        return [
+            key
+            for key, version in self._versions.items()
+            if key.policy == policy
+            and version.incarnation == incarnation
+            and not version.is_committed
+        ]
+
+    def committed(self) -> list[VersionKey]:
+        return sorted(key for key, version in self._versions.items() if version.is_committed)
+
+    def extents(self) -> list[int]:
+        every = {*self._versions.values(), *self._leaving}
+        return [version.extent for version in every if version.extent is not None]
+
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant does not hold."""
+        for key, version in self._versions.items():
+            assert version.key == key
+            assert not version.is_dropped
+            assert version.extent is not None or (version.is_committed and version.is_on_disk)
+        for version in self._leaving:
+            assert version.is_dropped and version.users > 0
+            assert version.extent is not None
+        extents = self.extents()
+        assert len(extents) == len(set(extents)), "one extent, two versions"
+
+    def _reap(self, version: Version) -> int | None:
+        assert version.users >= 0
+        if not version.is_dropped or version.users:
+            return None
+        extent, version.extent = version.extent, None
+        self._leaving.discard(version)
+        return extent

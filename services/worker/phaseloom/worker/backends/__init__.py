@@ -1,0 +1,38 @@
+"""The backends by name: one module per runtime, one line here.
+
+Importing this package imports no runtime; `backend_factory` imports the one that is asked for, so
+that an agent can list and refuse backends without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final, cast
+
+from phaseloom.common.errors import CallerError
+
+if TYPE_CHECKING:
+    from phaseloom.worker.backends.base import BackendFactory
+
+BACKENDS: Final[dict[str, tuple[str, str]]] = {
+    "fsdp": ("phaseloom.worker.backends.fsdp", "FsdpBackend"),
+    "sampler": ("phaseloom.worker.backends.sampler", "SamplerBackend"),
+    "noop": ("phaseloom.worker.backends.noop", "NoopBackend"),
+}
+"""name → (module, class)"""
+
+
+def backend_factory(name: str) -> BackendFactory:
+    """Import the runtime of a backend.
+
+    Raises: CallerError: there is no such backend.
+            ImportError: its runtime is not installed (`pip install 'phaseloom[worker]'`).
+    """
+    if name not in BACKENDS:
+        raise CallerError(
+            f"there is no backend {name!r}",
+            field="deployments.backend",
+            remedy=f"use one of {', '.join(sorted(BACKENDS))}",
+        )
+    module, attribute = BACKENDS[name]
+    return cast("BackendFactory", getattr(importlib.import_module(module), attribute))

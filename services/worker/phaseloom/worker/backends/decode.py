@@ -1,0 +1,189 @@
+"""Batched incremental decoding for the Llama family, written for few and small operations.
+
+`transformers`' own decode costs about twice as much for a small model, nearly all of it Python. The
+modules' weights are used in place, so nothing is derived from them and they may change between two
+calls. Rows are padded on the left: all rows write the same cache column, whatever their lengths.
+
+Shapes: B rows, T positions of this call, S columns of the cache in use, H hidden, N query heads,
+K key-value heads, G = N / K, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from phaseloom.common.errors import CallerError
+
+MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
+
+
+def check_decodable(config: Any) -> None:
+    """Raises: CallerError: an architecture that `Decoder` does not compute."""
+    if config.model_type not in MODEL_TYPES:
+        raise CallerError(
+            f"the sampler backend does not generate with {config.model_type!r}",
+            field="model.config.model_type",
+            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
+        )
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise CallerError(
+            "the sampler backend has no sliding-window attention",
+            field="model.config.layer_types",
+            remedy="use full_attention in every layer",
+        )
+
+
+@dataclass
+class Cache:
+    """Keys and values of B rows; `mask_BS` is -inf where a column is left padding."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    mask_BS: torch.Tensor
+    padding_B: torch.Tensor
+    columns: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.padding_B.numel()
+
+    def rows(self, index_R: torch.Tensor) -> Cache:
+        """A cache of these rows, copied; an index may occur several times."""
+
+        def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
+            _, num_heads, capacity, size = cached_BKSD.shape
+            picked = cached_BKSD.new_empty((index_R.numel(), num_heads, capacity, size))
+            used = cached_BKSD[:, :, : self.columns]
+            picked[:, :, : self.columns] = used.index_select(0, index_R)
+            return picked
+
+        return Cache(
+            [pick(keys) for keys in self.keys],
+            [pick(values) for values in self.values],
+            self.mask_BS.index_select(0, index_R),
+            self.padding_B.index_select(0, index_R),
+            self.columns,
+        )
+
+
+class Decoder:
+    """The forward pass of a model that `check_decodable` accepts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        check_decodable(config)
+        self._layers: list[Any] = list(body.layers)
+        self._embedding = body.embed_tokens
+        self._norm = body.norm
+        self._head: Any = model.lm_head
+        self._rotary = body.rotary_emb
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._head_size = int(self._layers[0].self_attn.head_dim)
+
+    def prefill(self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int) -> _Prefill:
+        """Run left-padded prompts.
+
+        Args: padding_B: columns of padding on the left of each row.
+              capacity: columns that the cache will hold, T included.
+        """
+        num_rows, length = tokens_BT.shape
+        shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
+        columns_S = torch.arange(capacity)
+        padded_BS = columns_S < padding_B[:, None]
+        cache = Cache(
+            [torch.empty(shape) for _ in self._layers],
+            [torch.empty(shape) for _ in self._layers],
+            torch.zeros(num_rows, capacity).masked_fill_(padded_BS, -torch.inf),
+            padding_B,
+            0,
+        )
+        causal_TT = torch.full((length, length), -torch.inf).triu_(1)
+        # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
+        visible = torch.eye(length, dtype=torch.bool)
+        mask_BTT = (cache.mask_BS[:, None, :length] + causal_TT).masked_fill_(visible, 0.0)
+        logits_BV = self._run(tokens_BT, cache, mask_BTT)
+        return _Prefill(logits_BV, cache)
+
+    def step(self, tokens_B: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Append one token to every row of `cache`; the logits (B, V) for the next one."""
+        mask_B1S = cache.mask_BS[:, None, : cache.columns + 1]
+        return self._run(tokens_B[:, None], cache, mask_B1S)
+
+    def _run(self, tokens_BT: torch.Tensor, cache: Cache, mask_BTS: torch.Tensor) -> torch.Tensor:
+        hidden_BTH = F.embedding(tokens_BT, self._embedding.weight)
+        start, stop = cache.columns, cache.columns + tokens_BT.shape[1]
+        positions_BT = (torch.arange(start, stop) - cache.padding_B[:, None]).clamp_(min=0)
+        cos_BTD, sin_BTD = self._rotary(hidden_BTH, positions_BT)
+        rope = (cos_BTD[:, :, None], sin_BTD[:, :, None])
+        cache.columns = stop
+        for i, layer in enumerate(self._layers):
+            normed_BTH = _rms_norm(hidden_BTH, layer.input_layernorm)
+            hidden_BTH = hidden_BTH + self._attend(
+                layer.self_attn, normed_BTH, rope, (cache.keys[i], cache.values[i]), mask_BTS
+            )
+            normed_BTH = _rms_norm(hidden_BTH, layer.post_attention_layernorm)
+            mlp = layer.mlp
+            gate = mlp.act_fn(_linear(normed_BTH, mlp.gate_proj))
+            hidden_BTH = hidden_BTH + _linear(
+                gate.mul_(_linear(normed_BTH, mlp.up_proj)), mlp.down_proj
+            )
+        return _linear(_rms_norm(hidden_BTH[:, -1], self._norm), self._head)
+
+    def _attend(
+        self,
+        attention: Any,
+        hidden_BTH: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        cached: tuple[torch.Tensor, torch.Tensor],
+        mask_BTS: torch.Tensor,
+    ) -> torch.Tensor:
+        batch, length, _ = hidden_BTH.shape
+        heads = (batch, length, -1, self._head_size)
+        q_BTND = _linear(hidden_BTH, attention.q_proj).view(heads)
+        k_BTKD = _linear(hidden_BTH, attention.k_proj).view(heads)
+        v_BTKD = _linear(hidden_BTH, attention.v_proj).view(heads)
+        if hasattr(attention, "q_norm"):
+            q_BTND = _rms_norm(q_BTND, attention.q_norm)
+            k_BTKD = _rms_norm(k_BTKD, attention.k_norm)
+        q_BTND = _rotate(q_BTND, rope)
+        stop = mask_BTS.shape[-1]
+        keys, values = cached
+        keys[:, :, stop - length : stop] = _rotate(k_BTKD, rope).transpose(1, 2)
+        values[:, :, stop - length : stop] = v_BTKD.transpose(1, 2)
+        # The G query heads of a key-value head are rows of one matrix product.
+        q_BKGTD = q_BTND.view(batch, length, self._num_kv_heads, -1, self._head_size)
+        q_BKGTD = q_BKGTD.permute(0, 2, 3, 1, 4)
+        groups = q_BKGTD.shape[2]
+        q_BKRD = q_BKGTD.reshape(batch, self._num_kv_heads, groups * length, self._head_size)
+        scores = torch.matmul(q_BKRD, keys[:, :, :stop].transpose(2, 3)).mul_(attention.scaling)
+        scores_BKGTS = scores.view(batch, self._num_kv_heads, groups, length, stop)
+        weights = torch.softmax(scores_BKGTS.add_(mask_BTS[:, None, None]), dim=-1)
+        mixed_BKRD = torch.matmul(weights.view_as(scores), values[:, :, :stop])
+        mixed = mixed_BKRD.view(batch, -1, groups, length, self._head_size).permute(0, 3, 1, 2, 4)
+        return _linear(mixed.reshape(batch, length, -1), attention.o_proj)
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    logits_BV: torch.Tensor
+    cache: Cache
+
+
+def _linear(x: torch.Tensor, module: Any) -> torch.Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
+def _rms_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def _rotate(x_BTND: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cos, sin = rope
+    first, second = x_BTND.chunk(2, dim=-1)
+    return x_BTND * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,38 @@
+"""Uniform draws that are pure functions of (seed, sample, position).
+
+Counter-based: no state, so a token's draw does not depend on the batch it is computed in, on what
+was generated before, or on who computes it. The mixer is splitmix64's finaliser (Steele, Lea,
+Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), chained over the three
+counters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Uint64s = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: Uint64s) -> Uint64s:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: list[int], num_samples: int, num_positions: int) -> npt.NDArray[np.float64]:
+    """Draws in [0, 1), multiples of 2^-32: (len(seeds), num_samples, num_positions).
+
+    32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
+
+    Args: seeds: any integers; equal modulo 2^64 draw equally.
+    """
+    seeds_P = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+    samples_K = np.arange(num_samples, dtype=np.uint64)
+    positions_I = np.arange(num_positions, dtype=np.uint64)
+    state_P = _mix(seeds_P + _GOLDEN)
+    state_PK = _mix((state_P[:, None] ^ samples_K) + _GOLDEN)
+    state_PKI = _mix((state_PK[:, :, None] ^ positions_I) + _GOLDEN)
+    return (state_PKI >> np.uint64(32)).astype(np.float64) * 2.0**-32

@@ -1,0 +1,53 @@
+"""Whether a command is still meant: lives, epochs and incarnations, without I/O.
+
+A node's commands may come twice (redelivered, or from two schedulers that both lead) and late (for
+an earlier life of the node, an incarnation that was replaced, an activation that was closed). Late
+ones are dropped; a permit that overtook its activation is put back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import Enum, auto
+
+from phaseloom.common.messages import CommandId
+
+REMEMBERED_COMMANDS = 10_000
+
+
+class Verdict(Enum):
+    TAKE = auto()
+    STALE = auto()
+    """Meant for a life, incarnation or epoch that is over, or taken already."""
+    EARLY = auto()
+    """Its activation has not been opened here yet."""
+
+
+class TakenCommands:
+    """The ids of the newest commands that took effect in this life of the node."""
+
+    def __init__(self) -> None:
+        self._taken: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def __contains__(self, id: CommandId) -> bool:
+        return (id.sequence, id.index) in self._taken
+
+    def forget(self, id: CommandId) -> None:
+        """It did not take effect after all, and will come again."""
+        self._taken.pop((id.sequence, id.index), None)
+
+    def add(self, id: CommandId) -> None:
+        self._taken[(id.sequence, id.index)] = None
+        while len(self._taken) > REMEMBERED_COMMANDS:
+            self._taken.popitem(last=False)
+
+
+def judge_permit(
+    *, incarnation: int, epoch: int, own_incarnation: int, own_epoch: int, refused_epoch: int
+) -> Verdict:
+    """Args: own_epoch: of the newest activation opened here; refused_epoch: newest refused."""
+    if incarnation != own_incarnation or epoch == refused_epoch:
+        return Verdict.STALE
+    if epoch == own_epoch:
+        return Verdict.TAKE
+    return Verdict.EARLY if epoch > own_epoch else Verdict.STALE

@@ -1,0 +1,220 @@
+"""The leader of a WPG: from a permit to a stored outcome.
+
+Normal order of an operation: check (incarnation, `prev`, DONE absent) → read the payload from the
+operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
+outcome; everything after it may be done again. Dedup of effects is by (incarnation, seq): in one
+life a mutating operation runs once, because the scheduler permits it once and `prev` must match.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.context import Context
+
+from phaseloom.common import streams, telemetry
+from phaseloom.common.bus import AlreadyStored, Bus, Stored
+from phaseloom.common.codec import CONTENT_TYPE, JSON, decode
+from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.messages import (
+    MUTATING_KINDS,
+    Args,
+    Completion,
+    Operation,
+    OperationFinished,
+    Outcome,
+    Permit,
+    PublishWeights,
+    PublishWeightsResult,
+    Result,
+    SyncWeights,
+    SyncWeightsResult,
+)
+from phaseloom.worker.executor import Executor
+from phaseloom.worker.rankwire import RankConfig
+from phaseloom.worker.stateclient import RankStateClient
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    completion: Completion
+    dirty: bool
+    started_unix_s: float
+    duration_s: float
+
+
+@dataclass(slots=True)
+class Leader:
+    settings: RankConfig
+    bus: Bus
+    state: RankStateClient
+    executor: Executor
+    device_thread: ThreadPoolExecutor
+
+    async def run(self, permit: Permit, traceparent: str) -> None:
+        """Returns once the outcome is stored and in the decision log.
+
+        Raises: ResourceError: this permit is not for this rank's state; nothing happened.
+        """
+        parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
+        stored, payload = await asyncio.gather(
+            self.bus.get_stored(streams.DONE, streams.done_subject(permit.operation)),
+            self.bus.get_stored(
+                streams.ops_stream(permit.operation.tenant), streams.op_subject(permit.operation)
+            ),
+        )
+        done: Completion | None = decode(stored.payload, Completion) if stored else None
+        if done is not None and not (permit.replay and done.outcome is Outcome.COMPLETED):
+            await self._append_finished(permit, done, parent)
+            return
+        self._check_order(permit)
+        ran = await self._execute(permit, payload, parent)
+        if done is not None:
+            await self._compare(permit, done, ran.completion)
+        else:
+            await self._store(permit, ran, parent)
+        await self._append_finished(permit, done or ran.completion, parent, ran)
+
+    def _check_order(self, permit: Permit) -> None:
+        if permit.kind in MUTATING_KINDS and permit.prev != self.executor.applied:
+            raise ResourceError(
+                f"{permit.operation} comes after {permit.prev}, this state is at "
+                f"{self.executor.applied}",
+                code=Code.FAILED_PRECONDITION,
+            )
+
+    # --- running --------------------------------------------------------------------------------
+
+    async def _execute(self, permit: Permit, payload: Stored | None, parent: Context) -> _Ran:
+        started_s = time.time()
+        clock_s = time.perf_counter()
+        dirty = False
+        with telemetry.span("execute", parent=parent, **self._attributes(permit)):
+            try:
+                operation = self._decode(permit, payload)
+                await self._in_device_thread(self.executor.check, operation.args)
+            except PhaseloomError as error:
+                completion = _failed(permit, error.info)
+            else:
+                try:
+                    result = await self._run(permit, operation.args)
+                    completion = Completion(operation.id, Outcome.COMPLETED, result=result)
+                except Exception as error:
+                    dirty = permit.kind in MUTATING_KINDS
+                    completion = _failed(permit, _info(permit, error))
+        return _Ran(completion, dirty, started_s, time.perf_counter() - clock_s)
+
+    def _decode(self, permit: Permit, payload: Stored | None) -> Operation:
+        if payload is None:
+            raise ResourceError(
+                f"the payload of {permit.operation} is not in its stream", code=Code.DATA_LOSS
+            )
+        content_type = payload.headers.get(CONTENT_TYPE, JSON)
+        operation: Operation = decode(payload.payload, Operation, content_type)
+        return operation
+
+    async def _run(self, permit: Permit, args: Args) -> Result:
+        result: Result
+        match args:
+            case PublishWeights():
+                result = await self._publish(permit)
+            case SyncWeights():
+                result = await self._sync(permit, args)
+            case _:
+                result = await self._in_device_thread(self.executor.run, args)
+        if permit.kind in MUTATING_KINDS:
+            assert permit.operation.seq is not None
+            self.executor.applied = permit.operation.seq
+        return result
+
+    async def _publish(self, permit: Permit) -> PublishWeightsResult:
+        seq = permit.operation.seq
+        assert seq is not None
+        slots = self.executor.weight_slots
+        digest = await self.state.create_version(VersionKey(self.settings.deployment, seq), slots)
+        return PublishWeightsResult(seq, digest, sum(slot.num_bytes for slot in slots))
+
+    async def _sync(self, permit: Permit, args: SyncWeights) -> SyncWeightsResult:
+        own = self.settings.deployment
+        version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
+        digest = await self.state.load_version(version, permit.sources, self.executor.weight_slots)
+        await self._in_device_thread(self.executor.backend.weights_changed)
+        return SyncWeightsResult(args.version, digest)
+
+    async def _in_device_thread(self, call: Callable[..., Any], *args: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.device_thread, call, *args)
+
+    # --- telling --------------------------------------------------------------------------------
+
+    async def _store(self, permit: Permit, ran: _Ran, parent: Context) -> None:
+        headers = telemetry.inject({}, parent)
+        try:
+            await self.bus.publish(
+                streams.done_subject(permit.operation), ran.completion, headers=headers
+            )
+        except AlreadyStored:
+            await self.bus.notice(
+                "worker", "outcome dropped", "another was stored first", str(permit.operation)
+            )
+
+    async def _compare(self, permit: Permit, done: Completion, again: Completion) -> None:
+        if done.result != again.result:
+            await self.bus.notice(
+                "worker",
+                "replay differs",
+                "the stored outcome stands; the state may not be the one that made it",
+                str(permit.operation),
+            )
+
+    async def _append_finished(
+        self, permit: Permit, completion: Completion, parent: Context, ran: _Ran | None = None
+    ) -> None:
+        with telemetry.span("complete", parent=parent, **self._attributes(permit)):
+            await self.bus.append(
+                OperationFinished(
+                    key=permit.operation,
+                    kind=permit.kind,
+                    outcome=completion.outcome,
+                    epoch=permit.epoch,
+                    incarnation=permit.incarnation,
+                    started_unix_s=ran.started_unix_s if ran else time.time(),
+                    duration_s=ran.duration_s if ran else 0.0,
+                    replay=permit.replay,
+                    dirty=ran.dirty if ran else False,
+                    error=completion.error,
+                ),
+                msg_id=f"finished:{permit.operation}:{permit.incarnation}:{permit.id}",
+            )
+
+    def _attributes(self, permit: Permit) -> dict[str, Any]:
+        key = permit.operation
+        return {
+            "tenant": key.tenant,
+            "job": key.job,
+            "deployment": key.deployment,
+            "seq": key.slot,
+            "kind": permit.kind,
+            "node": self.settings.node,
+            "device": self.settings.device,
+            "epoch": permit.epoch,
+        }
+
+
+def _failed(permit: Permit, error: ErrorInfo) -> Completion:
+    return Completion(permit.operation_id, Outcome.FAILED, error=error)
+
+
+def _info(permit: Permit, error: Exception) -> ErrorInfo:
+    if isinstance(error, PhaseloomError):
+        return error.info
+    log.error("%s failed", permit.operation, exc_info=error)
+    return ErrorInfo(Code.INTERNAL, f"{type(error).__name__}: {error}")

@@ -1,0 +1,100 @@
+"""The worker service: one agent per node."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from phaseloom.common import config, framing, lifecycle, streams
+from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.errors import ResourceError
+from phaseloom.common.ids import NodeId
+from phaseloom.common.leases import Lease, node_lease_key
+from phaseloom.common.messages import DeviceSpec, NodeUp
+from phaseloom.worker.config import WorkerConfig
+from phaseloom.worker.rankwire import RankMessage
+from phaseloom.worker.shell import Agent
+from phaseloom.worker.stateclient import AgentStateClient
+from phaseloom.worker.wpg import fork_server
+
+_CONNECT_PAUSE_S = 0.1
+_CONNECT_TRIES = 100
+
+
+async def serve(stop: asyncio.Event) -> None:
+    settings = config.load(WorkerConfig, "worker")
+    bus = await Bus.open(config.load(BusConfig, "bus"), f"agent {settings.node}")
+    agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
+    try:
+        state = await _connect_state(settings)
+        ttl_s = settings.lease_ttl_s
+        lease = await Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
+        listener = framing.listen(agent_socket)
+        async with asyncio.TaskGroup() as tasks:
+            agent = Agent(
+                settings, lease.revision, bus, state, fork_server(), agent_socket, tasks
+            )
+            running = [
+                tasks.create_task(lease.keep()),
+                tasks.create_task(framing.serve(listener, RankMessage, agent.rank_session)),
+                tasks.create_task(agent.keep_alive()),
+                tasks.create_task(_until_state_lost(state)),
+                tasks.create_task(_announce(settings, bus, state, lease.revision)),
+            ]
+            node = NodeId(settings.node)
+            await bus.consume(
+                streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
+            )
+            await stop.wait()
+            await agent.stop()
+            for task in running:
+                task.cancel()
+        await lease.release()
+    finally:
+        with suppress(FileNotFoundError):
+            Path(agent_socket).unlink()
+        await bus.close()
+
+
+async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
+    """This node's state manager starts beside us: wait for its socket."""
+    for _ in range(_CONNECT_TRIES):
+        try:
+            return await AgentStateClient.connect(settings.state_socket, settings.state_secret)
+        except ResourceError as error:
+            failure = error
+            await asyncio.sleep(_CONNECT_PAUSE_S)
+    raise failure
+
+
+async def _until_state_lost(state: AgentStateClient) -> None:
+    """Without the state manager nothing here can be trusted: start over as a new life."""
+    reason = await asyncio.shield(state.closed)
+    raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
+
+
+async def _announce(
+    settings: WorkerConfig, bus: Bus, state: AgentStateClient, revision: int
+) -> None:
+    status = await state.status()
+    await bus.append(
+        NodeUp(
+            node=NodeId(settings.node),
+            pool=settings.pool,
+            devices=[DeviceSpec(memory_bytes) for memory_bytes in settings.devices],
+            host_memory_bytes=settings.host_memory_bytes,
+            revision=revision,
+            state_endpoint=status.endpoint,
+            exclusive_residency=settings.exclusive_residency,
+        ),
+        msg_id=f"node-up:{settings.node}:{revision}",
+    )
+
+
+def main() -> None:
+    lifecycle.run("worker", serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The agent's shell: takes this node's commands, drives its WPGs and its state manager.
+
+Commands of a device that move state are done one at a time, in the order they came; those of one
+deployment too. A command is acknowledged after its effect is stored: an operation's outcome, a
+switch's report, a seal's record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+
+from nats.aio.msg import Msg
+
+from phaseloom.common import telemetry
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode, encode
+from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError
+from phaseloom.common.framing import Peer
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.messages import (
+    ActivationOpened,
+    ActivationRefused,
+    CloseActivation,
+    Command,
+    OpenActivation,
+    Permit,
+    ReleaseVersions,
+    SealCommitted,
+    SealFailed,
+    SealState,
+    StartWpg,
+    StopWpg,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.common.statewire import Done, Sealed
+from phaseloom.common.streams import Bucket
+from phaseloom.worker.config import WorkerConfig
+from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
+from phaseloom.worker.rankwire import RankFailed, RankMessage, RankUp, RunPermit
+from phaseloom.worker.stateclient import AgentStateClient
+from phaseloom.worker.wpg import Wpg
+
+log = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 10.0
+"""A command in hand is extended this often: a third of the server's ack_wait."""
+_EARLY_PAUSE_S = 0.02
+_STOP_S = 3.0
+
+
+class Agent:
+    def __init__(
+        self,
+        settings: WorkerConfig,
+        revision: int,
+        bus: Bus,
+        state: AgentStateClient,
+        forks: ForkServerContext,
+        agent_socket: str,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._settings = settings
+        self._revision = revision
+        self._bus = bus
+        self._state = state
+        self._forks = forks
+        self._agent_socket = agent_socket
+        self._tasks = tasks
+        self._taken = TakenCommands()
+        self._wpgs: dict[DeploymentKey, Wpg] = {}
+        self._by_token: dict[str, Wpg] = {}
+        self._deployment_locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._state_lock = asyncio.Lock()
+        self._in_hand: set[Msg] = set()
+        self._is_stopping = False
+
+    async def stop(self) -> None:
+        """Leave the mesh: the ranks end, and nothing is reported lost."""
+        self._is_stopping = True
+        await asyncio.gather(*(wpg.stop(_STOP_S) for wpg in self._wpgs.values()))
+
+    # --- ranks ----------------------------------------------------------------------------------
+
+    async def rank_session(self, peer: Peer[RankMessage]) -> None:
+        """A connection on the agent's socket: the first call must present a token."""
+
+        async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+            token = body.token if isinstance(body, RankUp | RankFailed) else ""
+            wpg = self._by_token.get(token)
+            if wpg is None or not isinstance(body, RankUp | RankFailed):
+                peer.cut("no rank of this agent")
+                return Done(), []
+            wpg.connected(peer, body)
+            return Done(), []
+
+        peer.handler = answer
+        peer.start()
+        await peer.finish()
+
+    async def _watch(self, wpg: Wpg) -> None:
+        """Report the death of a WPG, once it is certain and the state manager knows."""
+        await wpg.ended()
+        if self._is_stopping:
+            return
+        del self._by_token[wpg.token]
+        if self._wpgs.get(wpg.deployment) is wpg:
+            del self._wpgs[wpg.deployment]
+        async with self._state_lock:
+            await self._state.drop_wpg(wpg.deployment, wpg.incarnation, forget=False)
+        await self._report_lost(wpg.deployment, wpg.incarnation, wpg.reason)
+
+    async def _report_lost(
+        self, deployment: DeploymentKey, incarnation: int, reason: ErrorInfo
+    ) -> None:
+        log.warning("%s incarnation %d ended: %s", deployment, incarnation, reason.message)
+        node = self._settings.node
+        await self._bus.append(
+            WpgLost(deployment, incarnation, node, reason),  # type: ignore[arg-type]
+            msg_id=f"lost:{deployment}:{incarnation}",
+        )
+
+    # --- commands -------------------------------------------------------------------------------
+
+    async def take(self, message: Msg) -> None:
+        """Handler of the permits consumer; returns at once, in the order of arrival."""
+        try:
+            command: Command = decode(message.data, Command)
+        except PhaseloomError as error:
+            await self._bus.bury("worker", message, error.info)
+            return
+        if command.revision != self._revision or command.id in self._taken:
+            log.info("dropping %s %s of another life or taken before", type(command), command.id)
+            await message.ack()
+            return
+        self._tasks.create_task(self._handle(message, command))
+
+    async def keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S)
+            for message in list(self._in_hand):
+                await message.in_progress()
+
+    @contextmanager
+    def _holding(self, message: Msg) -> Iterator[None]:
+        self._in_hand.add(message)
+        try:
+            yield
+        finally:
+            self._in_hand.discard(message)
+
+    async def _handle(self, message: Msg, command: Command) -> None:
+        with self._holding(message):
+            self._taken.add(command.id)
+            match command:
+                case Permit():
+                    if not await self._permit(command, message):
+                        self._taken.forget(command.id)
+                        await message.nak(delay=_EARLY_PAUSE_S)
+                        return
+                case OpenActivation():
+                    await self._open(command, message)
+                case StartWpg():
+                    await self._start(command)
+                case StopWpg():
+                    await self._stop(command)
+                case CloseActivation():
+                    await self._close(command)
+                case SealState():
+                    await self._seal(command)
+                case ReleaseVersions():
+                    await self._state.drop_versions(command.versions)
+        await message.ack()
+
+    async def _start(self, command: StartWpg) -> None:
+        key = command.deployment
+        async with self._deployment_locks[key]:
+            old = self._wpgs.get(key)
+            if old is not None and old.incarnation >= command.incarnation:
+                return
+            if old is not None:
+                old.kill(ErrorInfo(Code.ABORTED, "fenced by a newer incarnation"))
+            wpg = Wpg(command, self._settings, self._agent_socket)
+            try:
+                await self._state.register_wpg(
+                    wpg.token, key, command.incarnation, command.device, command.seal_seq
+                )
+            except PhaseloomError as error:
+                await self._report_lost(key, command.incarnation, error.info)
+                return
+            self._wpgs[key] = wpg
+            self._by_token[wpg.token] = wpg
+            await wpg.start(self._forks)
+            self._tasks.create_task(self._watch(wpg))
+            try:
+                up = await wpg.up(self._settings.start_timeout_s)
+            except PhaseloomError as error:
+                # The watcher reports it, once it is dead.
+                wpg.kill(error.info)
+                return
+        await self._bus.append(
+            WpgStarted(
+                deployment=key,
+                incarnation=command.incarnation,
+                node=command.node,
+                state_bytes=up.state_bytes,
+                applied=up.applied,
+            ),
+            msg_id=f"started:{key}:{command.incarnation}",
+        )
+
+    async def _stop(self, command: StopWpg) -> None:
+        wpg = self._wpgs.get(command.deployment)
+        stopped = ErrorInfo(Code.ABORTED, "stopped by the scheduler")
+        if wpg is not None and wpg.incarnation <= command.incarnation:
+            wpg.kill(stopped)
+            await wpg.ended()
+        async with self._deployment_locks[command.deployment], self._state_lock:
+            await self._state.drop_wpg(
+                command.deployment, command.incarnation, forget=command.forget
+            )
+        await self._report_lost(command.deployment, command.incarnation, stopped)
+
+    # --- activations ----------------------------------------------------------------------------
+
+    async def _open(self, command: OpenActivation, message: Msg) -> None:
+        key = command.deployment
+        async with self._deployment_locks[key], self._state_lock:
+            wpg = self._wpgs.get(key)
+            if wpg is None or wpg.incarnation != command.incarnation:
+                return
+            report: ActivationOpened | ActivationRefused
+            try:
+                report = await self._switch_in(command, wpg, message)
+                wpg.epoch = command.epoch
+            except PhaseloomError as error:
+                wpg.refused_epoch = command.epoch
+                report = ActivationRefused(key, command.epoch, command.node, error.info)
+        await self._bus.append(report, msg_id=f"activation:{key}:{command.epoch}")
+
+    async def _switch_in(
+        self, command: OpenActivation, wpg: Wpg, message: Msg
+    ) -> ActivationOpened:
+        displaced = [self._wpgs[key] for key in command.displaces if key in self._wpgs]
+        key = command.deployment
+        started_s = time.time()
+        with telemetry.span(
+            "switch",
+            parent=telemetry.extract(message.headers),
+            links=[w.last_span for w in displaced if w.last_span is not None],
+            tenant=key.tenant,
+            job=key.job,
+            deployment=key.deployment,
+            node=self._settings.node,
+            device=wpg.device,
+            epoch=command.epoch,
+        ):
+            switched = await self._state.switch_in(
+                key,
+                command.incarnation,
+                command.epoch,
+                command.displaces,
+                traceparent=telemetry.inject({}).get("traceparent", ""),
+            )
+        return ActivationOpened(
+            deployment=key,
+            epoch=command.epoch,
+            node=command.node,
+            started_unix_s=started_s,
+            offload_s=switched.offload_s,
+            load_s=switched.load_s,
+            bytes_out=switched.bytes_out,
+            bytes_in=switched.bytes_in,
+            displaced=switched.displaced,
+        )
+
+    async def _close(self, command: CloseActivation) -> None:
+        async with self._deployment_locks[command.deployment], self._state_lock:
+            await self._state.switch_out(
+                command.deployment, command.incarnation, command.epoch
+            )
+
+    async def _permit(self, command: Permit, message: Msg) -> bool:
+        """Run one operation; False: its activation has not been opened yet."""
+        key = command.operation.deployment_key
+        async with self._deployment_locks[key]:
+            wpg = self._wpgs.get(key)
+            if wpg is None or wpg.peer is None:
+                return True
+            verdict = judge_permit(
+                incarnation=command.incarnation,
+                epoch=command.epoch,
+                own_incarnation=wpg.incarnation,
+                own_epoch=wpg.epoch,
+                refused_epoch=wpg.refused_epoch,
+            )
+            if verdict is Verdict.EARLY:
+                return False
+            if verdict is Verdict.STALE:
+                log.info("dropping stale permit of %s", command.operation)
+                return True
+            wpg.last_span = telemetry.span_context(telemetry.extract(message.headers))
+            traceparent = (message.headers or {}).get("traceparent", "")
+            try:
+                await wpg.peer.call(RunPermit(command, traceparent))
+            except PhaseloomError as error:
+                # It died, or it is not in the state that the scheduler believes: the next
+                # incarnation is rebuilt from what is stored.
+                wpg.kill(error.info)
+        return True
+
+    # --- seals ----------------------------------------------------------------------------------
+
+    async def _seal(self, command: SealState) -> None:
+        """Commit a seal: the copy is made now, written while the deployment runs on."""
+        key = command.deployment
+        try:
+            record = await self._bus.kv_get(Bucket.SEALS, str(key))
+            committed = 0 if record is None else decode(record.payload, SealCommitted).seq
+            async with self._deployment_locks[key], self._state_lock:
+                await self._state.prepare_seal(key, command.incarnation, command.seq)
+            sealed: Sealed = await self._state.write_seal(
+                key, command.incarnation, command.seq, command.versions, committed=committed
+            )
+        except PhaseloomError as error:
+            await self._bus.append(
+                SealFailed(key, command.seq, command.node, error.info),
+                msg_id=f"seal-failed:{key}:{command.id}",
+            )
+            return
+        event = SealCommitted(key, command.seq, command.node, command.versions)
+        log.info("sealed %s at %d in %s", key, command.seq, sealed.file)
+        # The commit record: before it the old seal stands, after it the rest is idempotent.
+        await self._bus.kv_swap(
+            Bucket.SEALS, str(key), encode(event), record.sequence if record else 0
+        )
+        await self._bus.append(event, msg_id=f"sealed:{key}:{command.seq}")

@@ -1,0 +1,38 @@
+"""Fixtures for all tests: a real nats-server of one's own, and a connection to it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.bus import Bus
+from phaseloom.common.natsserver import EmbeddedServer
+
+TENANTS = ("acme", "globex")
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose name is short enough for Unix sockets, unlike `tmp_path`'s."""
+    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+async def nats_server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    """A nats-server with an empty store and the tenants `acme` and `globex`."""
+    async with EmbeddedServer(tmp_path / "nats", TENANTS) as server:
+        yield server
+
+
+@pytest.fixture
+async def bus(nats_server: EmbeddedServer) -> AsyncIterator[Bus]:
+    """The mesh account's connection, streams provisioned, also those of the tenants."""
+    bus = await Bus.open(nats_server.credentials.bus, "test")
+    for tenant in TENANTS:
+        await bus.provision_tenant(tenant, 64 * 2**20)
+    yield bus
+    await bus.close()

@@ -1,0 +1,350 @@
+"""The bus against a real nats-server: what the design rests on, each shown to hold."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from phaseloom.common import streams
+from phaseloom.common.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.ids import NodeId, OperationKey
+from phaseloom.common.messages import (
+    CommandId,
+    Completion,
+    NodeLost,
+    Outcome,
+    ReleaseVersions,
+    TimerFired,
+)
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+
+KEY = OperationKey("acme", "sums", "policy", "7")
+NODE = NodeId("train-0")
+
+
+def command(index: int) -> ReleaseVersions:
+    return ReleaseVersions(id=CommandId(1, index), node=NODE, revision=1, versions=[])
+
+
+async def take(bus: Bus, count: int, start: int = 1) -> list[LogEntry]:
+    entries: list[LogEntry] = []
+    async with aclosing(bus.read_log(start)) as log:
+        async for entry in log:
+            entries.append(entry)
+            if len(entries) == count:
+                break
+    return entries
+
+
+async def test_publish_returns_the_stream_sequence(bus: Bus) -> None:
+    first = await bus.append(TimerFired("a"))
+    assert await bus.append(TimerFired("b")) == first + 1
+    assert await bus.log_end() == first + 1
+
+
+async def test_publish_is_stored_once_when_its_id_comes_again(bus: Bus) -> None:
+    first = await bus.append(TimerFired("a"), msg_id="same")
+    assert await bus.append(TimerFired("a"), msg_id="same") == first
+    assert await bus.log_end() == first
+
+
+async def test_publish_leaves_the_callers_headers_alone(bus: Bus) -> None:
+    headers = {"traceparent": "x"}
+    await bus.append(TimerFired("a"), msg_id="1", headers=headers)
+    assert headers == {"traceparent": "x"}
+
+
+async def test_publish_says_already_stored_when_a_subject_has_its_message(bus: Bus) -> None:
+    first = Completion("first", Outcome.COMPLETED)
+    await bus.publish(streams.done_subject(KEY), first)
+    with pytest.raises(AlreadyStored):
+        await bus.publish(streams.done_subject(KEY), Completion("second", Outcome.FAILED))
+    stored = await bus.get_stored(streams.DONE, streams.done_subject(KEY))
+    assert stored is not None
+    assert decode(stored.payload, Completion) == first
+
+
+async def test_publish_says_exhausted_and_not_already_stored_when_the_stream_is_full(
+    bus: Bus,
+) -> None:
+    """The server has one error code for both; taken for the other, an operation would be lost."""
+    await bus.provision_tenant("tiny", 1024)
+    with pytest.raises(ResourceError) as full:
+        await bus.publish("pl.v1.op.tiny.job.policy.1", b"x" * 4096)
+    assert full.value.info.code is Code.RESOURCE_EXHAUSTED
+
+
+async def test_publish_fails_when_no_stream_takes_the_subject(bus: Bus) -> None:
+    with pytest.raises(ResourceError, match="not stored"):
+        await bus.publish("pl.v1.nothing.here", b"")
+
+
+async def test_done_republishes_only_what_was_stored(bus: Bus) -> None:
+    """A second writer, refused, must not reach a controller as another outcome."""
+    heard: asyncio.Queue[Completion] = asyncio.Queue()
+
+    async def hear(message: object) -> None:
+        await heard.put(decode(message.data, Completion))  # type: ignore[attr-defined]
+
+    await bus.client.subscribe("pl.v1.out.acme.>", cb=hear)
+    await bus.publish(streams.done_subject(KEY), Completion("first", Outcome.COMPLETED))
+    with pytest.raises(AlreadyStored):
+        await bus.publish(streams.done_subject(KEY), Completion("second", Outcome.FAILED))
+    last = OperationKey("acme", "sums", "policy", "8")
+    await bus.publish(streams.done_subject(last), Completion("last", Outcome.COMPLETED))
+    assert [(await heard.get()).id, (await heard.get()).id] == ["first", "last"]
+
+
+async def test_read_log_begins_at_the_exact_sequence(bus: Bus) -> None:
+    for number in range(5):
+        await bus.append(TimerFired(str(number)), headers={"n": str(number)})
+    entries = await take(bus, 3, start=3)
+    assert [entry.sequence for entry in entries] == [3, 4, 5]
+    assert [entry.event for entry in entries] == [TimerFired("2"), TimerFired("3"), TimerFired("4")]
+    assert [entry.headers["n"] for entry in entries] == ["2", "3", "4"]
+    assert entries[0].time_s <= entries[1].time_s <= entries[2].time_s
+
+
+async def test_read_log_sees_what_is_appended_while_it_waits(bus: Bus) -> None:
+    async with asyncio.TaskGroup() as group:
+        reader = group.create_task(take(bus, 2))
+        await bus.append(TimerFired("early"))
+        await bus.append(TimerFired("late"))
+    assert [entry.event for entry in reader.result()] == [TimerFired("early"), TimerFired("late")]
+
+
+async def test_read_log_misses_nothing_and_repeats_nothing_when_the_server_is_killed(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """Its consumer lives in the server's memory: it is made again where the reader stood, also
+    when it had not read anything yet from a start in the middle."""
+    for number in range(3):
+        await bus.append(TimerFired(str(number)))
+    async with aclosing(bus.read_log(2)) as from_two, aclosing(bus.read_log(4)) as from_four:
+        seen = [(await anext(from_two)).sequence]
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(anext(from_four))
+            seen.append((await anext(from_two)).sequence)
+            await nats_server.kill()
+            await nats_server.start()
+            await append_when_back(bus, TimerFired("after"))
+            seen.append((await anext(from_two)).sequence)
+        assert seen == [2, 3, 4]
+        assert waiting.result().event == TimerFired("after")
+
+
+async def append_when_back(bus: Bus, event: TimerFired) -> int:
+    """Append; publishes of an outage wait in the client until it has reconnected."""
+    return await bus.append(event, msg_id=event.timer)
+
+
+async def test_consume_redelivers_until_acknowledged(bus: Bus) -> None:
+    done = asyncio.Event()
+    deliveries: list[int] = []
+
+    async def handle(message: object) -> None:
+        deliveries.append(message.metadata.num_delivered)  # type: ignore[attr-defined]
+        if len(deliveries) == 1:
+            await message.nak()  # type: ignore[attr-defined]
+        else:
+            await message.ack()  # type: ignore[attr-defined]
+            done.set()
+
+    await bus.publish(streams.permit_subject(NODE), command(1))
+    await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent-train-0", handle)
+    await done.wait()
+    assert deliveries == [1, 2]
+
+
+async def test_consume_shares_messages_when_replicas_have_one_durable(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    other = await Bus.open(nats_server.credentials.bus, "replica")
+    handled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+
+    async def consume(replica: str, on: Bus) -> None:
+        async def handle(message: object) -> None:
+            await message.ack()  # type: ignore[attr-defined]
+            await handled.put((replica, message.metadata.sequence.stream))  # type: ignore[attr-defined]
+
+        await on.consume("OPS_acme", "pl.v1.op.acme.>", "routers", handle, shared=True)
+
+    await consume("a", bus)
+    await consume("b", other)
+    for number in range(1, 41):
+        await bus.publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
+    got = [await handled.get() for _ in range(40)]
+    assert sorted(sequence for _, sequence in got) == list(range(1, 41))
+    assert {replica for replica, _ in got} == {"a", "b"}
+    await other.close()
+
+
+async def test_consume_takes_over_when_the_predecessor_is_gone(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    first = await Bus.open(nats_server.credentials.bus, "first")
+    taken: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def ignore(message: object) -> None:
+        await taken.put(b"first")
+
+    async def handle(message: object) -> None:
+        await message.ack()  # type: ignore[attr-defined]
+        await taken.put(b"second")
+
+    subject = streams.permit_subject(NODE)
+    await first.consume(streams.PERMITS, subject, "agent", ignore, ack_wait_s=1.0)
+    await bus.publish(subject, command(1))
+    assert await taken.get() == b"first"
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bus.consume(streams.PERMITS, subject, "agent", handle, ack_wait_s=1.0))
+        await first.close()
+    assert await taken.get() == b"second"
+
+
+async def test_bury_parks_the_message_with_its_reason_and_takes_it_off(bus: Bus) -> None:
+    error = ErrorInfo(Code.INVALID_ARGUMENT, "not a command", field="type")
+    buried = asyncio.Event()
+
+    async def handle(message: object) -> None:
+        await bus.bury("agent", message, error)  # type: ignore[arg-type]
+        buried.set()
+
+    await bus.publish(streams.permit_subject(NODE), b"\xc1")
+    await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent", handle)
+    await buried.wait()
+    parked = await bus.get_stored(streams.DEAD, streams.dead_subject("agent"))
+    assert parked is not None
+    assert parked.headers["Phaseloom-Subject"] == streams.permit_subject(NODE)
+    assert '"not a command"' in parked.headers["Phaseloom-Error"]
+    await bus.client.flush()
+    assert await bus.get_stored(streams.PERMITS, streams.permit_subject(NODE)) is None
+
+
+async def test_delete_subject_leaves_the_others(bus: Bus) -> None:
+    for number in (1, 2, 3):
+        await bus.publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
+    await bus.delete_subject("OPS_acme", "pl.v1.op.acme.sums.policy.2")
+    assert await bus.subjects("OPS_acme", "pl.v1.op.acme.sums.>") == [
+        "pl.v1.op.acme.sums.policy.1",
+        "pl.v1.op.acme.sums.policy.3",
+    ]
+    assert await bus.get_stored("OPS_acme", "pl.v1.op.acme.sums.policy.2") is None
+
+
+async def test_get_stored_is_none_when_the_stream_is_absent(bus: Bus) -> None:
+    assert await bus.get_stored("OPS_nobody", "pl.v1.op.nobody.a.b.1") is None
+
+
+async def test_kv_swap_refuses_when_the_key_changed(bus: Bus) -> None:
+    first = await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"1", 0)
+    second = await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"2", first)
+    for stale in (0, first):
+        with pytest.raises(Conflict):
+            await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"3", stale)
+    assert await bus.kv_get(Bucket.SEALS, "acme.sums.policy") == Stored(
+        b"2", second, (await got_headers(bus, "acme.sums.policy"))
+    )
+
+
+async def got_headers(bus: Bus, key: str) -> dict[str, str]:
+    stored = await bus.kv_get_raw(Bucket.SEALS, key)
+    assert stored is not None
+    return stored.headers
+
+
+async def test_kv_delete_makes_the_key_absent_and_can_be_followed_by_a_swap(bus: Bus) -> None:
+    first = await bus.kv_swap(Bucket.SEALS, "a", b"1", 0)
+    with pytest.raises(Conflict):
+        await bus.kv_delete(Bucket.SEALS, "a", first + 1)
+    marker = await bus.kv_delete(Bucket.SEALS, "a", first)
+    assert await bus.kv_get(Bucket.SEALS, "a") is None
+    raw = await bus.kv_get_raw(Bucket.SEALS, "a")
+    assert raw is not None
+    assert raw.is_gone
+    await bus.kv_swap(Bucket.SEALS, "a", b"2", marker)
+    assert (await bus.kv_get(Bucket.SEALS, "a") or raw).payload == b"2"
+
+
+async def test_kv_put_and_keys(bus: Bus) -> None:
+    await bus.kv_put(Bucket.VIEW, "acme.sums", b"x")
+    await bus.kv_put(Bucket.VIEW, "acme.letters", b"y")
+    assert await bus.kv_keys(Bucket.VIEW) == ["acme.letters", "acme.sums"]
+
+
+async def test_kv_value_expires_and_watchers_hear_of_it(bus: Bus) -> None:
+    await bus.kv_swap(Bucket.LEASES, "node.a", b"1", 0, ttl_s=1.0)
+    async with aclosing(bus.kv_watch(Bucket.LEASES)) as changes:
+        now = await anext(changes)
+        assert now.stored is not None
+        assert (now.key, now.stored.payload) == ("node.a", b"1")
+        assert (await anext(changes)).stored is None
+    assert await bus.kv_get(Bucket.LEASES, "node.a") is None
+
+
+async def test_kv_watch_goes_on_when_the_server_is_killed(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    await bus.kv_put(Bucket.VIEW, "a", b"1")
+    async with aclosing(bus.kv_watch(Bucket.VIEW, "a")) as changes:
+        await anext(changes)
+        await nats_server.kill()
+        await nats_server.start()
+        async with asyncio.TaskGroup() as group:
+            change = group.create_task(anext(changes))
+            await bus.kv_put(Bucket.VIEW, "a", b"2")
+        stored = change.result().stored
+        assert stored is not None
+        assert stored.payload == b"2"
+
+
+async def test_provision_again_changes_nothing(bus: Bus) -> None:
+    await bus.append(TimerFired("a"))
+    await bus.provision()
+    await bus.provision_tenant("acme", 1)
+    assert await bus.log_end() == 1
+    info = await bus.js.stream_info("OPS_acme")
+    assert info.config.max_bytes == 64 * 2**20
+
+
+async def test_reconnect_provisions_memory_streams_again_when_the_server_was_killed(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    await bus.append(TimerFired("a"))
+    await nats_server.kill()
+    await nats_server.start()
+    await append_when_back(bus, TimerFired("b"))
+    await bus.notice("test", "back", "the server was killed")
+    async with asyncio.timeout(5):
+        while await bus.get_stored(streams.EVENTS, streams.event_subject("test")) is None:
+            await bus.notice("test", "back", "the server was killed")
+    assert await bus.log_end() == 2
+
+
+async def test_close_returns_when_the_server_is_gone(
+    nats_server: EmbeddedServer,
+) -> None:
+    bus = await Bus.open(nats_server.credentials.bus, "lonely")
+    await nats_server.kill()
+    async with asyncio.timeout(8):
+        await bus.close()
+    assert bus.client.is_closed
+
+
+async def test_open_fails_with_a_remedy_when_there_is_no_server(
+    nats_server: EmbeddedServer,
+) -> None:
+    await nats_server.stop()
+    with pytest.raises(ResourceError, match="phaseloom up"):
+        await Bus.open(nats_server.credentials.bus, "lonely")
+
+
+async def test_read_log_gives_nodes_their_events_back_as_they_were(bus: Bus) -> None:
+    event = NodeLost(NODE, 3, "lease expired")
+    await bus.append(event)
+    assert (await take(bus, 1))[0].event == event
