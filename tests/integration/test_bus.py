@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from nats.aio.msg import Msg
 
 from phaseloom.common import streams
 from phaseloom.common.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored
@@ -88,8 +89,8 @@ async def test_done_republishes_only_what_was_stored(bus: Bus) -> None:
     """A second writer, refused, must not reach a controller as another outcome."""
     heard: asyncio.Queue[Completion] = asyncio.Queue()
 
-    async def hear(message: object) -> None:
-        await heard.put(decode(message.data, Completion))  # type: ignore[attr-defined]
+    async def hear(message: Msg) -> None:
+        await heard.put(decode(message.data, Completion))
 
     await bus.client.subscribe("pl.v1.out.acme.>", cb=hear)
     await bus.publish(streams.done_subject(KEY), Completion("first", Outcome.COMPLETED))
@@ -130,6 +131,8 @@ async def test_read_log_misses_nothing_and_repeats_nothing_when_the_server_is_ki
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(anext(from_four))
             seen.append((await anext(from_two)).sequence)
+            while (await bus.js.stream_info(streams.SCHED)).state.consumer_count < 2:
+                await bus.client.flush()
             await nats_server.kill()
             await nats_server.start()
             await append_when_back(bus, TimerFired("after"))
@@ -147,12 +150,12 @@ async def test_consume_redelivers_until_acknowledged(bus: Bus) -> None:
     done = asyncio.Event()
     deliveries: list[int] = []
 
-    async def handle(message: object) -> None:
-        deliveries.append(message.metadata.num_delivered)  # type: ignore[attr-defined]
+    async def handle(message: Msg) -> None:
+        deliveries.append(message.metadata.num_delivered)
         if len(deliveries) == 1:
-            await message.nak()  # type: ignore[attr-defined]
+            await message.nak()
         else:
-            await message.ack()  # type: ignore[attr-defined]
+            await message.ack()
             done.set()
 
     await bus.publish(streams.permit_subject(NODE), command(1))
@@ -168,9 +171,9 @@ async def test_consume_shares_messages_when_replicas_have_one_durable(
     handled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
 
     async def consume(replica: str, on: Bus) -> None:
-        async def handle(message: object) -> None:
-            await message.ack()  # type: ignore[attr-defined]
-            await handled.put((replica, message.metadata.sequence.stream))  # type: ignore[attr-defined]
+        async def handle(message: Msg) -> None:
+            await message.ack()
+            await handled.put((replica, message.metadata.sequence.stream))
 
         await on.consume("OPS_acme", "pl.v1.op.acme.>", "routers", handle, shared=True)
 
@@ -190,11 +193,11 @@ async def test_consume_takes_over_when_the_predecessor_is_gone(
     first = await Bus.open(nats_server.credentials.bus, "first")
     taken: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def ignore(message: object) -> None:
+    async def ignore(message: Msg) -> None:
         await taken.put(b"first")
 
-    async def handle(message: object) -> None:
-        await message.ack()  # type: ignore[attr-defined]
+    async def handle(message: Msg) -> None:
+        await message.ack()
         await taken.put(b"second")
 
     subject = streams.permit_subject(NODE)
@@ -211,8 +214,8 @@ async def test_bury_parks_the_message_with_its_reason_and_takes_it_off(bus: Bus)
     error = ErrorInfo(Code.INVALID_ARGUMENT, "not a command", field="type")
     buried = asyncio.Event()
 
-    async def handle(message: object) -> None:
-        await bus.bury("agent", message, error)  # type: ignore[arg-type]
+    async def handle(message: Msg) -> None:
+        await bus.bury("agent", message, error)
         buried.set()
 
     await bus.publish(streams.permit_subject(NODE), b"\xc1")

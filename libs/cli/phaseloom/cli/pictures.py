@@ -91,7 +91,7 @@ def draw_rewards(results: Sequence[JobResult], path: Path) -> None:
     for ax, result in zip(axes[0], results, strict=True):
         _draw_reward(ax, result, colours[result.name])
     axes[0, 0].set_ylabel("mean reward (reasoning-gym's own score)")
-    figure.suptitle("Both jobs learn while they share the devices", fontsize=13)
+    figure.suptitle("Rewards of the jobs while they share the devices", fontsize=13)
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 

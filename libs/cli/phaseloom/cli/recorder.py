@@ -59,8 +59,12 @@ class Recorder:
     async def drained(self) -> None:
         """Returns when everything that is in the log now is in the file."""
         end = await self._bus.log_end()
+        await self.until(lambda: self._sequence >= end)
+
+    async def until(self, seen: Callable[[], bool]) -> None:
+        """Returns once the predicate holds; asked again after each entry was watched."""
         async with self._advanced:
-            await self._advanced.wait_for(lambda: self._sequence >= end)
+            await self._advanced.wait_for(seen)
 
 
 def read_events(path: Path) -> list[Recorded]:

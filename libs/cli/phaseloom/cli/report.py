@@ -111,12 +111,17 @@ class RunLog:
     completed: int = 0
     failed: int = 0
 
+    @property
+    def num_open(self) -> int:
+        """Operations that have no outcome in the log yet."""
+        return self.submitted - self.completed - self.failed
+
     def of_job(self, job: str) -> list[Execution]:
         return [e for e in self.executions if e.key.job == job]
 
 
-class _Reader:
-    """Folds recorded events into a RunLog."""
+class LogReader:
+    """Folds recorded events into a RunLog, also while the run goes on."""
 
     def __init__(self) -> None:
         self.log = RunLog()
@@ -125,7 +130,8 @@ class _Reader:
         self._ready_s: dict[OperationKey, float] = {}
         self._ended: set[OperationKey] = set()
         self._nodes: dict[DeploymentKey, str] = {}
-        self._resident: dict[str, str] = {}
+        self.resident: dict[str, str] = {}
+        """Device → job of its newest activation."""
 
     def step(self, entry: Recorded) -> None:
         for key in self._readiness.step(entry.event):
@@ -177,8 +183,8 @@ class _Reader:
     def _activation(self, event: ActivationOpened) -> None:
         self._nodes[event.deployment] = event.node
         job = event.deployment.job
-        before = self._resident.get(event.node, job)
-        self._resident[event.node] = job
+        before = self.resident.get(event.node, job)
+        self.resident[event.node] = job
         if before == job or event.bytes_out + event.bytes_in == 0:
             return
         self.log.switches.append(
@@ -197,7 +203,7 @@ class _Reader:
 
 def read_log(events: Iterable[Recorded]) -> RunLog:
     """Executions, switches and counts of a run."""
-    reader = _Reader()
+    reader = LogReader()
     for entry in events:
         reader.step(entry)
     return reader.log
@@ -301,6 +307,7 @@ class BaselineJob(msgspec.Struct, frozen=True):
     seconds_per_step: float
     busy_seconds_per_step: dict[str, float]
     """Device → seconds: the job's phases, measured alone."""
+    context_switches: int
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -438,6 +445,7 @@ def _baseline_job(alone: AloneRun) -> BaselineJob:
     result = alone.result
     executions = grpo_executions(alone.log, result)
     start_s, end_s = window_of(executions)
+    num_switches = figures(alone.log, (start_s, end_s)).context_switches
     return BaselineJob(
         result.name,
         result.steps,
@@ -447,6 +455,7 @@ def _baseline_job(alone: AloneRun) -> BaselineJob:
         end_s - start_s,
         (end_s - start_s) / result.steps,
         {node: s / result.steps for node, s in busy_seconds(executions).items()},
+        num_switches,
     )
 
 

@@ -1,17 +1,17 @@
 """What a controller imports.
 
-    async with connect() as mesh:
-        job = await mesh.submit_job("hello", [DeploymentSpec(...)])
-        policy = job.deployment("policy")
-        policy.forward_backward(batch, "cross_entropy")
-        print(await policy.optim_step(AdamParams(learning_rate=1e-4)))
-        await job.finish()
+async with connect() as mesh:
+    job = await mesh.submit_job("hello", [DeploymentSpec(...)])
+    policy = job.deployment("policy")
+    policy.forward_backward(batch, "cross_entropy")
+    print(await policy.optim_step(AdamParams(learning_rate=1e-4)))
+    await job.finish()
 """
 
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
-from phaseloom.client.results import Generation, LogProbs, Sample
+from phaseloom.common.arrays import float32s, int32s
 from phaseloom.common.errors import (
     CallerError,
     Code,
@@ -24,8 +24,12 @@ from phaseloom.common.messages import (
     After,
     Datum,
     DeploymentSpec,
+    ForwardBackwardResult,
+    ForwardResult,
+    GenerateResult,
     Loss,
     ModelSpec,
+    OptimStepResult,
     Prompt,
     PublishWeightsResult,
     SamplingParams,
@@ -40,21 +44,24 @@ __all__ = [
     "Datum",
     "Deployment",
     "DeploymentSpec",
-    "Generation",
+    "ForwardBackwardResult",
+    "ForwardResult",
+    "GenerateResult",
     "InternalError",
     "Job",
-    "LogProbs",
     "Loss",
     "Mesh",
     "MeshJob",
     "ModelSpec",
     "OperationHandle",
+    "OptimStepResult",
     "PhaseloomError",
     "Prompt",
     "PublishWeightsResult",
     "ResourceError",
-    "Sample",
     "SamplingParams",
     "SaveStateResult",
     "connect",
+    "float32s",
+    "int32s",
 ]

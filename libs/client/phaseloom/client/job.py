@@ -9,15 +9,13 @@ from typing import TypeVar
 from phaseloom.client.batches import split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
 from phaseloom.client.results import (
-    Generation,
-    LogProbs,
     merge_forward,
+    merge_forward_backward,
     merge_generate,
-    merge_metrics,
     only,
 )
 from phaseloom.common.codec import encode
-from phaseloom.common.errors import CallerError, Code, InternalError
+from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import JobKey, OperationKey
 from phaseloom.common.messages import (
     AdamParams,
@@ -26,12 +24,16 @@ from phaseloom.common.messages import (
     Datum,
     Forward,
     ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
     Generate,
+    GenerateResult,
     LoadState,
     LoadStateResult,
     Loss,
     Operation,
     OptimStep,
+    OptimStepResult,
     Prompt,
     PublishWeights,
     PublishWeightsResult,
@@ -69,7 +71,7 @@ class Deployment:
         num_samples: int = 1,
         *,
         after: Awaited = (),
-    ) -> OperationHandle[Generation]:
+    ) -> OperationHandle[GenerateResult]:
         """Sample continuations of each prompt."""
         parts = split_prompts(prompts, sampling, num_samples)
         return self._submit(
@@ -78,7 +80,7 @@ class Deployment:
 
     def forward(
         self, batch: Iterable[Datum], *, after: Awaited = ()
-    ) -> OperationHandle[LogProbs]:
+    ) -> OperationHandle[ForwardResult]:
         """Log-probabilities of each sample's targets."""
         parts = split_batch(batch)
         return self._submit([Forward(part) for part in parts], after, merge_forward)
@@ -91,25 +93,25 @@ class Deployment:
         clip_low: float = 0.8,
         clip_high: float = 1.2,
         after: Awaited = (),
-    ) -> OperationHandle[dict[str, float]]:
+    ) -> OperationHandle[ForwardBackwardResult]:
         """Add the gradients of a loss; gives its metrics."""
         kind = Loss(loss)
         parts = split_batch(batch)
         return self._submit(
             [ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
             after,
-            merge_metrics,
+            merge_forward_backward,
         )
 
     def optim_step(
         self, adam: AdamParams, *, after: Awaited = ()
-    ) -> OperationHandle[dict[str, float]]:
+    ) -> OperationHandle[OptimStepResult]:
         """One AdamW step on the gradients so far; gives its metrics."""
-        return self._submit([OptimStep(adam)], after, merge_metrics)
+        return self._submit([OptimStep(adam)], after, only(OptimStepResult))
 
     def publish_weights(self, *, after: Awaited = ()) -> OperationHandle[PublishWeightsResult]:
         """Cut an immutable version of the weights for others to sync."""
-        return self._submit([PublishWeights()], after, _one(PublishWeightsResult))
+        return self._submit([PublishWeights()], after, only(PublishWeightsResult))
 
     def sync_weights(
         self, published: OperationHandle[PublishWeightsResult], *, after: Awaited = ()
@@ -117,15 +119,15 @@ class Deployment:
         """Take over a published version, after it is published."""
         source = published.ref
         args = SyncWeights(policy=source.deployment, version=source.seq)
-        return self._submit([args], [source, *after], _one(SyncWeightsResult))
+        return self._submit([args], [source, *after], only(SyncWeightsResult))
 
     def save_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[SaveStateResult]:
         """Write a checkpoint under the tenant's root."""
-        return self._submit([SaveState(name)], after, _one(SaveStateResult))
+        return self._submit([SaveState(name)], after, only(SaveStateResult))
 
     def load_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[LoadStateResult]:
         """Replace the whole state by a checkpoint of this job."""
-        return self._submit([LoadState(name)], after, _one(LoadStateResult))
+        return self._submit([LoadState(name)], after, only(LoadStateResult))
 
     def _submit(
         self, parts: list[Args], after: Awaited, merge: Callable[[list[Result]], R]
@@ -173,13 +175,3 @@ def _refs(after: Awaited) -> list[After]:
     for other in after:
         refs += [other] if isinstance(other, After) else other.refs
     return refs
-
-
-def _one(kind: type[R]) -> Callable[[list[Result]], R]:
-    def merge(parts: list[Result]) -> R:
-        result = only(parts)
-        if not isinstance(result, kind):
-            raise InternalError(f"the operation was answered with a {type(result).__name__}")
-        return result
-
-    return merge

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.client import Client
@@ -23,7 +23,6 @@ from phaseloom.common.api import call_api
 from phaseloom.common.errors import (
     CallerError,
     Code,
-    InternalError,
     PhaseloomError,
     ResourceError,
     to_exception,
@@ -38,6 +37,8 @@ from phaseloom.common.messages import (
     SubmitJob,
 )
 from phaseloom.common.streams import PREFIX
+
+T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
@@ -190,7 +191,7 @@ class Mesh:
             lambda: call_api(self._client, self._tenant, call, request, answer)
         )
 
-    async def _with_patience(self, attempt: Any) -> Any:
+    async def _with_patience(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Again while nobody answers: services restart."""
         deadline = time.monotonic() + self._patience_s
         pause_s = _FIRST_PAUSE_S
@@ -258,3 +259,36 @@ async def connect(
     finally:
         await client.close()
         stop_telemetry()
+
+
+def _settings(url: str | None, tenant: str | None, password: str | None) -> ClientConfig:
+    given = {"url": url, "tenant": tenant, "password": password}
+    settings = msgspec.structs.replace(
+        config.load(ClientConfig, ""), **{k: v for k, v in given.items() if v is not None}
+    )
+    for name in given:
+        if not getattr(settings, name):
+            raise CallerError(
+                f"the mesh's {name} is not known",
+                field=name,
+                remedy=f"pass {name}= or set PHASELOOM_{name.upper()}",
+            )
+    check_name(settings.tenant, "tenant")
+    return settings
+
+
+def _start_telemetry(tenant: str) -> Callable[[], None]:
+    """Spans of this process where they are configured and nobody set them up; returns the end."""
+    settings = config.load(telemetry.TelemetryConfig, "telemetry")
+    is_wanted = bool(settings.spans_dir or settings.otlp_endpoint)
+    if not is_wanted or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return lambda: None
+    return telemetry.setup(f"controller-{tenant}", settings)
+
+
+def _why_ended(status: JobStatus) -> PhaseloomError:
+    errors = [status.error, *(d.error for d in status.deployments)]
+    for error in errors:
+        if error is not None:
+            return to_exception(error)
+    return ResourceError(f"job {status.job} is {status.state}", code=Code.ABORTED)

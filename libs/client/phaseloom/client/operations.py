@@ -52,7 +52,7 @@ _CHECK_EVERY_S = 2.0
 _STALE_S = 5.0
 _MAX_MISSES = 3
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Part:
@@ -77,17 +77,17 @@ class Part:
             self.outcome.set_result(outcome)
 
 
-class OperationHandle(Generic[R]):
+class OperationHandle(Generic[R_co]):
     """An operation that was submitted. Await it for its result, as often as you like.
 
     Awaiting raises the PhaseloomError that it failed with. Giving up waiting cancels nothing.
     """
 
-    def __init__(self, parts: list[Part], merge: Callable[[list[Result]], R]) -> None:
+    def __init__(self, parts: list[Part], merge: Callable[[list[Result]], R_co]) -> None:
         self._parts = parts
         self._merge = merge
 
-    def __await__(self) -> Generator[Any, None, R]:
+    def __await__(self) -> Generator[Any, None, R_co]:
         return self._result().__await__()
 
     @property
@@ -111,7 +111,7 @@ class OperationHandle(Generic[R]):
     def done(self) -> bool:
         return all(part.outcome.done() for part in self._parts)
 
-    async def _result(self) -> R:
+    async def _result(self) -> R_co:
         results = []
         for part in self._parts:
             # Shielded: who gives up waiting must not take the outcome from others who wait.
@@ -203,7 +203,9 @@ class Outbox:
                 try:
                     await self._publish(part)
                 except PhaseloomError as error:
+                    # What follows would wait behind the gap for ever.
                     self._resolve(part, error)
+                    self.end(error)
         self._unstored_bytes -= num_bytes
 
     async def _publish(self, part: Part) -> None:
@@ -219,8 +221,8 @@ class Outbox:
                     part.is_stored, part.stored_s = True, time.monotonic()
                     return
             except ResourceError as error:
-                is_final = error.info.code not in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
-                if is_final or time.monotonic() + pause_s > deadline:
+                may_pass = error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
+                if not may_pass or time.monotonic() + pause_s > deadline:
                     raise
                 log.info("%s is published again in %.2f s: %s", part.key, pause_s, error)
             await asyncio.sleep(pause_s)
@@ -276,12 +278,9 @@ class Outbox:
         if not self._open:
             self._answered_s = time.monotonic()
             return
-        now = time.monotonic()
         try:
-            for part in self._oldest_open():
-                while part is not None and part.is_stored and now - part.stored_s >= min_age_s:
-                    await self._look_up(part)
-                    part = self._next_open(part) if part.outcome.done() else None
+            for name in {part.key.deployment: None for part in self._open.values()}:
+                await self._check_deployment(name, min_age_s)
         except ResourceError as error:
             silent_s = time.monotonic() - self._answered_s
             if silent_s > self._patience_s:
@@ -292,15 +291,15 @@ class Outbox:
                     )
                 )
 
-    def _oldest_open(self) -> list[Part]:
-        """Of each deployment, in order of submission: later ones end later, or are asked next."""
-        oldest: dict[str, Part] = {}
-        for part in self._open.values():
-            oldest.setdefault(part.key.deployment, part)
-        return list(oldest.values())
+    async def _check_deployment(self, name: str, min_age_s: float) -> None:
+        """In order of submission, up to the first that still runs: later ones end later."""
+        oldest = time.monotonic() - min_age_s
+        while (part := self._first_open(name)) and part.is_stored and part.stored_s <= oldest:
+            await self._look_up(part)
+            if not part.outcome.done():
+                return
 
-    def _next_open(self, part: Part) -> Part | None:
-        name = part.key.deployment
+    def _first_open(self, name: str) -> Part | None:
         return next((p for p in self._open.values() if p.key.deployment == name), None)
 
     async def _look_up(self, part: Part) -> None:

@@ -1,9 +1,9 @@
-"""What operations give a controller: plain lists, whatever the wire carried."""
+"""Results as a controller gets them: of all parts of a split operation, arrays as plain lists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeVar
 
 from phaseloom.common.arrays import float32s, int32s
 from phaseloom.common.errors import InternalError
@@ -11,9 +11,11 @@ from phaseloom.common.messages import (
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,
-    OptimStepResult,
     Result,
+    Sequence,
 )
+
+R = TypeVar("R")
 
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "sum": sum,
@@ -23,69 +25,49 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One continuation of a prompt, the stop token included."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    """Of each token, under the weights that sampled it."""
-    stop_reason: str
-    """`stop` or `length`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    sequences: list[list[Sample]]
-    """[prompt][sample]"""
-
-
-@dataclass(frozen=True, slots=True)
-class LogProbs:
-    logprobs: list[list[float]]
-    """[datum][position], of the targets."""
-
-
-def merge_generate(parts: list[Result]) -> Generation:
-    sequences = []
-    for part in parts:
-        if not isinstance(part, GenerateResult):
-            raise _unexpected(part)
-        sequences += [
-            [Sample(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in samples]
+def merge_generate(parts: list[Result]) -> GenerateResult:
+    return GenerateResult(
+        [
+            [Sequence(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in samples]
+            for part in _all(parts, GenerateResult)
             for samples in part.sequences
         ]
-    return Generation(sequences)
+    )
 
 
-def merge_forward(parts: list[Result]) -> LogProbs:
-    logprobs = []
-    for part in parts:
-        if not isinstance(part, ForwardResult):
-            raise _unexpected(part)
-        logprobs += [float32s(values) for values in part.logprobs]
-    return LogProbs(logprobs)
+def merge_forward(parts: list[Result]) -> ForwardResult:
+    return ForwardResult(
+        [float32s(values) for part in _all(parts, ForwardResult) for values in part.logprobs]
+    )
 
 
-def merge_metrics(parts: list[Result]) -> dict[str, float]:
+def merge_forward_backward(parts: list[Result]) -> ForwardBackwardResult:
     """Metrics over all parts, each by the reduction that its name ends with (`loss:sum`)."""
     collected: dict[str, list[float]] = {}
-    for part in parts:
-        if not isinstance(part, ForwardBackwardResult | OptimStepResult):
-            raise _unexpected(part)
+    for part in _all(parts, ForwardBackwardResult):
         for name, value in part.metrics.items():
             collected.setdefault(name, []).append(value)
-    return {
-        name: _REDUCTIONS.get(name.rpartition(":")[2], sum)(values)
-        for name, values in collected.items()
-    }
+    return ForwardBackwardResult(
+        {
+            name: _REDUCTIONS.get(name.rpartition(":")[2], sum)(values)
+            for name, values in collected.items()
+        }
+    )
 
 
-def only(parts: list[Result]) -> Result:
-    """Of an operation that is never split."""
-    (part,) = parts
-    return part
+def only(kind: type[R]) -> Callable[[list[Result]], R]:
+    """For an operation that is never split."""
+
+    def merge(parts: list[Result]) -> R:
+        (result,) = _all(parts, kind)
+        return result
+
+    return merge
 
 
-def _unexpected(part: Result) -> InternalError:
-    return InternalError(f"the operation was answered with a {type(part).__name__}")
+def _all(parts: list[Result], kind: type[R]) -> list[R]:
+    checked: list[R] = [part for part in parts if isinstance(part, kind)]
+    if len(checked) != len(parts):
+        names = ", ".join(type(part).__name__ for part in parts)
+        raise InternalError(f"{names} came where {kind.__name__} was due")
+    return checked

@@ -25,6 +25,7 @@ from nats.micro.service import Service
 from phaseloom.common.bus import Bus
 from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode, encode
 from phaseloom.common.errors import (
+    CallerError,
     Code,
     ErrorInfo,
     InternalError,
@@ -130,13 +131,15 @@ async def call_api(
 async def request_reply(
     client: Client, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
 ) -> Msg:
-    """A NATS request whose every way of getting no answer is a ResourceError UNAVAILABLE."""
+    """A NATS request whose every way of getting no answer is a ResourceError UNAVAILABLE.
+
+    Raises: also CallerError: the payload is above the server's limit.
+    """
     try:
         return await client.request(subject, payload, timeout=timeout_s, headers=headers)
     except nats.errors.MaxPayloadError:
-        raise ResourceError(
+        raise CallerError(
             f"{len(payload)} bytes are more than one message may have",
-            code=Code.RESOURCE_EXHAUSTED,
             remedy="send fewer samples at once",
         ) from None
     except (nats.errors.Error, OSError) as error:

@@ -20,6 +20,7 @@ import msgspec
 import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BucketNotFoundError, NotFoundError
@@ -39,6 +40,7 @@ _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
+_CONNECT_TIMEOUT_S = 5.0
 _ORDERED_HEARTBEAT_S = 0.5
 
 Handler = Callable[[Msg], Awaitable[None]]
@@ -115,14 +117,23 @@ async def connect(
     Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
     """
 
+    client = Client()
+    last_error: Exception | None = None
+
     async def on_error(error: Exception) -> None:
-        text = str(error)
-        if "permissions violation" in text.lower():
-            log.error("PERMISSION_DENIED by the NATS server: %s", text)
-        elif isinstance(error, nats.errors.Error | OSError | TimeoutError):
+        nonlocal last_error
+        last_error = error
+        if "permissions violation" in str(error).lower():
+            log.error("PERMISSION_DENIED by the NATS server: %s", error)
+        elif isinstance(error, nats.errors.Error | NatsTimeoutError):
             log.warning("NATS: %r", error)
+        elif isinstance(error, OSError):  # ten times a second while the server is away
+            log.debug("NATS: %r", error)
         else:
             log.error("a message handler failed: %r", error, exc_info=error)
+
+    async def disconnected() -> None:
+        log.warning("disconnected from NATS at %s", url)
 
     async def reconnected() -> None:
         log.info("reconnected to NATS")
@@ -130,23 +141,27 @@ async def connect(
             await on_reconnect()
 
     try:
-        client = await nats.connect(
-            url,
-            name=name,
-            user=user,
-            password=password,
-            inbox_prefix=inbox_prefix.encode(),
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=0.1,
-            connect_timeout=5,
-            drain_timeout=_DRAIN_TIMEOUT_S,
-            error_cb=on_error,
-            reconnected_cb=reconnected,
-            allow_reconnect=True,
-        )
-    except Exception as error:
+        # The client never gives up: later that is wanted, but a first connection is bounded.
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await client.connect(
+                url,
+                name=name,
+                user=user,
+                password=password,
+                inbox_prefix=inbox_prefix.encode(),
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
+                connect_timeout=5,
+                drain_timeout=_DRAIN_TIMEOUT_S,
+                error_cb=on_error,
+                disconnected_cb=disconnected,
+                reconnected_cb=reconnected,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        await client.close()
         raise ResourceError(
-            f"no connection to NATS at {url}: {error}", remedy="is the mesh up? `phaseloom up`"
+            f"no connection to NATS at {url} as {user}: {last_error or error!r}",
+            remedy="is the mesh up? `phaseloom up`; are user and password right?",
         ) from error
     version = client.connected_server_version
     if (version.major, version.minor) < MIN_SERVER_VERSION:
@@ -292,19 +307,28 @@ class Bus:
         self, stream: str, subject: str, config: api.ConsumerConfig
     ) -> AsyncGenerator[Msg, None]:
         """Messages in order, for ever; after a server restart some may come again."""
-        subscription = await self.js.subscribe(
-            subject,
-            stream=stream,
-            ordered_consumer=True,
-            config=config,
-            idle_heartbeat=_ORDERED_HEARTBEAT_S,
-        )
+        subscription = await self._ordered_subscription(stream, subject, config)
         try:
             async for message in subscription.messages:
                 yield message
         finally:
             with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
                 await subscription.unsubscribe()
+
+    async def _ordered_subscription(
+        self, stream: str, subject: str, config: api.ConsumerConfig
+    ) -> JetStreamContext.PushSubscription:
+        while True:
+            try:
+                return await self.js.subscribe(
+                    subject,
+                    stream=stream,
+                    ordered_consumer=True,
+                    config=config,
+                    idle_heartbeat=_ORDERED_HEARTBEAT_S,
+                )
+            except NatsTimeoutError:  # the server went away with the request
+                log.warning("no consumer on %s yet: the server did not answer", stream)
 
     async def log_end(self) -> int:
         """Sequence of the decision log's newest entry; 0 when it is empty."""
@@ -350,12 +374,23 @@ class Bus:
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
 
     async def get_stored(self, stream: str, subject: str) -> Stored | None:
-        """The newest stored message of a subject (direct get), or None."""
+        """The newest stored message of a subject (direct get), or None where there is none.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
         try:
-            message = await self.js.get_last_msg(stream, subject, direct=True)
+            message = await self._last_message(stream, subject)
         except NotFoundError:
             return None
         return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
+
+    async def _last_message(self, stream: str, subject: str) -> api.RawStreamMsg:
+        try:
+            return await self.js.get_last_msg(stream, subject, direct=True)
+        except NoRespondersError:
+            # No such stream, one without direct get, or a server that is starting: absence must
+            # not be concluded from silence. The JetStream API tells them apart.
+            return await self.js.get_last_msg(stream, subject)
 
     async def delete_subject(self, stream: str, subject: str) -> None:
         await self.js.purge_stream(stream, subject=subject)

@@ -293,7 +293,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     placement: str
     ordering: str
     idle_grace_s: float
-    """How long an activation with nothing ready is held while another job waits."""
+    """How long a device with nothing ready is kept for its job while another waits."""
+    quantum_s: float
+    """For how long a job's ready operations go before another's on the device that it holds; then
+    the others' go first. 0: the ordering policy alone decides."""
     seal_every: int
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int

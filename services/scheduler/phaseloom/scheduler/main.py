@@ -31,6 +31,9 @@ class Config(msgspec.Struct, frozen=True):
     """Policy: which ready operation a device runs next."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
+    quantum_s: float = 2.0
+    """For how long a job's ready operations go before another's on the device that it holds; then
+    the others' go first. 0: the ordering policy alone decides."""
     seal_every: int = 60
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
@@ -64,6 +67,7 @@ async def serve(stop: asyncio.Event) -> None:
             placement=settings.placement,
             ordering=settings.ordering,
             idle_grace_s=settings.idle_grace_s,
+            quantum_s=settings.quantum_s,
             seal_every=settings.seal_every,
             max_losses=settings.max_losses,
         )

@@ -59,6 +59,11 @@ class StateDirectory:
         """Every readable state file; unreadable ones are left alone and logged."""
         for partial in self._root.glob("*/*/*/*.partial"):
             partial.unlink()
+        # Only now, when no writer can be about to use one.
+        for depth in ("*/*/*", "*/*", "*"):
+            for directory in self._root.glob(f"{depth}/"):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
         for path in sorted(self._root.glob("*/*/*/*.state")):
             if not _NAME.match(path.name):
                 continue
@@ -98,10 +103,6 @@ class StateDirectory:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        # A deployment's last file takes its empty directories with it.
-        with contextlib.suppress(OSError):
-            for parent in path.relative_to(self._root).parents[:-1]:
-                (self._root / parent).rmdir()
 
     def _make_directory(self, directory: Path) -> None:
         missing = [d for d in (directory, *directory.parents) if not d.exists()]

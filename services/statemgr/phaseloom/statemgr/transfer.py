@@ -10,13 +10,14 @@ uint32 length and MessagePack. Bulk bytes move in threads, straight between sock
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -55,16 +56,21 @@ class FetchRequest(msgspec.Struct, frozen=True):
     """HMAC-SHA256 of the secret over both nonces and the version."""
 
 
-class VersionDescription(msgspec.Struct, frozen=True):
+class VersionDescription(msgspec.Struct, frozen=True, tag="version"):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
 
 
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    error: ErrorInfo
+
+
 class FetchReply(msgspec.Struct, frozen=True):
-    answer: VersionDescription | ErrorInfo
+    answer: bytes
+    """A VersionDescription or a Refusal, encoded."""
     mac: bytes
-    """HMAC-SHA256 of the secret over the client's nonce and the encoded answer."""
+    """HMAC-SHA256 of the secret over the client's nonce and `answer`."""
 
 
 OpenVersion = Callable[
@@ -113,19 +119,21 @@ class VersionServer:
         request = msgspec.msgpack.decode(payload, type=FetchRequest)
         proof = _request_mac(self._secret, challenge.nonce, request.nonce, request.version)
         if not hmac.compare_digest(proof, request.mac):
-            await self._reply(sock, request.nonce, _denied())
+            error = ErrorInfo(Code.PERMISSION_DENIED, "the proof of the mesh's secret is wrong")
+            await self._reply(sock, request.nonce, Refusal(error))
             return
         try:
             async with self._open_version(request.version) as (description, memory):
                 await self._reply(sock, request.nonce, description)
                 await self._send(sock, memory)
         except PhaseloomError as error:
-            await self._reply(sock, request.nonce, error.info)
+            await self._reply(sock, request.nonce, Refusal(error.info))
 
     async def _reply(
-        self, sock: socket.socket, nonce: bytes, answer: VersionDescription | ErrorInfo
+        self, sock: socket.socket, nonce: bytes, answer: VersionDescription | Refusal
     ) -> None:
-        reply = FetchReply(answer, _reply_mac(self._secret, nonce, answer))
+        encoded = msgspec.msgpack.encode(answer)
+        reply = FetchReply(encoded, _reply_mac(self._secret, nonce, encoded))
         async with asyncio.timeout(self._timeout_s):
             await asyncio.get_running_loop().sock_sendall(sock, _framed(reply))
 
@@ -158,7 +166,9 @@ async def fetch(
     sock = None
     try:
         sock = await asyncio.to_thread(socket.create_connection, (host, int(port)), timeout_s)
-        description = await _in_thread(sock, lambda: _ask(sock, secret.encode(), version))
+        description: VersionDescription = await _in_thread(
+            sock, lambda: _ask(sock, secret.encode(), version)
+        )
         memory = place(description)
         digest = await _in_thread(sock, lambda: _receive(sock, memory))
     except (OSError, msgspec.DecodeError) as error:
@@ -185,9 +195,12 @@ def _ask(sock: socket.socket, secret: bytes, version: VersionKey) -> VersionDesc
             code=Code.PERMISSION_DENIED,
             remedy="give all state managers of a mesh the same secret",
         )
-    if isinstance(reply.answer, ErrorInfo):
-        raise to_exception(reply.answer)
-    return reply.answer
+    answer: VersionDescription | Refusal = msgspec.msgpack.decode(
+        reply.answer, type=VersionDescription | Refusal
+    )
+    if isinstance(answer, Refusal):
+        raise to_exception(answer.error)
+    return answer
 
 
 def _receive(sock: socket.socket, memory: memoryview) -> str:
@@ -208,7 +221,8 @@ async def _in_thread(sock: socket.socket, work: Callable[[], Any]) -> Any:
     try:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:
-        sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
         await asyncio.wait([thread])
         raise
 
@@ -251,14 +265,10 @@ def _request_mac(secret: bytes, server: bytes, client: bytes, version: VersionKe
     return _mac(secret, "request", server, client, str(version).encode())
 
 
-def _reply_mac(secret: bytes, nonce: bytes, answer: VersionDescription | ErrorInfo) -> bytes:
-    return _mac(secret, "reply", nonce, msgspec.msgpack.encode(answer))
+def _reply_mac(secret: bytes, nonce: bytes, answer: bytes) -> bytes:
+    return _mac(secret, "reply", nonce, answer)
 
 
 def _mac(secret: bytes, *parts: Any) -> bytes:
     # Encoded as one list, so that no two different lists of parts give the same bytes.
     return hmac.new(secret, msgspec.msgpack.encode(parts), hashlib.sha256).digest()
-
-
-def _denied() -> ErrorInfo:
-    return ErrorInfo(Code.PERMISSION_DENIED, "the proof of the mesh's secret is wrong")

@@ -1,10 +1,14 @@
 """Which operation a device runs next: hold, switch, permit.
 
 A device runs one operation at a time (one claim on all of its compute). Its *holder* is the job
-that used it last. While the holder has nothing ready, another job's operation waits for the idle
-grace: the time in which the holder's controller may answer and go on, at no switch. The hold ends
-early when the holder has said that its next work here comes after work elsewhere, or when the
-profiler knows that its next operation comes later than the grace.
+that used it last, and a phase of it is held open in two ways, so that the parts of one phase cost no
+switch between them. While the holder has ready operations they go first, for a quantum: the next
+operation of a job that submits serially has not waited yet and would lose against anyone who has
+(PlexRL's HRRS has that weakness). While it has none, another job's operation waits for the idle
+grace, the time in which the holder's controller may answer and go on. That wait ends early when the
+holder has said that its next work here comes after work elsewhere, or when the profiler knows that
+its next operation comes later than the grace. Nothing starves: when a quantum ends, others go first.
+A quantum of 0 leaves the order to the policy alone.
 """
 
 from __future__ import annotations
@@ -35,17 +39,29 @@ def dispatch(step: Step, node: Node, index: int) -> None:
         _seal_idle(step, device)
         return
     candidates = [_candidate(step, deployment, op) for deployment, op in ready]
-    chosen = POLICIES[step.config.ordering](candidates, step.now_s)
-    deployment, op = ready[candidates.index(chosen)]
-    foreign = bool(device.holder) and chosen.job != device.holder
-    if foreign and not any(c.job == device.holder for c in candidates):
+    of_holder = [c for c in candidates if c.job == device.holder]
+    if device.holder and not of_holder:
         held_until_s = _held_until_s(step, device)
         if held_until_s > step.now_s:
             _wake_at(step, node, index, held_until_s)
             return
+    choice = _within_quantum(step, device, candidates, of_holder)
+    chosen = POLICIES[step.config.ordering](choice, step.now_s)
+    deployment, op = ready[candidates.index(chosen)]
     if not deployment.epoch:
         _open(step, node, device, deployment)
     _permit(step, node, device, deployment, op)
+
+
+def _within_quantum(
+    step: Step, device: Device, candidates: list[Candidate], of_holder: list[Candidate]
+) -> list[Candidate]:
+    """Among whom the policy chooses: the holder's operations for a quantum, then the others'."""
+    others = [c for c in candidates if c not in of_holder]
+    if not of_holder or not others or step.config.quantum_s == 0:
+        return candidates
+    is_over = step.now_s - device.held_since_s >= step.config.quantum_s
+    return others if is_over else of_holder
 
 
 def _ready(step: Step, device: Device) -> list[tuple[Deployment, Op]]:
@@ -164,7 +180,10 @@ def _permit(step: Step, node: Node, device: Device, deployment: Deployment, op: 
     if not replay:
         step.move_op(op, OpState.PERMITTED)
     device.running = op.key
-    device.holder = str(deployment.key.job_key)
+    job = str(deployment.key.job_key)
+    if device.holder != job:
+        device.holder = job
+        device.held_since_s = step.now_s
     if deployment.name in device.resident:
         device.resident.remove(deployment.name)
     device.resident.append(deployment.name)

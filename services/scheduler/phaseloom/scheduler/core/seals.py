@@ -11,7 +11,7 @@ from __future__ import annotations
 from phaseloom.common.ids import OperationKey, VersionKey
 from phaseloom.common.messages import ReleaseVersions, SealCommitted, SealFailed, SealState
 from phaseloom.scheduler.core import outputs
-from phaseloom.scheduler.core.state import Deployment, Op
+from phaseloom.scheduler.core.state import Deployment, Op, WpgState
 from phaseloom.scheduler.core.step import Step
 
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
@@ -119,7 +119,10 @@ def _floor(step: Step, deployment: Deployment) -> int:
         for version in needed_versions(step, deployment)
         if version.policy == deployment.key and version.seq not in deployment.durable_versions
     ]
-    return min([deployment.seal_seq, *[seq - 1 for seq in pending]])
+    # While an incarnation is being rebuilt, it needs all that came after the seal it began with.
+    is_rebuilding = deployment.state in (WpgState.STARTING, WpgState.RECOVERING)
+    sealed = deployment.base if is_rebuilding else deployment.seal_seq
+    return min([sealed, *[seq - 1 for seq in pending]])
 
 
 def _delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:

@@ -155,6 +155,8 @@ class Deployment(msgspec.Struct):
     replay: list[int] = []
     """Mutating operations still to be run again in this incarnation."""
     holds: VersionKey | None = None
+    base: int = 0
+    """The seal that this incarnation was started from."""
     seal_seq: int = 0
     sealing: int = 0
     """seq of the seal under way; 0: none."""
@@ -195,6 +197,8 @@ class Device(msgspec.Struct):
     placed: list[str] = []
     holder: str = ""
     """Job that used it last."""
+    held_since_s: float = 0.0
+    """When the holder took it."""
     running: OperationKey | None = None
     last: str = ""
     """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""

@@ -70,6 +70,7 @@ def start(step: Step, deployment: Deployment) -> None:
     step.move_wpg(deployment, WpgState.STARTING)
     deployment.incarnation += 1
     deployment.sealing = 0
+    deployment.base = deployment.seal_seq
     step.send(
         StartWpg,
         step.node_of(deployment),

@@ -24,8 +24,8 @@ class Version:
     """Empty until committed."""
     extent: int | None = None
     """None: on disk only."""
-    incarnation: int = 0
-    """Life of the policy that writes, or wrote, it here; 0: fetched or read from disk."""
+    incarnation: int | None = None
+    """Life of the policy that writes, or wrote, it here; None: fetched or read from disk."""
     is_on_disk: bool = False
     users: int = 0
     is_dropped: bool = False
@@ -50,7 +50,7 @@ class Versions:
         num_bytes: int,
         tensors: list[TensorSlot],
         extent: int,
-        incarnation: int = 0,
+        incarnation: int | None = None,
     ) -> Version:
         """A version that is being filled. Raises: CallerError: bad layout; it is there already."""
         check_layout(tensors, num_bytes)
@@ -123,7 +123,8 @@ class Versions:
             assert not version.is_dropped
             assert version.extent is not None or (version.is_committed and version.is_on_disk)
         for version in self._leaving:
-            assert version.is_dropped and version.users > 0
+            assert version.is_dropped
+            assert version.users > 0
             assert version.extent is not None
         extents = self.extents()
         assert len(extents) == len(set(extents)), "one extent, two versions"

@@ -1,13 +1,9 @@
-"""Data of the contract as numpy arrays: checked, then padded into buckets of similar length.
-
-Padding is on the right: under causal attention no real position sees it, so no mask is needed.
-Buckets depend on the lengths alone, so the same operation always computes the same way.
-"""
+"""Data of the contract as numpy arrays, checked against the model and the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,38 +14,15 @@ from phaseloom.common.messages import Datum, Float32s, Forward, ForwardBackward,
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-PASS_OVERHEAD_TOKENS = 96
-"""What one more pass costs, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
-
-PASS_TOKENS = 4096
-"""Most tokens in a pass, padding included: bounds activation memory. One sample may exceed it."""
-
 
 @dataclass(frozen=True)
 class Sample:
-    """One datum. T positions; `q` and `coefficient` (weights or advantages) only for losses."""
+    """One datum of T positions; `coefficient`: weights or advantages. Zeroes without a loss."""
 
     tokens_T: Ints
     targets_T: Ints
-    q_T: Floats | None = None
-    coefficient_T: Floats | None = None
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Samples padded to one length; `rows[b]` is the place of row b in the operation's batch."""
-
-    rows: list[int]
-    tokens_BT: Ints
-    targets_BT: Ints
-    q_BT: Floats
-    coefficient_BT: Floats
-
-    @property
-    def first_used(self) -> int:
-        """The first column where any row has a nonzero coefficient; T where none has."""
-        used_T = self.coefficient_BT.any(axis=0)
-        return int(used_T.argmax()) if used_T.any() else used_T.size
+    q_T: Floats
+    coefficient_T: Floats
 
 
 def ints(values: Int32s, field: str) -> Ints:
@@ -124,7 +97,8 @@ def _tokens_and_targets(datum: Datum, vocab_size: int, field: str) -> Sample:
     _check_length(targets_T.size, tokens_T.size, f"{field}.targets")
     check_tokens(tokens_T, vocab_size, f"{field}.tokens")
     check_tokens(targets_T, vocab_size, f"{field}.targets")
-    return Sample(tokens_T, targets_T)
+    zeroes_T = np.zeros(tokens_T.size, dtype=np.float32)
+    return Sample(tokens_T, targets_T, zeroes_T, zeroes_T)
 
 
 def _check_length(size: int, expected: int, field: str) -> None:
@@ -150,45 +124,9 @@ def _loss_sample(loss: Loss, datum: Datum, vocab_size: int, field: str) -> Sampl
         return array_T
 
     if loss is Loss.CROSS_ENTROPY:
-        coefficient_T = required("weights", datum.weights)
-        q_T = np.zeros(num_tokens, dtype=np.float32)
-    else:
-        q_T = required("logprobs", datum.logprobs)
-        coefficient_T = required("advantages", datum.advantages)
-    return Sample(sample.tokens_T, sample.targets_T, q_T, coefficient_T)
-
-
-def buckets(samples: Sequence[Sample]) -> list[Bucket]:
-    """Samples sorted by length, cut where padding would cost more than another pass."""
-    order = sorted(range(len(samples)), key=lambda i: samples[i].tokens_T.size)
-    groups: list[list[int]] = []
-    for i in order:
-        if groups and _fits(groups[-1], samples, i):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [_pad(rows, samples) for rows in groups]
-
-
-def _fits(group: list[int], samples: Sequence[Sample], i: int) -> bool:
-    length = samples[i].tokens_T.size
-    extra_padding = (length - samples[group[-1]].tokens_T.size) * len(group)
-    return extra_padding <= PASS_OVERHEAD_TOKENS and length * (len(group) + 1) <= PASS_TOKENS
-
-
-def _pad(rows: list[int], samples: Sequence[Sample]) -> Bucket:
-    shape = (len(rows), samples[rows[-1]].tokens_T.size)
-    tokens_BT = np.zeros(shape, dtype=np.int64)
-    targets_BT = np.zeros(shape, dtype=np.int64)
-    q_BT = np.zeros(shape, dtype=np.float32)
-    coefficient_BT = np.zeros(shape, dtype=np.float32)
-    for b, i in enumerate(rows):
-        sample = samples[i]
-        length = sample.tokens_T.size
-        tokens_BT[b, :length] = sample.tokens_T
-        targets_BT[b, :length] = sample.targets_T
-        if sample.q_T is not None:
-            q_BT[b, :length] = sample.q_T
-        if sample.coefficient_T is not None:
-            coefficient_BT[b, :length] = sample.coefficient_T
-    return Bucket(rows, tokens_BT, targets_BT, q_BT, coefficient_BT)
+        return replace(sample, coefficient_T=required("weights", datum.weights))
+    return replace(
+        sample,
+        q_T=required("logprobs", datum.logprobs),
+        coefficient_T=required("advantages", datum.advantages),
+    )

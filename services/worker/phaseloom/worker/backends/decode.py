@@ -11,31 +11,11 @@ K key-value heads, G = N / K, D head size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-
-from phaseloom.common.errors import CallerError
-
-MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
-
-
-def check_decodable(config: Any) -> None:
-    """Raises: CallerError: an architecture that `Decoder` does not compute."""
-    if config.model_type not in MODEL_TYPES:
-        raise CallerError(
-            f"the sampler backend does not generate with {config.model_type!r}",
-            field="model.config.model_type",
-            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
-        )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        raise CallerError(
-            "the sampler backend has no sliding-window attention",
-            field="model.config.layer_types",
-            remedy="use full_attention in every layer",
-        )
 
 
 @dataclass
@@ -72,12 +52,11 @@ class Cache:
 
 
 class Decoder:
-    """The forward pass of a model that `check_decodable` accepts."""
+    """The forward pass of a model of one of `model.MODEL_TYPES`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
         body: Any = model.model
-        check_decodable(config)
         self._layers: list[Any] = list(body.layers)
         self._embedding = body.embed_tokens
         self._norm = body.norm

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-from transformers import PreTrainedModel
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import (
@@ -39,8 +37,8 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
-from phaseloom.worker.backends import checkpoint, logprobs
-from phaseloom.worker.backends.batch import Bucket, buckets, loss_samples
+from phaseloom.worker.backends import checkpoint, scoring
+from phaseloom.worker.backends.batch import loss_samples
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.losses import loss_sum
@@ -51,6 +49,7 @@ from phaseloom.worker.backends.model import (
     parameter_shapes,
     return_freed_memory,
 )
+from phaseloom.worker.backends.packing import Pass, passes
 from phaseloom.worker.heap import Heap
 
 READING = frozenset({"forward", "save_state"})
@@ -82,8 +81,9 @@ class FsdpBackend:
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
-        _shard(self._model, mesh)
-        _move_parameters(self._model, self._tensors.views(self._layout.weights))
+        self._scorer = scoring.Scorer(self._model)
+        _shard(self._scorer, self._model._no_split_modules or (), mesh)
+        _move_parameters(self._scorer, self._tensors.views(self._layout.weights))
         self._training = self._prepare_training(mesh) if spec.trainable else None
         return_freed_memory()
 
@@ -100,7 +100,7 @@ class FsdpBackend:
 
     def forward(self, args: Forward) -> ForwardResult:
         with torch.no_grad():
-            return logprobs.forward(self._model, args, self.vocab_size)
+            return scoring.forward(self._scorer, args, self.vocab_size)
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
@@ -110,9 +110,9 @@ class FsdpBackend:
         self._trained()
         loss = 0.0
         num_tokens = 0
-        for bucket in buckets(loss_samples(args, self.vocab_size)):
-            num_tokens += int(np.count_nonzero(bucket.coefficient_BT))
-            loss += self._bucket_backward(args, bucket)
+        for packed in passes(loss_samples(args, self.vocab_size), only_used=True):
+            num_tokens += packed.index_N.size
+            loss += self._backward(args, packed)
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
@@ -184,13 +184,10 @@ class FsdpBackend:
             tensors.view(layout.step),
         )
 
-    def _bucket_backward(self, args: ForwardBackward, bucket: Bucket) -> float:
-        first = bucket.first_used
-        if first == bucket.tokens_BT.shape[1]:
-            return 0.0
-        lp_BT = logprobs.bucket_logprobs(self._model, bucket, first)
-        q_BT = torch.from_numpy(bucket.q_BT[:, first:])
-        loss = loss_sum(args, lp_BT, q_BT, torch.from_numpy(bucket.coefficient_BT[:, first:]))
+    def _backward(self, args: ForwardBackward, packed: Pass) -> float:
+        lp_N = self._scorer(packed)
+        q_N, coefficient_N = torch.from_numpy(packed.q_N), torch.from_numpy(packed.coefficient_N)
+        loss = loss_sum(args, lp_N, q_N, coefficient_N)
         torch.autograd.backward(loss)
         return loss.item()
 
@@ -218,22 +215,23 @@ def _join_process_group() -> tempfile.TemporaryDirectory[str] | None:
     return directory
 
 
-def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    blocks = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in blocks]
-    for module in [*layers, model]:
+def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:
+    """Shard each block (a transformer layer, by class name) and the root with the rest."""
+    names = set(blocks)
+    layers = [module for module in root.modules() if type(module).__name__ in names]
+    for module in [*layers, root]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    for module in model.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _move_parameters(model: nn.Module, views: dict[str, torch.Tensor]) -> None:
+def _move_parameters(scorer: scoring.Scorer, views: dict[str, torch.Tensor]) -> None:
     """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in scorer.model.named_parameters():
         assert isinstance(parameter, DTensor)
         views[name].copy_(parameter.to_local().detach())
         parameter._local_tensor = views[name]
-    apply: Callable[..., nn.Module] = model._apply
+    apply: Callable[..., nn.Module] = scorer._apply
     apply(lambda tensor: tensor)

@@ -1,7 +1,6 @@
-"""The losses of the contract, as plain sums over positions.
+"""The losses of the contract, as plain sums over N positions.
 
-Shapes: B samples, T positions. lp: the learner's log-probability of the target, q: the sampler's,
-r = exp(lp − q). A position that carries nothing (padding) has weight or advantage zero.
+lp: the learner's log-probability of the target, q: the sampler's, r = exp(lp − q).
 """
 
 from __future__ import annotations
@@ -11,26 +10,18 @@ import torch
 from phaseloom.common.messages import ForwardBackward, Loss
 
 
-def target_logprobs(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """log p(target) at every position, (B, T)."""
-    nll = torch.nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
-    )
-    return -nll.view_as(targets_BT)
-
-
 def loss_sum(
-    args: ForwardBackward, lp_BT: torch.Tensor, q_BT: torch.Tensor, coefficient_BT: torch.Tensor
+    args: ForwardBackward, lp_N: torch.Tensor, q_N: torch.Tensor, coefficient_N: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of `args` summed over a batch.
+    """The loss of `args` summed over positions.
 
-    Args: coefficient_BT: weights (cross_entropy) or advantages.
+    Args: coefficient_N: weights (cross_entropy) or advantages.
     """
     if args.loss is Loss.CROSS_ENTROPY:
-        return -(coefficient_BT * lp_BT).sum()
-    ratio_BT = torch.exp(lp_BT - q_BT)
-    objective_BT = ratio_BT * coefficient_BT
+        return -(coefficient_N * lp_N).sum()
+    ratio_N = torch.exp(lp_N - q_N)
+    objective_N = ratio_N * coefficient_N
     if args.loss is Loss.PPO:
-        clipped_BT = ratio_BT.clamp(args.clip_low, args.clip_high) * coefficient_BT
-        objective_BT = torch.minimum(objective_BT, clipped_BT)
-    return -objective_BT.sum()
+        clipped_N = ratio_N.clamp(args.clip_low, args.clip_high) * coefficient_N
+        objective_N = torch.minimum(objective_N, clipped_N)
+    return -objective_N.sum()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,19 +22,22 @@ from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.backends.layout import Region
 from phaseloom.worker.heap import Heap
 
+MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
+"""Architectures whose logits are head(body(tokens)): what scoring and decoding rely on."""
+
 ATTENTION = "sdpa"
 """A tenth faster than eager on a CPU thread, and as reproducible there."""
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """Raises: CallerError: the config names no known architecture, or is not one of float32."""
+    """Raises: CallerError: an architecture, a dtype or a value that is not supported."""
     values = dict(spec.config)
     model_type = values.pop("model_type", None)
-    if not isinstance(model_type, str):
+    if model_type not in MODEL_TYPES:
         raise CallerError(
-            "the config names no architecture",
+            f"models of type {model_type!r} are not supported",
             field="model.config.model_type",
-            remedy="send what `config.to_dict()` gives, e.g. with model_type 'qwen3'",
+            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
         )
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in (None, "float32"):
@@ -44,17 +47,21 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
             remedy="use float32",
         )
     try:
-        return AutoConfig.for_model(model_type, **values)
+        config = AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError) as error:
         raise CallerError(str(error), field="model.config") from error
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise CallerError(
+            "sliding-window attention is not supported",
+            field="model.config.layer_types",
+            remedy="use full_attention in every layer",
+        )
+    return config
 
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
     factory: Any = AutoModelForCausalLM
-    try:
-        model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-    except ValueError as error:
-        raise CallerError(str(error), field="model.config.model_type") from error
+    model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]
 

@@ -29,16 +29,15 @@ from phaseloom.common.messages import (
     SamplingParams,
     Sequence,
 )
-from phaseloom.worker.backends import checkpoint, logprobs
+from phaseloom.worker.backends import checkpoint, scoring
 from phaseloom.worker.backends.batch import Ints, check_tokens, ints
-from phaseloom.worker.backends.decode import Decoder, check_decodable
+from phaseloom.worker.backends.decode import Decoder
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.model import (
     HeapTensors,
     as_arrays,
     build_model,
-    model_config,
     parameter_shapes,
     return_freed_memory,
 )
@@ -71,6 +70,7 @@ class SamplerBackend:
             views[name].copy_(parameter.data)
             parameter.data = views[name]
         self._decoder = Decoder(self._model)
+        self._scorer = scoring.Scorer(self._model)
         return_freed_memory()
 
     @staticmethod
@@ -91,7 +91,7 @@ class SamplerBackend:
 
     def forward(self, args: Forward) -> ForwardResult:
         with torch.inference_mode():
-            return logprobs.forward(self._model, args, self.vocab_size)
+            return scoring.forward(self._scorer, args, self.vocab_size)
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         raise _does_not_train("forward_backward")
@@ -283,5 +283,4 @@ def _layout(spec: DeploymentSpec) -> Layout:
             field="deployments.trainable",
             remedy="use the backend 'fsdp'",
         )
-    check_decodable(model_config(spec.model))
     return plan(parameter_shapes(spec.model), trainable=False)

@@ -1,0 +1,172 @@
+"""Run `examples/grpo.py` as child processes and follow what they say.
+
+A controller writes one JSON object a line on stdout, `{"event": "ready" | "warmup" | "eval" |
+"step" | "barrier" | "done", ...}`, and at a barrier waits for a line on stdin. Its stderr goes to
+a log file. Children die with this process, also when it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phaseloom.cli.report import JobResult
+from phaseloom.common import config, diewithparent
+from phaseloom.common.errors import CallerError, Code, ResourceError
+
+LINE_LIMIT_BYTES = 2**20
+STOP_TIMEOUT_S = 5.0
+BARRIERS = ("start", "end")
+
+Said = dict[str, Any]
+"""A line of a controller, decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSpec:
+    """One job to run."""
+
+    job: str
+    task: str
+    seed: int
+    steps: int | None
+    """None: the example's own default."""
+
+
+def find_example() -> Path:
+    """`examples/grpo.py` of the repository that this package, or the working directory, is in.
+
+    Raises: CallerError: an installation without the repository's files.
+    """
+    for start in (Path(__file__).resolve(), Path.cwd() / "here"):
+        for parent in start.parents:
+            if (found := parent / "examples" / "grpo.py").is_file():
+                return found
+    raise CallerError(
+        "examples/grpo.py, the demo's controller, is not installed with the package",
+        code=Code.FAILED_PRECONDITION,
+        remedy="run the demo inside a clone of the repository (`make demo`)",
+    )
+
+
+class Controllers:
+    """The controllers of one run; they pass each barrier together.
+
+    Args: environment: how they reach the mesh, beside the inherited variables.
+          heard: called with (job, line) for everything they say.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ControllerSpec],
+        environment: dict[str, str],
+        logs: Path,
+        heard: Callable[[str, Said], None],
+    ) -> None:
+        self._specs = specs
+        self._environment = {**config.inherited(), **environment}
+        self._logs = logs
+        self._heard = heard
+        self._example = find_example()
+        self._barriers = {name: asyncio.Barrier(len(specs)) for name in BARRIERS}
+
+    async def run(self) -> list[JobResult]:
+        """Their results, in the order of the specs, when all are done.
+
+        Raises: ExceptionGroup of ResourceError: a controller failed; the others are stopped.
+        """
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._follow(spec)) for spec in self._specs]
+        return [task.result() for task in tasks]
+
+    async def _follow(self, spec: ControllerSpec) -> JobResult:
+        log_file = self._logs / f"controller-{spec.job}.log"
+        with log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *diewithparent.launcher(self._command(spec)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                limit=LINE_LIMIT_BYTES,
+            )
+        try:
+            said = await self._listen(spec, process)
+            code = await process.wait()
+        finally:
+            await _stop(process)
+        if code != 0:
+            raise ResourceError(
+                f"the controller of {spec.job} ended with exit code {code}: {_last_line(log_file)}",
+                code=Code.ABORTED,
+                remedy=f"see {log_file}",
+            )
+        return result_of(spec.job, said)
+
+    def _command(self, spec: ControllerSpec) -> list[str]:
+        command = [sys.executable, "-u", str(self._example), "--task", spec.task]
+        command += ["--job", spec.job, "--seed", str(spec.seed), "--wait"]
+        return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
+
+    async def _listen(
+        self, spec: ControllerSpec, process: asyncio.subprocess.Process
+    ) -> list[Said]:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        said = []
+        async for text in process.stdout:
+            line = msgspec.json.decode(text)
+            said.append(line)
+            self._heard(spec.job, line)
+            if line["event"] == "barrier":
+                await self._barriers[line["name"]].wait()
+                process.stdin.write(b"\n")
+                await process.stdin.drain()
+        return said
+
+
+def result_of(job: str, said: Sequence[Said]) -> JobResult:
+    """What a controller's lines amount to.
+
+    Raises: ResourceError: it ended well without saying `done`.
+    """
+    steps = [line for line in said if line["event"] == "step"]
+    done = next((line for line in said if line["event"] == "done"), None)
+    if done is None:
+        raise ResourceError(f"the controller of {job} never said that it is done")
+    return JobResult(
+        name=job,
+        steps=len(steps),
+        reward_start=done["reward_start"],
+        reward_end=done["reward_end"],
+        weights_sha256=done["weights_sha256"],
+        grpo_start_unix_s=done["grpo_start_t"],
+        grpo_end_unix_s=done["grpo_end_t"],
+        rewards=[line["reward"] for line in steps],
+    )
+
+
+def _last_line(log_file: Path) -> str:
+    lines = log_file.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,193 @@
+"""`phaseloom demo`: two GRPO jobs share a mesh; with a baseline, each alone before that.
+
+Every run has a mesh of its own, same config: the shared one in `runs/<id>/`, each job alone in
+`runs/<id>/alone-<job>/`. What they leave: `events.jsonl`, `spans/`, `logs/` each, and for the whole
+`summary.json`, `timeline.json`, `timeline.png`, `rewards.png`. `runs/latest` points to the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from phaseloom.cli import verdict
+from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
+from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
+from phaseloom.cli.progress import Progress
+from phaseloom.cli.recorder import Recorder, read_events
+from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.timeline import read_spans, write_timeline
+from phaseloom.common.bus import Bus
+from phaseloom.common.errors import CallerError, Code, PhaseloomError
+
+TASKS = ("chain_sum", "letter_counting")
+TENANT = "demo"
+LAST_EVENTS_TIMEOUT_S = 5.0
+"""Between a controller's end and the log entry of its last operation."""
+OVERLAP_NOTE = (
+    "chain_sum has about 200 distinct prompts, so its held-out prompts overlap with those it "
+    "trained on; its reward shows learning, not generalisation"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """One mesh's life: what its controllers and its log say."""
+
+    results: list[JobResult]
+    log: RunLog
+
+
+async def demo(
+    *,
+    baseline: bool = False,
+    steps: int | None = None,
+    seed: int = 0,
+    run_dir: Path | None = None,
+    jobs: Sequence[str] = TASKS,
+    console: Console | None = None,
+) -> int:
+    """Run the demo; returns the exit code: 0 where everything held.
+
+    Args:   baseline: also run each job alone first, and compare.
+            steps: GRPO steps of each job; None: the example's default.
+            run_dir: where to leave the results; None: `runs/<time>`.
+            jobs: tasks of `examples/grpo.py`; a job is called like its task.
+    Raises: CallerError: the example or its packages are not there; says what to do.
+    """
+    console = console or Console(highlight=False)
+    check_prerequisites()
+    run_dir = (run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
+    try:
+        alone = await _run_alone(specs, run_dir, console) if baseline else []
+        shared = await _run(specs, run_dir, console, "Both jobs, sharing the devices")
+    except* PhaseloomError as failed:
+        for error in _leaves(failed):
+            console.print(f"[bold red]FAILED[/] {error}", soft_wrap=True)
+        return 1
+    summary = await asyncio.to_thread(_write_results, run_dir, seed, shared, alone)
+    point_latest(run_dir)
+    console.print(verdict.tables(summary))
+    problems = verdict.problems(summary, judges_rewards=steps is None)
+    for line in [*verdict.notes(summary), f"results: {run_dir}"]:
+        console.print(line, soft_wrap=True)
+    for problem in problems:
+        console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
+    return 1 if problems else 0
+
+
+def check_prerequisites() -> None:
+    """Raises: CallerError: what the demo needs beside the mesh is missing."""
+    find_example()
+    missing = [
+        name
+        for name in ("torch", "transformers", "reasoning_gym", "matplotlib")
+        if find_spec(name) is None
+    ]
+    if missing:
+        raise CallerError(
+            f"the demo needs {', '.join(missing)}, which this environment does not have",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[worker,demo]', or use `make demo`",
+        )
+
+
+def point_latest(run_dir: Path) -> None:
+    """Make `latest` beside a run's directory point to it, in one step."""
+    link = run_dir.parent / "latest"
+    partial = run_dir.parent / f".latest.{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(run_dir.name)
+    partial.replace(link)
+
+
+async def _run_alone(
+    specs: Sequence[ControllerSpec], run_dir: Path, console: Console
+) -> list[AloneRun]:
+    runs = []
+    for spec in specs:
+        directory = run_dir / f"alone-{spec.job}"
+        finished = await _run([spec], directory, console, f"{spec.job} alone")
+        runs.append(AloneRun(finished.results[0], finished.log))
+    return runs
+
+
+async def _run(
+    specs: Sequence[ControllerSpec], run_dir: Path, console: Console, title: str
+) -> FinishedRun:
+    """One mesh, its controllers, and the record of both.
+
+    Raises: ExceptionGroup or PhaseloomError: the mesh did not come up, or a controller failed.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    events = run_dir / "events.jsonl"
+    with Progress(console, title, [spec.job for spec in specs]) as progress:
+        async with Mesh(MeshConfig(), run_dir) as mesh:
+            await mesh.ready()
+            environment = {
+                "PHASELOOM_URL": mesh.url,
+                "PHASELOOM_TENANT": TENANT,
+                "PHASELOOM_PASSWORD": mesh.credentials.tenants[TENANT],
+                "PHASELOOM_TELEMETRY_SPANS_DIR": str(run_dir / "spans"),
+            }
+            controllers = Controllers(specs, environment, logs, progress.heard)
+            bus = await Bus.open(mesh.credentials.bus, "recorder")
+            try:
+                results = await _recorded(controllers, bus, events, progress)
+            finally:
+                await bus.close()
+    # Services write their last spans as they stop.
+    spans = await asyncio.to_thread(read_spans, run_dir / "spans")
+    await asyncio.to_thread(write_timeline, spans, run_dir / "timeline.json")
+    return FinishedRun(results, read_log(read_events(events)))
+
+
+async def _recorded(
+    controllers: Controllers, bus: Bus, events: Path, progress: Progress
+) -> list[JobResult]:
+    recorder = Recorder(bus, events, progress.watched)
+    async with asyncio.TaskGroup() as group:
+        recording = group.create_task(recorder.run())
+        results = await controllers.run()
+        await recorder.drained()
+        try:
+            async with asyncio.timeout(LAST_EVENTS_TIMEOUT_S):
+                await recorder.until(lambda: progress.reader.log.num_open == 0)
+        except TimeoutError:
+            # Shown by the summary's counts: submitted is more than completed and failed.
+            pass
+        recording.cancel()
+    return results
+
+
+def _write_results(
+    run_dir: Path, seed: int, shared: FinishedRun, alone: Sequence[AloneRun]
+) -> Summary:
+    notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
+    summary = summarize(run_dir.name, seed, shared.log, shared.results, alone=alone, notes=notes)
+    written = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (run_dir / "summary.json").write_bytes(written + b"\n")
+    panels = [Panel(f"{a.result.name} alone", a.log, [a.result]) for a in alone]
+    panels.append(Panel("both, sharing the devices", shared.log, shared.results))
+    draw_timeline(panels, summary, run_dir / "timeline.png")
+    draw_rewards(shared.results, run_dir / "rewards.png")
+    return summary
+
+
+def _leaves(group: BaseExceptionGroup[PhaseloomError]) -> list[PhaseloomError]:
+    leaves = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

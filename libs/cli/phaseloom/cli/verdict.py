@@ -1,0 +1,125 @@
+"""What a run's summary says to people: tables, notes, and what did not hold."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+
+from phaseloom.cli.report import JobSummary, Summary
+
+
+def tables(summary: Summary) -> Group:
+    return Group("", _jobs(summary), "", _devices(summary))
+
+
+def notes(summary: Summary) -> list[str]:
+    """One line each, definitions where a figure could be misread."""
+    whole, operations = summary.whole_run, summary.operations
+    lines = []
+    if summary.saved_percent is not None and summary.bound_saved_percent is not None:
+        lines.append(
+            f"saved {summary.saved_percent:.1f} % of the device-seconds per training step; the "
+            f"phases measured alone allow at most {summary.bound_saved_percent:.1f} %, two "
+            "synchronous jobs 50 %"
+        )
+    line = f"whole run, warm-up and evaluations included: {whole.seconds:.1f} s"
+    if whole.saved_percent is not None and whole.alone_seconds is not None:
+        line += (
+            f" shared, {whole.alone_seconds:.1f} s one job after the other: "
+            f"{whole.saved_percent:.1f} % saved"
+        )
+    lines.append(line)
+    lines.append(
+        f"operations: {operations.submitted} submitted, {operations.completed} completed, "
+        f"{operations.failed} failed"
+    )
+    return [*lines, *(f"note: {note}" for note in summary.notes)]
+
+
+def problems(summary: Summary, *, judges_rewards: bool) -> list[str]:
+    """What did not hold; empty where all is well.
+
+    Args: judges_rewards: False for runs shorter than the tasks need to learn.
+    """
+    found = []
+    for job in summary.jobs:
+        if judges_rewards and job.reward_end <= job.reward_start:
+            found.append(
+                f"the held-out reward of {job.name} did not rise: "
+                f"{job.reward_start:.3f} → {job.reward_end:.3f}"
+            )
+    if summary.baseline:
+        for alone, job in zip(summary.baseline.jobs, summary.jobs, strict=True):
+            if alone.weights_sha256 != job.weights_sha256:
+                found.append(
+                    f"the final weights of {job.name} differ: alone {alone.weights_sha256}, "
+                    f"shared {job.weights_sha256}"
+                )
+    if summary.operations.failed:
+        found.append(f"{summary.operations.failed} operations failed")
+    return found
+
+
+def _jobs(summary: Summary) -> Table:
+    table = Table(title="Jobs", title_justify="left")
+    for column in ("job", "steps", "reward, held out", "GRPO alone", "shared", "slowdown"):
+        table.add_column(column, justify="left" if column == "job" else "right")
+    table.add_column("SHA-256 of the final weights", overflow="fold")
+    alone = {job.name: job for job in summary.baseline.jobs} if summary.baseline else {}
+    for job in summary.jobs:
+        before = alone.get(job.name)
+        table.add_row(
+            job.name,
+            str(job.steps),
+            f"{job.reward_start:.3f} → {job.reward_end:.3f}",
+            f"{before.grpo_seconds:.1f} s" if before else "–",
+            f"{job.grpo_seconds:.1f} s",
+            f"{job.slowdown:.2f} ×" if job.slowdown else "–",
+            _hashes(job, before.weights_sha256 if before else None),
+        )
+    return table
+
+
+def _hashes(job: JobSummary, alone: str | None) -> str:
+    if alone is None:
+        return job.weights_sha256
+    same = "identical" if alone == job.weights_sha256 else "DIFFERENT"
+    return f"alone  {alone}\nshared {job.weights_sha256} ({same})"
+
+
+def _devices(summary: Summary) -> Table:
+    table = Table(title="Devices, from the first to the last GRPO operation", title_justify="left")
+    table.add_column("figure")
+    table.add_column("alone", justify="right")
+    table.add_column("shared", justify="right")
+    per_step = summary.device_seconds_per_step
+    alone = "–" if per_step.alone is None else f"{per_step.alone:.3f}"
+    table.add_row("device-seconds per training step", alone, f"{per_step.shared:.3f}")
+    if summary.saved_percent is not None and summary.bound_saved_percent is not None:
+        table.add_row(
+            "saved (bound that the phases allow)",
+            "",
+            f"{summary.saved_percent:.1f} % ({summary.bound_saved_percent:.1f} %)",
+        )
+    alone_switches = (
+        str(sum(job.context_switches for job in summary.baseline.jobs)) if summary.baseline else "–"
+    )
+    table.add_row("context switches", alone_switches, str(summary.context_switches))
+    table.add_row(
+        "seconds switched (of these hidden)",
+        "",
+        f"{summary.switch_seconds:.2f} ({summary.hidden_switch_seconds:.2f})",
+    )
+    for node, share in summary.busy_share.items():
+        table.add_row(f"{node} busy", _alone_busy(summary, node), f"{100 * share:.1f} %")
+    return table
+
+
+def _alone_busy(summary: Summary, node: str) -> str:
+    if summary.baseline is None:
+        return "–"
+    shares = [
+        job.busy_seconds_per_step.get(node, 0.0) / job.seconds_per_step
+        for job in summary.baseline.jobs
+    ]
+    return ", ".join(f"{100 * share:.1f} %" for share in shares)

@@ -1,0 +1,231 @@
+"""Weights versions: made by a policy's rank, read by ranks of its job, brought from other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
+
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import VersionKey, check_name
+from phaseloom.common.statewire import CommitVersion, CreateVersion, OpenVersion, VersionExtent
+from phaseloom.statemgr import transfer
+from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.core.statefile import StateHeader
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
+from phaseloom.statemgr.memory import digest_of
+from phaseloom.statemgr.node import Node, pool_of
+from phaseloom.statemgr.transfer import VersionDescription
+
+log = logging.getLogger(__name__)
+
+
+class Weights:
+    def __init__(
+        self, node: Node, directory: StateDirectory, secret: str, peer_timeout_s: float
+    ) -> None:
+        self._node = node
+        self._directory = directory
+        self._secret = secret
+        self._peer_timeout_s = peer_timeout_s
+        self._bringing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+
+    def found(self, header: StateHeader) -> None:
+        """A version that was on disk at start."""
+        key = VersionKey(header.deployment, header.seq)
+        self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
+
+    def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
+        """An extent to write a version into, or word that it exists.
+
+        Raises: CallerError: PERMISSION_DENIED: not this policy's; a bad layout.
+                ResourceError: RESOURCE_EXHAUSTED with the numbers.
+        """
+        node, key = self._node, request.version
+        if key.policy != wpg.key or key.seq < 1:
+            raise CallerError(
+                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        version = node.versions.find(key)
+        if version is not None and not version.is_committed:
+            # A version that was begun and never committed, by this life or by a fetch.
+            if version.incarnation != wpg.incarnation:
+                raise ResourceError(f"version {key} is being brought here", code=Code.ABORTED)
+            node.drop_version(version)
+            version = None
+        if version is not None:
+            return _description(version), []
+        extent = node.memory.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
+        try:
+            version = node.versions.begin(
+                key, request.num_bytes, request.tensors, extent, wpg.incarnation
+            )
+        except CallerError:
+            node.memory.free(extent)
+            raise
+        return _description(version), [node.memory[extent].fd]
+
+    async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
+        """Verify what the rank has written; it is immutable from now on. Idempotent.
+
+        Raises: CallerError: NOT_FOUND; ALREADY_EXISTS with another content.
+                ResourceError: DATA_LOSS: the extent is not what the digest says.
+        """
+        node = self._node
+        version = node.versions.find(request.version)
+        if version is None or version.key.policy != wpg.key or version.extent is None:
+            raise CallerError(
+                f"{wpg} is not writing version {request.version}",
+                code=Code.NOT_FOUND,
+                field="version",
+            )
+        node.versions.acquire(version)
+        try:
+            memory = node.memory[version.extent].view(version.num_bytes)
+            if await asyncio.to_thread(digest_of, memory) != request.digest:
+                raise ResourceError(
+                    f"version {version.key} does not match its digest", code=Code.DATA_LOSS
+                )
+            if version.is_dropped:
+                raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+            node.versions.commit(version, request.digest)
+        finally:
+            node.release_version(version)
+
+    async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
+        """A version to read, from here or from the first source that has it.
+
+        Raises: CallerError: PERMISSION_DENIED: of another job. NOT_FOUND: no source has it.
+                ResourceError: no source could deliver it, or no host memory.
+        """
+        key = request.version
+        if key.policy.job_key != wpg.key.job_key:
+            raise CallerError(
+                f"{wpg} cannot read version {key} of another job",
+                code=Code.PERMISSION_DENIED,
+                field="version",
+            )
+        check_name(key.policy.deployment, "version.policy")
+        version = await self._bring(key, request.sources)
+        assert version.extent is not None
+        return _description(version), [self._node.memory[version.extent].read_only_fd]
+
+    @asynccontextmanager
+    async def reading(
+        self, key: VersionKey
+    ) -> AsyncIterator[tuple[VersionDescription, memoryview]]:
+        """A version for another node's daemon, kept while it is being sent.
+
+        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad.
+        """
+        node = self._node
+        version = await self._bring(key, [])
+        assert version.extent is not None
+        node.versions.acquire(version)
+        try:
+            description = VersionDescription(version.num_bytes, version.tensors, version.digest)
+            yield description, node.memory[version.extent].view(version.num_bytes)
+        finally:
+            node.release_version(version)
+
+    async def drop(self, keys: list[VersionKey]) -> None:
+        """Nothing needs these any more, in memory or on disk."""
+        for key in keys:
+            version = self._node.versions.find(key)
+            self._node.drop_version(version)
+            if version is not None and version.is_on_disk:
+                await asyncio.to_thread(self._directory.remove, self._directory.version(key))
+
+    async def _bring(self, key: VersionKey, sources: list[str]) -> Version:
+        """The committed version, in memory. Concurrent requests share one fetch."""
+        lock = self._bringing.setdefault(key, asyncio.Lock())
+        async with lock:
+            version = self._node.versions.find(key)
+            if version is not None and version.is_committed:
+                if version.extent is None:
+                    await self._read(version)
+                return version
+            if version is not None:
+                raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
+            return await self._fetch_from_any(key, sources)
+
+    async def _read(self, version: Version) -> None:
+        """From disk into an extent."""
+        node, key = self._node, version.key
+        path = self._directory.version(key)
+        extent = node.memory.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        version.extent = extent
+        node.versions.acquire(version)
+        try:
+            header, offset = await asyncio.to_thread(read_header, path)
+            memory = node.memory[extent].view(version.num_bytes)
+            await asyncio.to_thread(read_memory, path, header, offset, memory)
+        except PhaseloomError:
+            node.drop_version(version)
+            raise
+        finally:
+            node.release_version(version)
+        if version.is_dropped:
+            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+
+    async def _fetch_from_any(self, key: VersionKey, sources: list[str]) -> Version:
+        if not sources:
+            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
+        errors: list[PhaseloomError] = []
+        for endpoint in sources:
+            try:
+                return await self._fetch(key, endpoint)
+            except PhaseloomError as error:
+                log.warning("%s", error)
+                errors.append(error)
+        raise ResourceError(
+            f"version {key} could not be brought: {'; '.join(str(error) for error in errors)}",
+            code=errors[-1].info.code if len(errors) == 1 else Code.UNAVAILABLE,
+            remedy="retry; name sources that hold the version",
+        )
+
+    async def _fetch(self, key: VersionKey, endpoint: str) -> Version:
+        node = self._node
+        version: Version | None = None
+
+        def place(description: VersionDescription) -> memoryview:
+            nonlocal version
+            size = description.num_bytes
+            extent = node.memory.reserve(size, f"version {key}", str(key.policy))
+            try:
+                version = node.versions.begin(key, size, description.tensors, extent)
+            except CallerError:
+                node.memory.free(extent)
+                raise
+            node.versions.acquire(version)
+            return node.memory[extent].view(size)
+
+        try:
+            description = await transfer.fetch(
+                endpoint, self._secret, key, self._peer_timeout_s, place
+            )
+            assert version is not None
+            if version.is_dropped:
+                raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+            node.versions.commit(version, description.digest)
+        except BaseException:
+            if version is not None and not version.is_dropped:
+                node.drop_version(version)
+            raise
+        finally:
+            if version is not None:
+                node.release_version(version)
+        return version
+
+
+def _description(version: Version) -> VersionExtent:
+    return VersionExtent(
+        version=version.key,
+        num_bytes=version.num_bytes,
+        tensors=version.tensors,
+        digest=version.digest,
+        exists=version.is_committed,
+    )

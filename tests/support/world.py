@@ -1,0 +1,317 @@
+"""A mesh around the scheduler's core in virtual time: nodes that obey, die and answer late.
+
+The rules that agents, ranks and state managers keep are asserted here: a permit names the open
+epoch and the right `prev`, an operation's payload is still in its stream when it runs, a seal is
+taken between operations. A deployment's state is modelled by what it was made from, so that two
+runs can be compared.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.messages import (
+    MUTATING_KINDS,
+    ActivationOpened,
+    After,
+    Command,
+    DeploymentSpec,
+    DeviceSpec,
+    Event,
+    JobSpec,
+    JobSubmitted,
+    ModelSpec,
+    NodeUp,
+    OpenActivation,
+    OperationFinished,
+    Outcome,
+    Permit,
+    QueuedOperation,
+    Residency,
+    SchedulerConfig,
+    SchedulerConfigured,
+    SealCommitted,
+    SealState,
+    StartWpg,
+    StopWpg,
+    TimerFired,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.scheduler.core import outputs
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.validate import validate
+
+CONFIG = SchedulerConfig(
+    placement="pack",
+    ordering="hrrs",
+    idle_grace_s=0.03,
+    quantum_s=2.0,
+    seal_every=0,
+    max_losses=50,
+)
+STATE_BYTES = 10
+TENANT = "t"
+
+State = tuple[object, ...]
+
+
+def deployment(job: str, name: str) -> DeploymentKey:
+    return DeploymentKey(TENANT, job, name)
+
+
+@dataclass
+class Ranks:
+    """One WPG's processes."""
+
+    incarnation: int
+    state: State
+    applied: int
+    epoch: int = 0
+    run: int = 0
+    """Counts permits, so that a late answer of a dead one is told apart."""
+
+
+@dataclass
+class World:
+    config: SchedulerConfig = CONFIG
+    seed: int = 0
+    duration_s: float = 0.1
+    core: Core = field(default_factory=Core)
+    now_s: float = 1000.0
+    log: list[tuple[float, Event]] = field(default_factory=list)
+    outputs: list[list[outputs.Output]] = field(default_factory=list)
+    done: dict[str, Outcome] = field(default_factory=dict)
+    payloads: dict[str, QueuedOperation] = field(default_factory=dict)
+    ranks: dict[DeploymentKey, Ranks] = field(default_factory=dict)
+    seals: dict[DeploymentKey, dict[int, State]] = field(default_factory=dict)
+    runs: list[tuple[float, float, str]] = field(default_factory=list)
+    """(start, end, operation) as executed."""
+    commands: list[Command] = field(default_factory=list)
+    _pending: list[tuple[float, int, Event]] = field(default_factory=list)
+    _counter: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.later(0, SchedulerConfigured(self.config))
+        for name, pool in (("r0", "rollout"), ("t0", "train")):
+            self.later(0, node_up(name, pool))
+
+    # --- driving --------------------------------------------------------------------------------
+
+    def later(self, delay_s: float, event: Event) -> None:
+        self._counter += 1
+        heapq.heappush(self._pending, (self.now_s + delay_s, self._counter, event))
+
+    def run(self, until_s: float = 1e9, steps: int = 100_000) -> None:
+        """Until nothing is pending, or for so many events."""
+        while self._pending and self._pending[0][0] <= until_s and steps > 0:
+            time_s, _, event = heapq.heappop(self._pending)
+            self.now_s = max(self.now_s, time_s)
+            if self._is_stillborn(event):
+                continue
+            steps -= 1
+            self.feed(event)
+        assert steps > 0, "the world does not come to rest"
+
+    def _is_stillborn(self, event: Event) -> bool:
+        """What a process that has died meanwhile would have said."""
+        if isinstance(event, OperationFinished | WpgStarted):
+            key = (
+                event.deployment
+                if isinstance(event, WpgStarted)
+                else event.key.deployment_key
+            )
+            ranks = self.ranks.get(key)
+            return ranks is None or ranks.incarnation != event.incarnation
+        return False
+
+    def feed(self, event: Event) -> list[outputs.Output]:
+        self.log.append((self.now_s, event))
+        if isinstance(event, OperationFinished):
+            self._effect(event)
+        made = self.core.step(len(self.log), self.now_s, event)
+        validate(self.core.state)
+        self.outputs.append(made)
+        for output in made:
+            self._perform(output)
+        return made
+
+    # --- obeying --------------------------------------------------------------------------------
+
+    def _perform(self, output: outputs.Output) -> None:
+        match output:
+            case outputs.SendCommand(command):
+                self.commands.append(command)
+                self._obey(command)
+            case outputs.SetTimer(timer, due_s):
+                self.later(max(0.0, due_s - self.now_s), TimerFired(timer))
+            case outputs.WriteCompletion(key, completion):
+                self.done.setdefault(str(key), completion.outcome)
+            case outputs.DeleteOperations(keys):
+                for key in keys:
+                    self.payloads.pop(str(key), None)
+            case _:
+                pass
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case StartWpg():
+                state = self.seals.get(command.deployment, {}).get(command.seal_seq, ())
+                if command.seal_seq:
+                    assert state, "started from a seal that was never taken"
+                self.ranks[command.deployment] = Ranks(
+                    command.incarnation, state, command.seal_seq
+                )
+                started = WpgStarted(
+                    command.deployment,
+                    command.incarnation,
+                    command.node,
+                    STATE_BYTES,
+                    command.seal_seq,
+                )
+                self.later(0.5, started)
+            case OpenActivation():
+                self._open(command)
+            case Permit():
+                self._permit(command)
+            case SealState():
+                ranks = self.ranks[command.deployment]
+                assert ranks.applied == command.seq, "sealed at another seq than the state's"
+                self.seals.setdefault(command.deployment, {})[command.seq] = ranks.state
+                sealed = SealCommitted(
+                    command.deployment, command.seq, command.node, command.versions
+                )
+                self.later(self.random.uniform(0.01, 0.2), sealed)
+            case StopWpg():
+                self.ranks.pop(command.deployment, None)
+                self.later(0.05, lost(command.deployment, command.incarnation, command.node))
+            case _:
+                pass
+
+    def _open(self, command: OpenActivation) -> None:
+        ranks = self.ranks[command.deployment]
+        assert ranks.incarnation == command.incarnation
+        assert command.epoch > ranks.epoch, "an epoch that is not newer"
+        ranks.epoch = command.epoch
+        opened = ActivationOpened(
+            command.deployment, command.epoch, command.node, self.now_s, 0.01, 0.01, 1, 1
+        )
+        self.later(0.02, opened)
+
+    def _permit(self, command: Permit) -> None:
+        key = command.operation
+        ranks = self.ranks[key.deployment_key]
+        assert command.incarnation == ranks.incarnation
+        assert command.epoch == ranks.epoch, f"{key}: permitted in epoch {command.epoch}"
+        assert str(key) in self.payloads, f"{key}: its payload is gone"
+        if command.kind in MUTATING_KINDS:
+            assert command.prev == ranks.applied, f"{key}: prev {command.prev}"
+        ranks.run += 1
+        duration_s = self.duration_s * self.random.uniform(0.5, 1.5)
+        self.runs.append((self.now_s, self.now_s + duration_s, str(key)))
+        finished = OperationFinished(
+            key=key,
+            kind=command.kind,
+            outcome=Outcome.COMPLETED,
+            epoch=command.epoch,
+            incarnation=command.incarnation,
+            started_unix_s=self.now_s,
+            duration_s=duration_s,
+            replay=command.replay,
+        )
+        self.later(duration_s, finished)
+
+    def _effect(self, event: OperationFinished) -> None:
+        ranks = self.ranks[event.key.deployment_key]
+        self.done.setdefault(str(event.key), event.outcome)
+        if event.kind in MUTATING_KINDS and event.outcome is Outcome.COMPLETED:
+            seq = event.key.seq
+            assert seq is not None
+            assert seq > ranks.applied
+            ranks.applied = seq
+            if event.kind == "sync_weights":
+                ranks.state = (str(self.payloads[str(event.key)].version),)
+            elif event.kind != "publish_weights":
+                ranks.state = (*ranks.state, seq)
+
+    # --- disturbing -----------------------------------------------------------------------------
+
+    def kill(self, key: DeploymentKey, *, after_done: bool = False) -> None:
+        """kill -9 of the ranks; with `after_done`, just after DONE was stored, before its word."""
+        ranks = self.ranks.pop(key, None)
+        if ranks is None:
+            return
+        node = self.core.state.deployments[str(key)].node
+        assert node
+        running = next(
+            (
+                d.running
+                for d in self.core.state.nodes[node].devices
+                if d.running and d.running.deployment_key == key
+            ),
+            None,
+        )
+        if after_done and running is not None:
+            self.done.setdefault(str(running), Outcome.COMPLETED)
+        self.feed(lost(key, ranks.incarnation, node))
+
+    # --- what controllers do --------------------------------------------------------------------
+
+    def submit(self, job: str, policy: bool = True) -> None:
+        specs = [spec("sampler", "rollout"), spec("reference", "rollout")]
+        if policy:
+            specs.append(spec("policy", "train", trainable=True))
+        self.later(0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}"))
+
+    def queue(
+        self,
+        job: str,
+        name: str,
+        slot: int | str,
+        kind: str,
+        after: tuple[tuple[str, int], ...] = (),
+        version: int | None = None,
+        error: ErrorInfo | None = None,
+    ) -> QueuedOperation:
+        key = OperationKey(TENANT, job, name, str(slot))
+        event = QueuedOperation(
+            key=key,
+            id=f"id-{key}",
+            kind=kind,
+            after=[After(d, s) for d, s in after],
+            version=VersionKey(deployment(job, "policy"), version) if version else None,
+            error=error,
+        )
+        self.payloads[str(key)] = event
+        self.later(0, event)
+        return event
+
+    def states(self) -> dict[DeploymentKey, State]:
+        return {key: ranks.state for key, ranks in self.ranks.items()}
+
+
+def spec(name: str, pool: str, *, trainable: bool = False) -> DeploymentSpec:
+    backend = "fsdp" if trainable else "sampler"
+    return DeploymentSpec(name, pool, backend, ModelSpec({}), trainable=trainable)
+
+
+def node_up(
+    name: str,
+    pool: str,
+    *,
+    revision: int = 1,
+    memory_bytes: int = 2 * STATE_BYTES,
+    residency: Residency = Residency.JOB,
+) -> NodeUp:
+    return NodeUp(
+        NodeId(name), pool, [DeviceSpec(memory_bytes)], 1000, revision, f"{name}:1", residency
+    )
+
+
+def lost(key: DeploymentKey, incarnation: int, node: NodeId) -> WpgLost:
+    return WpgLost(key, incarnation, node, ErrorInfo(Code.UNAVAILABLE, "killed"))

@@ -1,0 +1,353 @@
+"""The scheduler's core in a world of obedient, dying and late nodes."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import (
+    JobFinished,
+    KindEstimate,
+    OpenActivation,
+    Outcome,
+    PhaseTrace,
+    StartWpg,
+)
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import Answer
+from phaseloom.scheduler.core.state import JobState, WpgState
+from tests.support.world import CONFIG, World, deployment, node_up
+
+STEPS = 4
+
+
+def train(world: World, job: str, steps: int = STEPS) -> None:
+    """A synchronous GRPO job's operations, all queued at once, ordered by seq and `after`."""
+    policy = sampler = reference = 0
+    for _ in range(steps):
+        for kind in ("forward_backward", "forward_backward", "optim_step", "publish_weights"):
+            policy += 1
+            after = (("reference", reference),) if reference and kind == "forward_backward" else ()
+            world.queue(job, "policy", policy, kind, after=after)
+        sampler += 1
+        world.queue(
+            job, "sampler", sampler, "sync_weights", after=(("policy", policy),), version=policy
+        )
+        sampler += 1
+        world.queue(job, "sampler", sampler, "generate")
+        reference += 1
+        world.queue(job, "reference", reference, "forward", after=(("sampler", sampler),))
+
+
+def two_jobs(world: World) -> World:
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    for job in ("a", "b"):
+        train(world, job)
+    return world
+
+
+def undisturbed(seal_every: int = 0) -> World:
+    config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
+    world = two_jobs(World(config=config))
+    world.run()
+    return world
+
+
+def test_two_jobs_complete_every_operation_in_order() -> None:
+    world = undisturbed()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert len(world.done) == 2 * STEPS * 7
+    for job in ("a", "b"):
+        policy = [seq for _, _, op in world.runs if op.startswith(f"t.{job}.policy.")
+                  for seq in [int(op.rsplit(".", 1)[1])]]
+        assert policy == list(range(1, STEPS * 4 + 1))
+
+
+def test_device_runs_one_operation_at_a_time() -> None:
+    world = undisturbed()
+    for pool in (("policy",), ("sampler", "reference")):
+        runs = sorted(r for r in world.runs if r[2].split(".")[2] in pool)
+        for (_, end, _), (start, _, _) in zip(runs, runs[1:], strict=False):
+            assert start >= end - 1e-9
+
+
+def test_same_log_gives_same_outputs() -> None:
+    """I7: what a restart, a second leader or a simulation would do."""
+    world = undisturbed(seal_every=4)
+    again = Core()
+    for sequence, ((time_s, event), expected) in enumerate(
+        zip(world.log, world.outputs, strict=True), start=1
+    ):
+        assert again.step(sequence, time_s, event) == expected
+    assert again.snapshot() == world.core.snapshot()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_restart_from_snapshot_gives_same_outputs(share: float) -> None:
+    world = undisturbed(seal_every=4)
+    cut = int(len(world.log) * share)
+    first = Core()
+    for sequence, (time_s, event) in enumerate(world.log[:cut], start=1):
+        first.step(sequence, time_s, event)
+    second = Core.restore(first.snapshot())
+    for sequence, (time_s, event) in enumerate(world.log[cut:], start=cut + 1):
+        assert second.step(sequence, time_s, event) == world.outputs[sequence - 1]
+
+
+def test_snapshot_of_another_core_version_is_refused() -> None:
+    payload = msgspec.msgpack.decode(Core().snapshot())
+    payload["core_version"] += 1
+    with pytest.raises(ResourceError, match="core version"):
+        Core.restore(msgspec.msgpack.encode(payload))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    kills=st.lists(
+        st.tuples(
+            st.floats(0.0, 12.0),
+            st.sampled_from(["a", "b"]),
+            st.sampled_from(["policy", "sampler", "reference"]),
+            st.booleans(),
+        ),
+        max_size=6,
+    ),
+    seal_every=st.sampled_from([0, 2, 4]),
+)
+def test_states_after_kills_equal_states_without(
+    seed: int, kills: list[tuple[float, str, str, bool]], seal_every: int
+) -> None:
+    """I2: whatever dies, every mutation is in the state once, in order."""
+    expected = undisturbed()
+    config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
+    world = two_jobs(World(config=config, seed=seed))
+    start_s = world.now_s
+    for at_s, job, name, after_done in sorted(kills):
+        world.run(until_s=start_s + at_s)
+        world.now_s = max(world.now_s, start_s + at_s)
+        world.kill(deployment(job, name), after_done=after_done)
+    world.run()
+    assert world.done == expected.done
+    assert world.states() == expected.states()
+    assert all(d.state is WpgState.READY for d in world.core.state.deployments.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_arrival_order_does_not_matter(seed: int) -> None:
+    """I1: replicas of a router overtake one another."""
+    expected = undisturbed()
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    scratch = World()
+    for job in ("a", "b"):
+        train(scratch, job)
+    events = list(scratch.payloads.values())
+    random.Random(seed).shuffle(events)
+    world.payloads.update(scratch.payloads)
+    for event in events:
+        world.later(world.random.uniform(0, 3.0), event)
+        if world.random.random() < 0.3:  # delivered twice
+            world.later(world.random.uniform(0, 3.0), event)
+    world.run()
+    assert world.done == expected.done
+    assert world.states() == expected.states()
+
+
+def test_node_that_comes_back_rebuilds_what_it_held() -> None:
+    world = two_jobs(World(config=msgspec.structs.replace(CONFIG, seal_every=3)))
+    world.run(until_s=world.now_s + 2.0)
+    world.ranks = {k: r for k, r in world.ranks.items() if k.deployment != "policy"}
+    world.feed(node_up("t0", "train", revision=2))
+    world.run()
+    assert world.states() == undisturbed().states()
+
+
+def test_refused_operation_fails_and_leaves_no_gap() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    bad = ErrorInfo(Code.INVALID_ARGUMENT, "empty batch", field="args.batch")
+    world.queue("a", "policy", 2, "forward_backward", error=bad)
+    world.queue("a", "policy", 3, "optim_step")
+    world.queue("a", "policy", 1, "forward_backward")
+    world.run()
+    assert world.done == {
+        "t.a.policy.1": Outcome.COMPLETED,
+        "t.a.policy.2": Outcome.FAILED,
+        "t.a.policy.3": Outcome.COMPLETED,
+    }
+
+
+def test_gap_holds_back_what_comes_after_it() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    world.queue("a", "policy", 2, "optim_step")
+    world.run()
+    assert world.done == {}
+    world.queue("a", "policy", 1, "forward_backward")
+    world.run()
+    assert [op for _, _, op in world.runs] == ["t.a.policy.1", "t.a.policy.2"]
+
+
+def test_operation_after_a_failed_one_fails_too() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    bad = ErrorInfo(Code.INVALID_ARGUMENT, "no")
+    world.queue("a", "sampler", 1, "generate", after=(("policy", 1),))
+    world.queue("a", "policy", 1, "publish_weights", error=bad)
+    world.run()
+    assert world.done["t.a.sampler.1"] is Outcome.FAILED
+
+
+def test_unordered_reading_operation_runs_beside_a_gap() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    world.queue("a", "sampler", 2, "generate")
+    world.queue("a", "sampler", "rabc", "generate")
+    world.run()
+    assert world.done == {"t.a.sampler.rabc": Outcome.COMPLETED}
+
+
+def test_operation_of_unknown_deployment_fails() -> None:
+    world = World()
+    world.queue("nobody", "policy", 1, "optim_step")
+    world.run()
+    assert world.done == {"t.nobody.policy.1": Outcome.FAILED}
+
+
+def switches(world: World) -> int:
+    return sum(isinstance(c, OpenActivation) for c in world.commands)
+
+
+def test_idle_grace_holds_the_device_for_its_job() -> None:
+    """Reward computation between generate and forward must not cost a switch."""
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    world.queue("a", "sampler", 1, "generate")
+    world.run(until_s=world.now_s + 0.001)
+    world.queue("b", "sampler", 1, "generate")
+    end_s = world.runs[0][1]
+    world.run(until_s=end_s + 0.02)
+    world.queue("a", "reference", 1, "forward")  # 20 ms later: within the grace
+    world.run()
+    order = [op.split(".", 1)[1] for _, _, op in world.runs]
+    assert order == ["a.sampler.1", "a.reference.1", "b.sampler.1"]
+    gap_s = world.runs[2][0] - world.runs[1][1]
+    assert gap_s == pytest.approx(CONFIG.idle_grace_s, abs=1e-6)
+
+
+def test_hold_ends_when_the_job_waits_for_another_pool() -> None:
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    world.queue("a", "sampler", 1, "generate")
+    world.queue("a", "sampler", 2, "generate", after=(("policy", 1),))
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert world.runs[1][0] == pytest.approx(world.runs[0][1])
+
+
+def test_hold_ends_when_the_profiler_expects_nothing_soon() -> None:
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    estimate = KindEstimate("policy", "publish_weights", 0.01, next_gap_s=0.4, count=9)
+    world.feed(PhaseTrace(JobKey("t", "a"), 1.0, [], [estimate]))
+    world.queue("a", "policy", 1, "publish_weights")
+    world.queue("b", "policy", 1, "optim_step")
+    world.run()
+    assert world.runs[1][0] == pytest.approx(world.runs[0][1])
+
+
+def test_endless_job_does_not_starve_another() -> None:
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    for seq in range(1, 101):
+        world.queue("a", "policy", seq, "forward_backward")
+    world.run(until_s=world.now_s + 0.01)
+    queued_s = world.now_s
+    world.queue("b", "policy", 1, "forward_backward")
+    world.run()
+    start_s = next(start for start, _, op in world.runs if op == "t.b.policy.1")
+    assert start_s - queued_s < CONFIG.quantum_s + 2 * 1.5 * world.duration_s
+
+
+def test_seal_lets_the_stream_be_deleted() -> None:
+    world = undisturbed(seal_every=4)
+    left = {name for name in world.payloads if ".policy." in name}
+    assert len(left) < 2 * STEPS * 4 / 2, "mutations under the floor are still in the stream"
+
+
+def test_last_state_is_rebuilt_from_the_newest_seal() -> None:
+    world = undisturbed(seal_every=4)
+    key = deployment("a", "policy")
+    world.kill(key)
+    starts = [c for c in world.commands if isinstance(c, StartWpg) and c.deployment == key]
+    assert starts[-1].seal_seq == max(world.seals[key])
+
+
+def test_job_name_cannot_be_used_twice() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    world.submit("a")
+    world.run()
+    answers = [o for outputs in world.outputs for o in outputs if isinstance(o, Answer)]
+    assert answers[-1].error is not None
+    assert answers[-1].error.code is Code.ALREADY_EXISTS
+
+
+def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, placement="isolated"))
+    world.submit("a")
+    world.submit("b")
+    world.run()
+    jobs = world.core.state.jobs
+    assert jobs["t.a"].state is JobState.ACTIVE
+    assert jobs["t.b"].state is JobState.SUBMITTED
+    world.queue("a", "policy", 2, "optim_step")  # never to run: 1 is missing
+    world.run()
+    world.feed(JobFinished(JobKey("t", "a"), "x"))
+    world.run()
+    assert jobs["t.a"].state is JobState.DONE
+    assert jobs["t.b"].state is JobState.ACTIVE
+    assert world.done["t.a.policy.2"] is Outcome.FAILED
+
+
+def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
+    world.submit("a")
+    world.run()
+    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("a", "policy", 2, "optim_step")
+    key = deployment("a", "policy")
+    for _ in range(3):
+        while not any(
+            d.running for n in world.core.state.nodes.values() for d in n.devices
+        ):
+            world.run(until_s=world.now_s + 0.01)
+            world.now_s += 0.01
+        world.kill(key)
+    world.run()
+    assert world.done == {"t.a.policy.1": Outcome.FAILED, "t.a.policy.2": Outcome.COMPLETED}
