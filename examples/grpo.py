@@ -1,27 +1,27 @@
 """GRPO on a small language model: an ordinary program that holds no model.
 
-    python examples/grpo.py --task chain_sum --steps 100
+    python examples/grpo.py --task chain_sum
 
 Three deployments: `policy` learns on the train pool; `sampler` and `reference` run on the rollout
-pool. Calls return at once, so a step's operations are all on their way before the first has run;
-`await` is for what the program itself needs. Every random choice comes from seeds given here.
+pool. Calls return at once, so that a step's operations are all on their way before the first has
+run; `await` is for what the program itself needs to know. Every random choice comes from the seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import chain, islice
 
-from tasks import ALPHABET, STOP, Problem, Task, decode, encode
+from settings import MODEL, SETTINGS, Settings
+from tasks import STOP, Problem, Task, decode, encode
 
 from phaseloom.client import (
     AdamParams,
@@ -32,145 +32,183 @@ from phaseloom.client import (
     ModelSpec,
     Prompt,
     SamplingParams,
+    Sequence,
     connect,
     float32s,
     int32s,
 )
 
-
-@dataclass(frozen=True)
-class Settings:
-    steps: int = 100
-    prompts: int = 16
-    """Problems a step; each is answered `group` times."""
-    group: int = 16
-    micro_batches: int = 4
-    max_tokens: int = 8
-    seed: int = 0
-    warmup_steps: int = 200
-    warmup_batch: int = 64
-    warmup_rate: float = 1e-3
-    learning_rate: float = 1e-4
-    kl: float = 0.01
-    grad_clip: float = 1.0
-    loss: Loss = Loss.IMPORTANCE_SAMPLING
-    eval_prompts: int = 256
-    eval_seed: int = 10_000_019
-    """Far from the training items: item i of a dataset draws from its seed + i."""
-    model: dict[str, Any] = field(
-        default_factory=lambda: {
-            "model_type": "qwen3",
-            "vocab_size": len(ALPHABET),
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": STOP,
-        }
-    )
-
-
-SETTINGS = {
-    "chain_sum": Settings(prompts=16, max_tokens=4, warmup_steps=200),
-    "letter_counting": Settings(prompts=8, max_tokens=20, warmup_steps=50),
-}
+Report = Callable[..., None]
+Barrier = Callable[[str], Awaitable[None]]
 
 
 def deployments(settings: Settings) -> list[DeploymentSpec]:
-    model = ModelSpec(settings.model, init_seed=settings.seed)
+    model = ModelSpec(MODEL, init_seed=settings.seed)
     return [
-        DeploymentSpec("policy", "train", "fsdp", model, trainable=True, seed=settings.seed),
-        DeploymentSpec("sampler", "rollout", "sampler", model, seed=settings.seed + 1),
-        DeploymentSpec("reference", "rollout", "sampler", model, seed=settings.seed + 2),
+        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
+        DeploymentSpec("sampler", "rollout", "sampler", model),
+        DeploymentSpec("reference", "rollout", "sampler", model),
     ]
 
 
-async def train(
-    job: Job,
-    task: str,
-    settings: Settings,
-    report: Callable[..., None],
-    barrier: Callable[[str], Awaitable[None]],
-) -> None:
-    """Warm up, train, evaluate before and after; what happens is reported event by event."""
+async def train(job: Job, name: str, settings: Settings, report: Report, barrier: Barrier) -> None:
+    """Warm up, evaluate, train, evaluate again; each event is reported as it happens."""
     policy, sampler, reference = map(job.deployment, ("policy", "sampler", "reference"))
-    data = Task(task, seed=settings.seed, size=1_000_000)
-    problems = itertools.cycle(data.problems())
-    held_out = list(held_out_problems(task, settings))
+    task = Task(name, settings.seed)
+    problems = task.problems()
+    held_out = list(islice(Task(name, settings.eval_seed).problems(), settings.eval_prompts))
     rng = random.Random(settings.seed)
     sampling = SamplingParams(settings.max_tokens, stop_token_ids=[STOP])
 
-    def prompts(of: list[Problem]) -> list[Prompt]:
-        return [Prompt(encode(problem.prompt), seed=rng.getrandbits(31)) for problem in of]
+    async def evaluate(when: str) -> float:
+        asked = prompts(held_out, random.Random(settings.eval_seed))
+        sequences = (await sampler.generate(asked, sampling)).sequences
+        scores = [task.reward(p, answer(s)) for p, (s,) in zip(held_out, sequences, strict=True)]
+        reward = statistics.fmean(scores)
+        report("eval", name=when, reward=reward)
+        return reward
 
-    async def evaluate() -> float:
-        result = await sampler.generate(prompts(held_out), sampling)
-        answers = [answer(samples[0].tokens) for samples in result.sequences]
-        return statistics.fmean(map(data.reward, held_out, answers))
-
-    # Warm-up: teach the form of an answer, so that some rewards are not zero.
+    # Warm-up: teach the form of an answer, so that not every reward is zero.
     adam = AdamParams(settings.warmup_rate, grad_clip_norm=settings.grad_clip)
+    steps = []
     for _ in range(settings.warmup_steps):
-        batch = [worked(next(problems)) for _ in range(settings.warmup_batch)]
-        policy.forward_backward(batch, Loss.CROSS_ENTROPY)
-        warmed_up = policy.optim_step(adam)
-        await warmed_up
+        batch = worked(list(islice(problems, settings.warmup_batch)))
+        steps += [policy.forward_backward(batch, Loss.CROSS_ENTROPY), policy.optim_step(adam)]
+    for step in steps:
+        await step
+    report("warmup", steps=settings.warmup_steps)
     published = policy.publish_weights()
     reference.sync_weights(published)
     sampler.sync_weights(published)
-    report("warmup", steps=settings.warmup_steps)
-    reward_start = await evaluate()
-    report("eval", name="start", reward=reward_start)
+    reward_start = await evaluate("start")
     await barrier("start")
 
-    adam = replace_rate(adam, settings.learning_rate)
-    start_s = time.time()
-    asked = list(itertools.islice(problems, settings.prompts))
-    generated = sampler.generate(prompts(asked), sampling, settings.group)
-    for step in range(1, settings.steps + 1):
-        groups = (await generated).sequences
-        batch = [
-            datum(problem, int32s(sample.tokens), float32s(sample.logprobs))
-            for problem, samples in zip(asked, groups, strict=True)
-            for sample in samples
-        ]
-        referred = reference.forward(batch)
-        rewards = [
-            [data.reward(problem, answer(sample.tokens)) for sample in samples]
-            for problem, samples in zip(asked, groups, strict=True)
-        ]
-        logprobs = [float32s(values) for values in (await referred).logprobs]
-        batch = with_advantages(batch, rewards, logprobs, settings.kl)
+    # GRPO. The first rollout; every later one is submitted behind the update before it.
+    adam = AdamParams(settings.learning_rate, grad_clip_norm=settings.grad_clip)
+    start_t = time.time()
+    asked = list(islice(problems, settings.prompts))
+    rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
+    for number in range(1, settings.steps + 1):
+        groups = (await rollout).sequences
+        answers = [(asked[i], sample) for i, group in enumerate(groups) for sample in group]
+        referred = reference.forward([scored(p, s) for p, s in answers])
+        rewards = [[task.reward(asked[i], answer(s)) for s in g] for i, g in enumerate(groups)]
+        drifted_from = [float32s(values) for values in (await referred).logprobs]
+        batch = with_advantages(answers, rewards, drifted_from, settings.kl)
 
-        # The whole update at once, and the next rollout behind it.
+        # The whole update at once, then the next rollout, which waits for the new weights.
         size = -(-len(batch) // settings.micro_batches)
-        for first in range(0, len(batch), size):
+        gradients = [
             policy.forward_backward(batch[first : first + size], settings.loss)
-        policy.optim_step(adam)
+            for first in range(0, len(batch), size)
+        ]
+        stepped = policy.optim_step(adam)
         published = policy.publish_weights()
-        synced = sampler.sync_weights(published)
-        if step < settings.steps:
-            asked = list(itertools.islice(problems, settings.prompts))
-            generated = sampler.generate(prompts(asked), sampling, settings.group)
-        report("step", step=step, reward=statistics.fmean(itertools.chain(*rewards)))
-    await published
-    end_s = time.time()
+        if number < settings.steps:
+            sampler.sync_weights(published)
+            asked = list(islice(problems, settings.prompts))
+            rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
+        for operation in (*gradients, stepped, published):
+            await operation
+        report("step", step=number, reward=statistics.fmean(chain.from_iterable(rewards)))
+    end_t = time.time()
     await barrier("end")
 
-    await synced
-    reward_end = await evaluate()
-    report("eval", name="end", reward=reward_end)
+    sampler.sync_weights(published)
+    reward_end = await evaluate("end")
     saved = await policy.save_state("final")
     report(
         "done",
         weights_sha256=saved.weights_sha256,
         reward_start=reward_start,
         reward_end=reward_end,
-        grpo_start_t=start_s,
-        grpo_end_t=end_s,
+        grpo_start_t=start_t,
+        grpo_end_t=end_t,
     )
+
+
+def prompts(problems: list[Problem], rng: random.Random) -> list[Prompt]:
+    return [Prompt(encode(problem.prompt), seed=rng.getrandbits(31)) for problem in problems]
+
+
+def answer(sample: Sequence) -> str:
+    return decode(int32s(sample.tokens))
+
+
+def worked(problems: list[Problem]) -> list[Datum]:
+    """Worked answers; the mean over their tokens is what is minimised."""
+    total = sum(len(problem.worked_answer) + 1 for problem in problems)
+    batch = []
+    for problem in problems:
+        tokens = [*encode(problem.prompt + problem.worked_answer), STOP]
+        skip = len(problem.prompt) - 1
+        weights = [0.0] * skip + [1.0 / total] * (len(tokens) - 1 - skip)
+        batch.append(Datum(tokens[:-1], tokens[1:], weights=weights))
+    return batch
+
+
+def with_advantages(
+    answers: list[tuple[Problem, Sequence]],
+    rewards: list[list[float]],
+    reference: list[list[float]],
+    kl: float,
+) -> list[Datum]:
+    """Each reward against its group's, less the drift from the reference; mean over all tokens."""
+    advantages = chain.from_iterable(map(normalised, rewards))
+    total = sum(len(int32s(sample.tokens)) for _, sample in answers)
+    batch = []
+    for (problem, sample), advantage, ref in zip(answers, advantages, reference, strict=True):
+        skip = len(problem.prompt) - 1
+        own = float32s(sample.logprobs)
+        gains = [(advantage - kl * (p - q)) / total for p, q in zip(own, ref[skip:], strict=True)]
+        batch.append(scored(problem, sample, [0.0] * skip + gains))
+    return batch
+
+
+def normalised(rewards: list[float]) -> list[float]:
+    mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+    return [(reward - mean) / (spread + 1e-6) for reward in rewards]
+
+
+def scored(problem: Problem, sample: Sequence, advantages: list[float] | None = None) -> Datum:
+    """Position i predicts token i + 1; what belongs to the prompt counts nothing."""
+    tokens = encode(problem.prompt) + int32s(sample.tokens)
+    logprobs = [0.0] * (len(problem.prompt) - 1) + float32s(sample.logprobs)
+    return Datum(tokens[:-1], tokens[1:], logprobs=logprobs, advantages=advantages)
+
+
+def report_line(event: str, **values: object) -> None:
+    print(json.dumps({"event": event, "t": time.time(), **values}), flush=True)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--task", choices=SETTINGS, default="chain_sum")
+    parser.add_argument("--job", help="the job's name; default: the task's")
+    parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
+    for name in ("steps", "prompts", "micro-batches", "seed"):
+        parser.add_argument(f"--{name}", type=int)
+    options = parser.parse_args()
+    given = {name: getattr(options, name) for name in ("steps", "prompts", "micro_batches", "seed")}
+    settings = replace(
+        SETTINGS[options.task], **{name: v for name, v in given.items() if v is not None}
+    )
+
+    async def barrier(name: str) -> None:
+        report_line("barrier", name=name)
+        if options.wait and not await asyncio.to_thread(sys.stdin.readline):
+            raise EOFError("stdin ended before the barrier was lifted")
+
+    async with connect() as mesh:
+        job = await mesh.submit_job(options.job or options.task, deployments(settings))
+        report_line("ready", job=job.name, task=options.task, steps=settings.steps)
+        failed = True
+        try:
+            await train(job, options.task, settings, report_line, barrier)
+            failed = False
+        finally:
+            await job.finish(failed=failed)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

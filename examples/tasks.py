@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PROMPT_CHARS = 17
+_SIZE = 10_000_000
+"""Items are made when they are asked for: more than any run needs."""
 ALPHABET = "\n=+- .:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 STOP = ALPHABET.index("\n")
 
@@ -32,9 +34,9 @@ class Problem:
 
 
 class Task:
-    """A reasoning-gym dataset, `size` items from `seed` on, those with a short prompt."""
+    """A reasoning-gym dataset: item i is drawn from `seed` + i."""
 
-    def __init__(self, name: str, seed: int, size: int) -> None:
+    def __init__(self, name: str, seed: int) -> None:
         import_reasoning_gym()
         import reasoning_gym
 
@@ -43,7 +45,7 @@ class Task:
             "letter_counting": {"min_words": 1, "max_words": 2},
         }[name]
         self.name = name
-        self._dataset = reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
+        self._dataset = reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **options)
 
     def problems(self) -> Iterator[Problem]:
         """In the dataset's order; without the items that are too long or not in the alphabet."""
@@ -59,7 +61,7 @@ class Task:
 
 
 def _chain_sum(item: dict[str, Any]) -> Problem:
-    return Problem(item["metadata"]["expression"].replace(" ", "") + "=", item["answer"], item)
+    return Problem(f"{item['metadata']['expression']}=", item["answer"], item)
 
 
 def _letter_counting(item: dict[str, Any]) -> Problem:

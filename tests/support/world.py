@@ -121,11 +121,7 @@ class World:
     def _is_stillborn(self, event: Event) -> bool:
         """What a process that has died meanwhile would have said."""
         if isinstance(event, OperationFinished | WpgStarted):
-            key = (
-                event.deployment
-                if isinstance(event, WpgStarted)
-                else event.key.deployment_key
-            )
+            key = event.deployment if isinstance(event, WpgStarted) else event.key.deployment_key
             ranks = self.ranks.get(key)
             return ranks is None or ranks.incarnation != event.incarnation
         return False
@@ -164,9 +160,7 @@ class World:
                 state = self.seals.get(command.deployment, {}).get(command.seal_seq, ())
                 if command.seal_seq:
                     assert state, "started from a seal that was never taken"
-                self.ranks[command.deployment] = Ranks(
-                    command.incarnation, state, command.seal_seq
-                )
+                self.ranks[command.deployment] = Ranks(command.incarnation, state, command.seal_seq)
                 started = WpgStarted(
                     command.deployment,
                     command.incarnation,
@@ -266,7 +260,9 @@ class World:
         specs = [spec("sampler", "rollout"), spec("reference", "rollout")]
         if policy:
             specs.append(spec("policy", "train", trainable=True))
-        self.later(0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}"))
+        self.later(
+            0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}")
+        )
 
     def queue(
         self,

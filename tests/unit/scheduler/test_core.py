@@ -66,8 +66,12 @@ def test_two_jobs_complete_every_operation_in_order() -> None:
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert len(world.done) == 2 * STEPS * 7
     for job in ("a", "b"):
-        policy = [seq for _, _, op in world.runs if op.startswith(f"t.{job}.policy.")
-                  for seq in [int(op.rsplit(".", 1)[1])]]
+        policy = [
+            seq
+            for _, _, op in world.runs
+            if op.startswith(f"t.{job}.policy.")
+            for seq in [int(op.rsplit(".", 1)[1])]
+        ]
         assert policy == list(range(1, STEPS * 4 + 1))
 
 
@@ -343,9 +347,7 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world.queue("a", "policy", 2, "optim_step")
     key = deployment("a", "policy")
     for _ in range(3):
-        while not any(
-            d.running for n in world.core.state.nodes.values() for d in n.devices
-        ):
+        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)

@@ -59,13 +59,16 @@ def find_example() -> Path:
 class Controllers:
     """The controllers of one run; they pass each barrier together.
 
-    Args: environment: how they reach the mesh, beside the inherited variables.
+    Args: script: the program, `find_example()`'s.
+          environment: how they reach the mesh, beside the inherited variables.
           heard: called with (job, line) for everything they say.
     """
 
     def __init__(
         self,
+        script: Path,
         specs: Sequence[ControllerSpec],
+        *,
         environment: dict[str, str],
         logs: Path,
         heard: Callable[[str, Said], None],
@@ -74,7 +77,7 @@ class Controllers:
         self._environment = {**config.inherited(), **environment}
         self._logs = logs
         self._heard = heard
-        self._example = find_example()
+        self._script = script
         self._barriers = {name: asyncio.Barrier(len(specs)) for name in BARRIERS}
 
     async def run(self) -> list[JobResult]:
@@ -111,7 +114,7 @@ class Controllers:
         return result_of(spec.job, said)
 
     def _command(self, spec: ControllerSpec) -> list[str]:
-        command = [sys.executable, "-u", str(self._example), "--task", spec.task]
+        command = [sys.executable, "-u", str(self._script), "--task", spec.task]
         command += ["--job", spec.job, "--seed", str(spec.seed), "--wait"]
         return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
 

@@ -2,14 +2,12 @@
 
 Every run has a mesh of its own, same config: the shared one in `runs/<id>/`, each job alone in
 `runs/<id>/alone-<job>/`. What they leave: `events.jsonl`, `spans/`, `logs/` each, and for the whole
-`summary.json`, `timeline.json`, `timeline.png`, `rewards.png`. `runs/latest` points to the newest.
+`summary.json`, `timeline.json`, `timeline.png`, `rewards.png`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +22,7 @@ from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_events
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
 from phaseloom.cli.timeline import read_spans, write_timeline
 from phaseloom.common.bus import Bus
 from phaseloom.common.errors import CallerError, Code, PhaseloomError
@@ -60,25 +58,29 @@ async def demo(
 
     Args:   baseline: also run each job alone first, and compare.
             steps: GRPO steps of each job; None: the example's default.
-            run_dir: where to leave the results; None: `runs/<time>`.
+            run_dir: where to leave the results; None: `runs/<time>`, which becomes `runs/latest`.
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
     Raises: CallerError: the example or its packages are not there; says what to do.
     """
     console = console or Console(highlight=False)
     check_prerequisites()
-    run_dir = (run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
+    failures: list[PhaseloomError] = []
     try:
         alone = await _run_alone(specs, run_dir, console) if baseline else []
         shared = await _run(specs, run_dir, console, "Both jobs, sharing the devices")
     except* PhaseloomError as failed:
-        for error in _leaves(failed):
+        failures = _leaves(failed)
+    if failures:
+        for error in failures:
             console.print(f"[bold red]FAILED[/] {error}", soft_wrap=True)
         return 1
     summary = await asyncio.to_thread(_write_results, run_dir, seed, shared, alone)
-    point_latest(run_dir)
     console.print(verdict.tables(summary))
+    for line in verdict.hashes(summary):
+        console.print(line, soft_wrap=True)
     problems = verdict.problems(summary, judges_rewards=steps is None)
     for line in [*verdict.notes(summary), f"results: {run_dir}"]:
         console.print(line, soft_wrap=True)
@@ -101,15 +103,6 @@ def check_prerequisites() -> None:
             code=Code.FAILED_PRECONDITION,
             remedy="pip install 'phaseloom[worker,demo]', or use `make demo`",
         )
-
-
-def point_latest(run_dir: Path) -> None:
-    """Make `latest` beside a run's directory point to it, in one step."""
-    link = run_dir.parent / "latest"
-    partial = run_dir.parent / f".latest.{os.getpid()}"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(run_dir.name)
-    partial.replace(link)
 
 
 async def _run_alone(
@@ -142,7 +135,9 @@ async def _run(
                 "PHASELOOM_PASSWORD": mesh.credentials.tenants[TENANT],
                 "PHASELOOM_TELEMETRY_SPANS_DIR": str(run_dir / "spans"),
             }
-            controllers = Controllers(specs, environment, logs, progress.heard)
+            controllers = Controllers(
+                find_example(), specs, environment=environment, logs=logs, heard=progress.heard
+            )
             bus = await Bus.open(mesh.credentials.bus, "recorder")
             try:
                 results = await _recorded(controllers, bus, events, progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,17 @@ from phaseloom.cli.report import (
     JobResult,
     RunLog,
     Summary,
-    Switch,
     grpo_executions,
     window_of,
 )
-from phaseloom.common.intervals import Interval
+from phaseloom.common.intervals import Interval, intersect, merge, total
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Colour = tuple[float, float, float]
+"""RGB, 0 to 1."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 SWITCH_COLOUR = "#222222"
@@ -33,6 +36,8 @@ DOTS_PER_INCH = 150
 TURNS_SHOWN = 3.0
 """Steps of each job in the picture's window."""
 SMOOTHING_STEPS = 10
+LABEL_SHARE = 0.0075
+"""Of the picture's width that a label's character needs."""
 SHORT = {
     "generate": "generate",
     "forward": "ref",
@@ -133,13 +138,20 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
 def _draw_panel(ax: Axes, panel: Panel, window: Interval, colours: dict[str, str]) -> None:
     length_s = window[1] - window[0]
     for row, node in enumerate(panel.log.devices):
-        ax.barh(row, length_s, color=IDLE_COLOUR, height=0.8, zorder=0)
-        for execution in panel.log.executions:
-            if execution.node == node and _overlaps(execution.interval, window):
-                _draw_execution(ax, row, execution, window, colours)
+        _bar(ax, row, window, window, IDLE_COLOUR)
+        here = sorted(
+            (e for e in panel.log.executions if e.node == node and _overlaps(e.interval, window)),
+            key=lambda e: e.start_s,
+        )
+        for execution in here:
+            _bar(ax, row, execution.interval, window, colour_of(execution, colours))
         for switch in panel.log.switches:
             if switch.node == node and _overlaps(switch.interval, window):
-                _draw_switch(ax, row, switch, window)
+                _bar(ax, row, switch.interval, window, SWITCH_COLOUR)
+        _draw_labels(ax, row, here, window, colours)
+        busy_s = total(intersect(merge(e.interval for e in here), [window]))
+        share = f"{100 * busy_s / length_s:.0f} % busy"
+        ax.text(1.005 * length_s, row, share, ha="left", va="center", fontsize=9)
     ax.set_yticks(range(len(panel.log.devices)), panel.log.devices)
     ax.set_ylim(len(panel.log.devices) - 0.5, -0.5)
     ax.set_xlim(0, length_s)
@@ -152,45 +164,50 @@ def _overlaps(interval: Interval, window: Interval) -> bool:
     return interval[0] < window[1] and interval[1] > window[0]
 
 
-def _draw_execution(
-    ax: Axes, row: int, execution: Execution, window: Interval, colours: dict[str, str]
-) -> None:
-    start_s = max(execution.start_s, window[0]) - window[0]
-    end_s = min(execution.end_s, window[1]) - window[0]
-    colour = lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
+def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
+    """The job's colour, lighter for a phase's smaller operations."""
+    return lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
+
+
+def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
+    """Later bars lie over earlier ones."""
+    start_s, end_s = max(interval[0], window[0]), min(interval[1], window[1])
     ax.barh(
         row,
         end_s - start_s,
-        left=start_s,
+        left=start_s - window[0],
         height=0.8,
         color=colour,
         edgecolor="white",
-        linewidth=0.5,
-        zorder=2,
+        linewidth=0.4,
     )
-    share = (end_s - start_s) / (window[1] - window[0])
-    label = SHORT.get(execution.kind, execution.kind)
-    if share > 0.0085 * len(label):
+
+
+def _draw_labels(
+    ax: Axes, row: int, here: Sequence[Execution], window: Interval, colours: dict[str, str]
+) -> None:
+    """Once for each run of one kind of one job, where there is room."""
+    for (_, kind), group in groupby(here, key=lambda e: (e.key.job, e.kind)):
+        run = list(group)
+        start_s, end_s = max(run[0].start_s, window[0]), min(run[-1].end_s, window[1])
+        label = SHORT.get(kind, kind)
+        if (end_s - start_s) / (window[1] - window[0]) < LABEL_SHARE * len(label):
+            continue
         ax.text(
-            (start_s + end_s) / 2,
+            (start_s + end_s) / 2 - window[0],
             row,
             label,
             ha="center",
             va="center",
-            fontsize=7.5,
-            color="white" if LIGHTNESS.get(execution.kind, 0.0) < 0.3 else "black",
-            zorder=4,
+            fontsize=8,
+            color="black" if LIGHTNESS.get(kind, 0.0) else "white",
+            # Its own ground, so that the lines between operations do not cross the letters.
+            bbox={"facecolor": colour_of(run[0], colours), "edgecolor": "none", "pad": 1.0},
         )
 
 
-def _draw_switch(ax: Axes, row: int, switch: Switch, window: Interval) -> None:
-    start_s = max(switch.interval[0], window[0]) - window[0]
-    end_s = min(switch.interval[1], window[1]) - window[0]
-    ax.barh(row, end_s - start_s, left=start_s, height=0.8, color=SWITCH_COLOUR, zorder=3)
-
-
-def lightened(colour: str, share: float) -> tuple[float, float, float]:
-    """RGB, 0 to 1, moved towards white by `share`."""
+def lightened(colour: str, share: float) -> Colour:
+    """A colour moved towards white by `share`."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
 

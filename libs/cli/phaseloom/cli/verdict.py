@@ -5,11 +5,26 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from phaseloom.cli.report import JobSummary, Summary
+from phaseloom.cli.report import Summary
 
 
 def tables(summary: Summary) -> Group:
     return Group("", _jobs(summary), "", _devices(summary))
+
+
+def hashes(summary: Summary) -> list[str]:
+    """SHA-256 of each job's final weights, shared and, where it was run, alone."""
+    lines = ["", "SHA-256 of the final weights"]
+    before = summary.baseline.jobs if summary.baseline else []
+    alone = {job.name: job.weights_sha256 for job in before}
+    for job in summary.jobs:
+        if job.name in alone:
+            same = "identical" if alone[job.name] == job.weights_sha256 else "DIFFERENT"
+            lines.append(f"  {alone[job.name]}  {job.name}, alone")
+            lines.append(f"  {job.weights_sha256}  {job.name}, shared: {same}")
+        else:
+            lines.append(f"  {job.weights_sha256}  {job.name}")
+    return [*lines, ""]
 
 
 def notes(summary: Summary) -> list[str]:
@@ -64,7 +79,6 @@ def _jobs(summary: Summary) -> Table:
     table = Table(title="Jobs", title_justify="left")
     for column in ("job", "steps", "reward, held out", "GRPO alone", "shared", "slowdown"):
         table.add_column(column, justify="left" if column == "job" else "right")
-    table.add_column("SHA-256 of the final weights", overflow="fold")
     alone = {job.name: job for job in summary.baseline.jobs} if summary.baseline else {}
     for job in summary.jobs:
         before = alone.get(job.name)
@@ -75,16 +89,8 @@ def _jobs(summary: Summary) -> Table:
             f"{before.grpo_seconds:.1f} s" if before else "–",
             f"{job.grpo_seconds:.1f} s",
             f"{job.slowdown:.2f} ×" if job.slowdown else "–",
-            _hashes(job, before.weights_sha256 if before else None),
         )
     return table
-
-
-def _hashes(job: JobSummary, alone: str | None) -> str:
-    if alone is None:
-        return job.weights_sha256
-    same = "identical" if alone == job.weights_sha256 else "DIFFERENT"
-    return f"alone  {alone}\nshared {job.weights_sha256} ({same})"
 
 
 def _devices(summary: Summary) -> Table:

@@ -34,6 +34,7 @@ from phaseloom.common.messages import (
     PublishWeightsResult,
     SamplingParams,
     SaveStateResult,
+    Sequence,
 )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "ResourceError",
     "SamplingParams",
     "SaveStateResult",
+    "Sequence",
     "connect",
     "float32s",
     "int32s",

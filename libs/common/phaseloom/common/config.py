@@ -71,6 +71,11 @@ def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return dict(os.environ if environ is None else environ)
 
 
+def forget(variable: str) -> None:
+    """Take a variable out of the environment, where child processes must not inherit it."""
+    os.environ.pop(variable, None)
+
+
 def _named_file(environ: Mapping[str, str]) -> Path | None:
     name = environ.get(FILE_VARIABLE)
     return Path(name) if name else None

@@ -29,6 +29,7 @@ from phaseloom.common.errors import CallerError, InternalError, PhaseloomError
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -100,6 +101,7 @@ def _run(service: str, serve: Serve) -> int:
         process = config.load(ProcessConfig, "")
         if process.die_with_parent:
             diewithparent.arm(process.die_with_parent)
+            config.forget(DIE_WITH_PARENT)  # our own children have another parent
         log_to_stderr(service, process.log_level)
         flush_telemetry = telemetry.setup(service)
     except PhaseloomError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from phaseloom.statemgr.sealing import Sealer
 from phaseloom.statemgr.shell import StateManager
 from phaseloom.statemgr.transfer import VersionServer
 from phaseloom.statemgr.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
@@ -70,6 +73,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
                 tasks.create_task(framing.serve(local, StateMessage, manager.session, max_fds=0)),
                 tasks.create_task(server.serve(peers)),
             ]
+            log.info("%s serves at %s and %s", config.node, config.socket, endpoint)
             await stop.wait()
             for task in serving:
                 task.cancel()

@@ -139,9 +139,9 @@ class Leader:
     async def _publish(self, permit: Permit) -> PublishWeightsResult:
         seq = permit.operation.seq
         assert seq is not None
-        slots = self.executor.weight_slots
-        digest = await self.state.create_version(VersionKey(self.settings.deployment, seq), slots)
-        return PublishWeightsResult(seq, digest, sum(slot.num_bytes for slot in slots))
+        version = VersionKey(self.settings.deployment, seq)
+        copy = await self.state.create_version(version, self.executor.weight_slots)
+        return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
     async def _sync(self, permit: Permit, args: SyncWeights) -> SyncWeightsResult:
         own = self.settings.deployment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 from phaseloom.common import config, framing, lifecycle, streams
@@ -33,7 +32,13 @@ async def serve(stop: asyncio.Event) -> None:
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(
-                settings, lease.revision, bus, state, fork_server(), agent_socket, tasks
+                settings,
+                revision=lease.revision,
+                bus=bus,
+                state=state,
+                forks=fork_server(),
+                agent_socket=agent_socket,
+                tasks=tasks,
             )
             running = [
                 tasks.create_task(lease.keep()),
@@ -52,8 +57,6 @@ async def serve(stop: asyncio.Event) -> None:
                 task.cancel()
         await lease.release()
     finally:
-        with suppress(FileNotFoundError):
-            Path(agent_socket).unlink()
         await bus.close()
 
 

@@ -3,9 +3,13 @@
 Never initialise CUDA here: a forked child could not use it.
 """
 
-import torch.distributed.fsdp
-import transformers.models.qwen3.modeling_qwen3
+import importlib
 
-import phaseloom.worker.backends.fsdp
-import phaseloom.worker.backends.sampler
-import phaseloom.worker.rank  # noqa: F401
+for _module in (
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+    "phaseloom.worker.backends.fsdp",
+    "phaseloom.worker.backends.sampler",
+    "phaseloom.worker.rank",
+):
+    importlib.import_module(_module)

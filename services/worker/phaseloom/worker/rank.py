@@ -1,7 +1,7 @@
 """One rank of a WPG: a process that runs one backend on one device.
 
 The event loop speaks with the agent, the state manager and the bus; the backend runs in one thread
-beside it, so that heartbeats, copies' answers and cancellation go on during a long step. A rank that
+beside it, as do the copies of its heap, so that the loop stays free during a long step. A rank that
 loses its agent or its state manager exits at once: nobody could fence it any more.
 """
 
@@ -73,6 +73,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         settings.token,
         applied=lambda: executor.applied,
         on_loaded=backend.weights_changed,
+        executor=device_thread,
     )
     bus_config = config.load(BusConfig, "bus")
     name = f"worker {settings.deployment}"

@@ -59,6 +59,7 @@ class Agent:
     def __init__(
         self,
         settings: WorkerConfig,
+        *,
         revision: int,
         bus: Bus,
         state: AgentStateClient,
@@ -78,7 +79,7 @@ class Agent:
         self._by_token: dict[str, Wpg] = {}
         self._deployment_locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._state_lock = asyncio.Lock()
-        self._in_hand: set[Msg] = set()
+        self._in_hand: dict[int, Msg] = {}
         self._is_stopping = False
 
     async def stop(self) -> None:
@@ -144,16 +145,16 @@ class Agent:
     async def keep_alive(self) -> None:
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S)
-            for message in list(self._in_hand):
+            for message in list(self._in_hand.values()):
                 await message.in_progress()
 
     @contextmanager
     def _holding(self, message: Msg) -> Iterator[None]:
-        self._in_hand.add(message)
+        self._in_hand[id(message)] = message
         try:
             yield
         finally:
-            self._in_hand.discard(message)
+            del self._in_hand[id(message)]
 
     async def _handle(self, message: Msg, command: Command) -> None:
         with self._holding(message):
@@ -244,9 +245,7 @@ class Agent:
                 report = ActivationRefused(key, command.epoch, command.node, error.info)
         await self._bus.append(report, msg_id=f"activation:{key}:{command.epoch}")
 
-    async def _switch_in(
-        self, command: OpenActivation, wpg: Wpg, message: Msg
-    ) -> ActivationOpened:
+    async def _switch_in(self, command: OpenActivation, wpg: Wpg, message: Msg) -> ActivationOpened:
         displaced = [self._wpgs[key] for key in command.displaces if key in self._wpgs]
         key = command.deployment
         started_s = time.time()
@@ -282,9 +281,7 @@ class Agent:
 
     async def _close(self, command: CloseActivation) -> None:
         async with self._deployment_locks[command.deployment], self._state_lock:
-            await self._state.switch_out(
-                command.deployment, command.incarnation, command.epoch
-            )
+            await self._state.switch_out(command.deployment, command.incarnation, command.epoch)
 
     async def _permit(self, command: Permit, message: Msg) -> bool:
         """Run one operation; False: its activation has not been opened yet."""

@@ -1,9 +1,9 @@
 """The worker's side of the state manager: the agent's orders and the ranks' copies.
 
 A rank's heap and its host extent are two mappings of the same size: switches are one memcpy each
-way, in chunks that are hashed while they are in the cache. Extents are mapped once and kept, because
-first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the event
-loop goes on.
+way, in chunks that are hashed while they are in the cache. Extents are mapped once and kept,
+because first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the
+event loop goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 import xxhash
 
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import Peer, close_fds
+from phaseloom.common.framing import Handler, Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import (
     AgentHello,
@@ -152,11 +152,12 @@ class RankStateClient:
         self,
         applied: Callable[[], int],
         on_loaded: Callable[[], None],
-        executor: Executor,
+        executor: Executor | None,
     ) -> None:
         self._applied = applied
         self._on_loaded = on_loaded
-        self._executor = executor
+        self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
+        self._executor = executor or self._own_executor
         self._peer: Peer[StateMessage] | None = None
         self._heap: Heap | None = None
         self._extent: _Mapping | None = None
@@ -181,7 +182,7 @@ class RankStateClient:
                     must not be waited for inside it.
         Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
         """
-        client = cls(applied, on_loaded, executor or ThreadPoolExecutor(1, "state-copy"))
+        client = cls(applied, on_loaded, executor)
         client._peer = await _greet(path, RankHello(token), client._handle)
         return client
 
@@ -190,7 +191,10 @@ class RankStateClient:
         return self._connected().closed
 
     async def close(self) -> None:
+        """Leave; a copy under way ends first."""
         await self._connected().close()
+        if self._own_executor is not None:
+            self._own_executor.shutdown()
 
     async def register_heap(self, heap: Heap, slots: list[TensorSlot]) -> int:
         """Give the heap into the state manager's hands; maps its extent.
@@ -213,7 +217,7 @@ class RankStateClient:
     async def commit_initial(self) -> None:
         """Copy the filled heap to the extent and release it: the deployment starts offloaded."""
         heap, extent = self._registered()
-        digest = await self._run(lambda: copy_hashed(extent.address, heap.buffer, to_heap=False))
+        digest = await self._run(lambda: copy_hashed(heap.buffer, extent.buffer))
         await _ask(self._connected(), CommitInitial(digest), Done)
         await self._run(heap.release)
 
@@ -267,7 +271,7 @@ class RankStateClient:
     def _copy_out(self, *, release: bool) -> Copied:
         heap, extent = self._registered()
         started = time.monotonic()
-        digest = copy_hashed(extent.address, heap.buffer, to_heap=False)
+        digest = copy_hashed(heap.buffer, extent.buffer)
         if release:
             heap.release()
         return self._copied(heap, digest, started)
@@ -275,7 +279,7 @@ class RankStateClient:
     def _copy_in(self, expected: str) -> Copied:
         heap, extent = self._registered()
         started = time.monotonic()
-        digest = copy_hashed(extent.address, heap.buffer, to_heap=True)
+        digest = copy_hashed(extent.buffer, heap.buffer)
         if digest != expected:
             heap.release()
             raise ResourceError(
@@ -288,22 +292,22 @@ class RankStateClient:
         resident_bytes = heap.resident_bytes()
         return Copied(digest, self._applied(), resident_bytes, time.monotonic() - started)
 
-    def _map_version(self, fds: list[int], num_bytes: int, *, writable: bool) -> _Mapping:
-        """The mapping of this extent: the known one where it was mapped before."""
+    def _map_version(self, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
+        """This extent's memory: through the known mapping where it was mapped before."""
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one version")
         status = os.fstat(fds[0])
         identity = (status.st_dev, status.st_ino, writable)
         mapping = self._versions.pop(identity, None)
-        if mapping is None or mapping.num_bytes < num_bytes:
+        if mapping is None or len(mapping.buffer) < num_bytes:
             mapping = _Mapping(fds[0], num_bytes, writable=writable)
         else:
             close_fds(fds)
         self._versions[identity] = mapping
         while len(self._versions) > _MAX_MAPPED_VERSIONS:
             self._versions.popitem(last=False)
-        return mapping
+        return mapping.buffer[:num_bytes]
 
     async def _run(self, work: Callable[[], Kind]) -> Kind:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -323,38 +327,28 @@ class _Mapping:
 
     def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
         """Takes `fd` and closes it: the mapping outlives it."""
-        self.num_bytes = num_bytes
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
             # Private where it is read-only: nothing is ever written through it, and ctypes takes
             # the address of writable mappings only. Unwritten private pages are the shared ones.
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
-            self._map = mmap.mmap(fd, mapped_bytes, flags=flags)
+            self.buffer = memoryview(mmap.mmap(fd, mapped_bytes, flags=flags))[:num_bytes]
         finally:
             os.close(fd)
-        self._anchor = (ctypes.c_char * mapped_bytes).from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-
-    @property
-    def buffer(self) -> memoryview:
-        return memoryview(self._anchor).cast("B")[: self.num_bytes]
 
 
-def copy_hashed(extent_address: int, heap: memoryview, *, to_heap: bool) -> str:
-    """Copy between extent and heap; the xxh3-128 of what was written, in hex.
+def copy_hashed(source: memoryview, target: memoryview) -> str:
+    """Copy `source` over `target`; the xxh3-128 of what was written, in hex.
 
     Each chunk is hashed where it was written, while it is still in the cache. Cost: one memcpy and
     one pass of the hash; neither holds the GIL.
     """
     digest = xxhash.xxh3_128()
-    heap_address = _address(heap)
-    extent = (ctypes.c_char * len(heap)).from_address(extent_address)
-    written = heap if to_heap else memoryview(extent).cast("B")
-    source, target = (extent_address, heap_address) if to_heap else (heap_address, extent_address)
-    for start in range(0, len(heap), _CHUNK_BYTES):
-        count = min(_CHUNK_BYTES, len(heap) - start)
-        ctypes.memmove(target + start, source + start, count)
-        digest.update(written[start : start + count])
+    source_address, target_address = _address(source), _address(target)
+    for start in range(0, len(source), _CHUNK_BYTES):
+        end = min(start + _CHUNK_BYTES, len(source))
+        ctypes.memmove(target_address + start, source_address + start, end - start)
+        digest.update(target[start:end])
     return digest.hexdigest()
 
 
@@ -362,34 +356,36 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view)) if len(view) else 0
 
 
-def _gather(target: _Mapping, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> str:
+def _gather(
+    target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> str:
     """Copy heap slots to their places in a version; the gaps between become zeroes."""
-    heap_address = _address(heap)
+    target_address, heap_address = _address(target), _address(heap)
     end = 0
     for slot, place in pairs:
-        ctypes.memset(target.address + end, 0, place.offset - end)
-        ctypes.memmove(target.address + place.offset, heap_address + slot.offset, slot.num_bytes)
+        ctypes.memset(target_address + end, 0, place.offset - end)
+        ctypes.memmove(target_address + place.offset, heap_address + slot.offset, slot.num_bytes)
         end = place.offset + place.num_bytes
-    ctypes.memset(target.address + end, 0, target.num_bytes - end)
-    return xxhash.xxh3_128(target.buffer).hexdigest()
+    ctypes.memset(target_address + end, 0, len(target) - end)
+    return xxhash.xxh3_128(target).hexdigest()
 
 
 def _scatter(
-    source: _Mapping,
+    source: memoryview,
     described: VersionExtent,
     heap: memoryview,
     pairs: list[tuple[TensorSlot, TensorSlot]],
 ) -> None:
     """Verify a version, then copy its tensors to their slots of the heap."""
-    digest = xxhash.xxh3_128(source.buffer[: described.num_bytes]).hexdigest()
+    digest = xxhash.xxh3_128(source).hexdigest()
     if digest != described.digest:
         raise ResourceError(
             f"version {described.version} has digest {digest}, not {described.digest}",
             code=Code.DATA_LOSS,
         )
-    heap_address = _address(heap)
+    source_address, heap_address = _address(source), _address(heap)
     for place, slot in pairs:
-        ctypes.memmove(heap_address + slot.offset, source.address + place.offset, slot.num_bytes)
+        ctypes.memmove(heap_address + slot.offset, source_address + place.offset, slot.num_bytes)
 
 
 def _packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
@@ -427,7 +423,7 @@ def _paired(
 async def _greet(
     path: str | Path,
     hello: AgentHello | RankHello,
-    handler: Callable[..., object] | None = None,
+    handler: Handler[StateMessage] | None = None,
 ) -> Peer[StateMessage]:
     peer: Peer[StateMessage] = await Peer.connect(path, StateMessage, handler)
     try:

@@ -53,11 +53,11 @@ _LOSS_ARRAYS = {
 }
 
 
-class _Tagged(msgspec.Struct):
+class _Tagged(msgspec.Struct, frozen=True):
     type: str = ""
 
 
-class _Identity(msgspec.Struct):
+class _Identity(msgspec.Struct, frozen=True):
     id: str = ""
     args: _Tagged = _Tagged()
 

@@ -1,14 +1,14 @@
 """Which operation a device runs next: hold, switch, permit.
 
 A device runs one operation at a time (one claim on all of its compute). Its *holder* is the job
-that used it last, and a phase of it is held open in two ways, so that the parts of one phase cost no
-switch between them. While the holder has ready operations they go first, for a quantum: the next
+that used it last, and a phase of it is held open in two ways, so that the parts of one phase cost
+no switch between them. While the holder has ready operations they go first, for a quantum: the next
 operation of a job that submits serially has not waited yet and would lose against anyone who has
 (PlexRL's HRRS has that weakness). While it has none, another job's operation waits for the idle
 grace, the time in which the holder's controller may answer and go on. That wait ends early when the
 holder has said that its next work here comes after work elsewhere, or when the profiler knows that
-its next operation comes later than the grace. Nothing starves: when a quantum ends, others go first.
-A quantum of 0 leaves the order to the policy alone.
+its next operation comes later than the grace. Nothing starves: when a quantum ends, others go
+first. A quantum of 0 leaves the order to the policy alone.
 """
 
 from __future__ import annotations

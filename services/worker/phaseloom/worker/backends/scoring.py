@@ -25,13 +25,13 @@ class Scorer(nn.Module):
 
     def forward(self, packed: Pass) -> torch.Tensor:
         """(N,) log-probabilities of the targets."""
-        body: Any = self.model.base_model
+        model: Any = self.model
         tokens_BT = torch.from_numpy(packed.tokens_BT)
         visible_BTT = packed.visible_BTT
         if visible_BTT is None:
-            output = body(input_ids=tokens_BT, use_cache=False)
+            output = model.base_model(input_ids=tokens_BT, use_cache=False)
         else:
-            output = body(
+            output = model.base_model(
                 input_ids=tokens_BT,
                 position_ids=torch.from_numpy(packed.positions_BT),
                 attention_mask=_additive_mask(torch.from_numpy(visible_BTT[:, None])),
@@ -39,9 +39,9 @@ class Scorer(nn.Module):
             )
         hidden_BTH = output.last_hidden_state
         asked_NH = hidden_BTH.flatten(0, 1).index_select(0, torch.from_numpy(packed.index_N))
-        head: Any = self.model.get_output_embeddings()
+        logits_NV = model.lm_head(asked_NH)
         targets_N = torch.from_numpy(packed.targets_N)
-        return -nn.functional.cross_entropy(head(asked_NH), targets_N, reduction="none")
+        return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def _additive_mask(visible: torch.Tensor) -> torch.Tensor:

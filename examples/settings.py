@@ -1,0 +1,58 @@
+"""What the two example jobs are tuned to: one `Settings` a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks import ALPHABET, STOP
+
+from phaseloom.client import Loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Constants of one run; two runs of equal settings give the same weights, bit for bit."""
+
+    steps: int
+    prompts: int
+    """Problems a step; each is answered `group` times."""
+    micro_batches: int
+    max_tokens: int
+    """Of an answer, its end included."""
+    warmup_steps: int
+    group: int = 16
+    seed: int = 0
+    warmup_batch: int = 64
+    warmup_rate: float = 1e-3
+    learning_rate: float = 1e-4
+    kl: float = 0.01
+    """Weight of the drift from the reference, in nats a token."""
+    grad_clip: float = 1.0
+    loss: Loss = Loss.IMPORTANCE_SAMPLING
+    eval_prompts: int = 256
+    eval_seed: int = 1_000_000_007
+    """Item i of a dataset is drawn from its seed + i: far from every item trained on."""
+
+
+SETTINGS = {
+    "chain_sum": Settings(steps=150, prompts=16, micro_batches=4, max_tokens=4, warmup_steps=200),
+    "letter_counting": Settings(
+        steps=150, prompts=8, micro_batches=4, max_tokens=20, warmup_steps=50
+    ),
+}
+
+MODEL: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": len(ALPHABET),
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+}
+"""About 0.8 million parameters; what `Qwen3Config.to_dict()` gives, where it is not the default."""

@@ -1,0 +1,41 @@
+"""The console script `phaseloom`. Subcommands live in modules of their own, imported when used."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+from cyclopts import App
+
+from phaseloom.common.errors import PhaseloomError
+
+
+def application() -> App:
+    app = App(
+        name="phaseloom",
+        help="Many RL post-training jobs time-share one pool of accelerators over a NATS mesh.",
+        version=version("phaseloom"),
+    )
+    app.command("phaseloom.cli.up:up", name="up", help="Run the mesh on this machine.")
+    app.command(
+        "phaseloom.cli.demo:demo",
+        name="demo",
+        help="Train two GRPO jobs that share a mesh of two devices.",
+    )
+    return app
+
+
+def main() -> None:
+    """Exit code 1 and one line for an error of Phaseloom's, 2 for a wrong command line."""
+    try:
+        application()()
+    except* PhaseloomError as errors:
+        for line in _lines(errors):
+            print(f"phaseloom: {line}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _lines(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [line for inner in error.exceptions for line in _lines(inner)]
+    return [str(error)]

@@ -1,0 +1,534 @@
+"""A whole mesh on this machine: nats-server and every service as child processes, kept running.
+
+    async with Mesh(MeshConfig(), Path("runs/mine")) as mesh:
+        await mesh.ready()
+
+A child that ends is started again, with exponential back-off, a warning and an event. Leaving the
+block stops everything in bounded time: agents first, while what they report to still lives, the
+server last. If this process is killed instead, the kernel kills its children (see `diewithparent`),
+and ranks end with their agent.
+
+The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
+`credentials.json` (for its owner only), `mesh.json` (url and pids), and the nodes' disks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from phaseloom.common import config as configuration
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.ids import check_name
+from phaseloom.common.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.messages import JobRequest, NodeLost, NodeUp, Residency, ResultRequest
+from phaseloom.common.natsserver import Credentials, EmbeddedServer
+
+log = logging.getLogger(__name__)
+
+NATS = "nats"
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_STABLE_AFTER_S = 10.0
+_STOP_TIMEOUT_S = 12.0
+"""Longer than a service's own bound, after which it exits hard."""
+_READY_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 1.0
+_ANSWER_PAUSE_S = 0.02
+_SOCKET_PATH_BYTES = 107
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node of this machine: an agent and a state manager, its devices emulated."""
+
+    name: str
+    pool: str
+    """`rollout`, `train`, or any other kind."""
+    devices: list[int]
+    """Memory budget of each device for managed state, bytes."""
+    host_memory_bytes: int = 2 * 2**30
+    """Budget of the state manager's host arena."""
+    exclusive_residency: Residency = Residency.JOB
+    """`job`: opening an activation offloads whatever another job left on the device."""
+
+
+def _demo_nodes() -> list[NodeConfig]:
+    return [
+        NodeConfig("rollout-0", "rollout", [8 * 2**20]),
+        NodeConfig("train-0", "train", [16 * 2**20]),
+    ]
+
+
+class MeshConfig(msgspec.Struct, frozen=True):
+    """Section `mesh`; PHASELOOM_MESH_<FIELD>."""
+
+    nodes: list[NodeConfig] = msgspec.field(default_factory=_demo_nodes)
+    """One rollout and one train device where none are named: two jobs of the demo must share."""
+    tenants: list[str] = msgspec.field(default_factory=lambda: ["demo"])
+    """Each gets an account and a password of its own."""
+    routers: int = 2
+    """Replicas of the router."""
+    placement: str = "pack"
+    """Policy: which node of each pool a job is pinned to."""
+    ordering: str = "hrrs"
+    """Policy: which ready operation a device runs next."""
+    idle_grace_s: float = 0.03
+    """How long a device is kept for a job that has nothing ready while another waits."""
+    seal_every: int = 60
+    """Mutating operations between two seals of a trainable deployment; 0: never."""
+    max_losses: int = 3
+    """A WPG that dies more often than this at one operation fails it."""
+    ops_max_bytes: int = 2**30
+    """Of each tenant's operation stream; when it is full, publishing is refused."""
+
+    def check(self) -> None:
+        """Raises: CallerError: names that are not valid or not unique, or nothing to run."""
+        for where, names in (
+            ("mesh.nodes", [node.name for node in self.nodes]),
+            ("mesh.tenants", self.tenants),
+        ):
+            for name in names:
+                check_name(name, where)
+            if not names or len(set(names)) != len(names):
+                raise CallerError(
+                    f"{names} are not one or more different names",
+                    field=where,
+                    remedy="name at least one, each once",
+                )
+        if self.routers < 1:
+            raise CallerError(
+                "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process: `python -m <module>` with these variables beside the inherited ones."""
+
+    name: str
+    module: str
+    environment: dict[str, str]
+
+
+def child_specs(
+    config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
+) -> list[ChildSpec]:
+    """Every service of the mesh; a section's variables go only to the service that reads it.
+
+    Args: sockets: directory with a name short enough for Unix sockets.
+          secret: the mesh's: agents and state managers know one another by it.
+    """
+    bus = {"URL": credentials.url, "USER": credentials.user, "PASSWORD": credentials.password}
+    shared = {
+        **_section("BUS", bus),
+        **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
+        "OMP_NUM_THREADS": "1",
+    }
+    specs = [_scheduler(config), *_routers(config)]
+    specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
+    for node in config.nodes:
+        specs += _node(node, run_dir, sockets, secret)
+    return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
+
+
+def _scheduler(config: MeshConfig) -> ChildSpec:
+    settings = {
+        "PLACEMENT": config.placement,
+        "ORDERING": config.ordering,
+        "IDLE_GRACE_S": config.idle_grace_s,
+        "SEAL_EVERY": config.seal_every,
+        "MAX_LOSSES": config.max_losses,
+    }
+    return ChildSpec("scheduler", "phaseloom.scheduler.main", _section("SCHEDULER", settings))
+
+
+def _routers(config: MeshConfig) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.routers):
+        name = f"router-{number}"
+        settings = {
+            "NAME": name,
+            "TENANTS": config.tenants,
+            "OPS_MAX_BYTES": config.ops_max_bytes,
+        }
+        specs.append(ChildSpec(name, "phaseloom.router.main", _section("ROUTER", settings)))
+    return specs
+
+
+def _node(node: NodeConfig, run_dir: Path, sockets: Path, secret: str) -> list[ChildSpec]:
+    socket = sockets / f"{node.name}.sock"
+    state = {
+        "NODE": node.name,
+        "SOCKET": socket,
+        "SECRET": secret,
+        "DIRECTORY": run_dir / "nodes" / node.name,
+        "DEVICES": node.devices,
+        "HOST_MEMORY_BYTES": node.host_memory_bytes,
+    }
+    worker = {
+        "NODE": node.name,
+        "POOL": node.pool,
+        "DEVICES": node.devices,
+        "HOST_MEMORY_BYTES": node.host_memory_bytes,
+        "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
+        "STATE_SOCKET": socket,
+        "STATE_SECRET": secret,
+        "RUNTIME_DIRECTORY": sockets,
+        "CHECKPOINT_ROOT": run_dir / "checkpoints",
+    }
+    return [
+        ChildSpec(f"statemgr-{node.name}", "phaseloom.statemgr.main", _section("STATEMGR", state)),
+        ChildSpec(f"worker-{node.name}", "phaseloom.worker.main", _section("WORKER", worker)),
+    ]
+
+
+def _section(name: str, values: Mapping[str, object]) -> dict[str, str]:
+    return {f"{configuration.PREFIX}{name}_{key}": _text(value) for key, value in values.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str | Path):
+        return str(value)
+    return msgspec.json.encode(value).decode()
+
+
+def pause_s(failures: int) -> float:
+    """How long to wait before starting again what failed so many times in a row."""
+    return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a child came to end."""
+
+    exit_code: int
+    after_s: float
+
+    def __str__(self) -> str:
+        how = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = signal.Signals(-self.exit_code).name
+        return f"{how} after {self.after_s:.1f} s"
+
+
+Report = Callable[[str, str], Awaitable[None]]
+"""(name, reason): a child ended and will be started again."""
+
+
+@dataclass(slots=True)
+class Child:
+    """Keeps one process running until told to stop."""
+
+    spec: ChildSpec
+    log_file: Path
+    on_start: Callable[[], None]
+    report: Report
+    process: asyncio.subprocess.Process | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Until `stop`; what ends before that is started again."""
+        failures = 0
+        try:
+            while not self._stopping.is_set():
+                ended = await self._run_once()
+                if self._stopping.is_set():
+                    return
+                failures = 1 if ended.after_s >= _STABLE_AFTER_S else failures + 1
+                wait_s = pause_s(failures)
+                await self.report(self.spec.name, f"{ended}; starts again after {wait_s:.1f} s")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._stopping.wait()
+        finally:
+            if self.process is not None:
+                self.process.kill()
+            self._stopped.set()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it: by SIGTERM, and by SIGKILL where that took too long."""
+        self._stopping.set()
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._stopped.wait()
+        except TimeoutError:
+            log.warning("%s did not stop within %.0f s: killed", self.spec.name, timeout_s)
+            self.send(signal.SIGKILL)
+            await self._stopped.wait()
+
+    def send(self, number: int) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def _run_once(self) -> Ended:
+        started_s = time.monotonic()
+        with self.log_file.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self.spec.module,
+                env={
+                    **configuration.inherited(),
+                    **self.spec.environment,
+                    DIE_WITH_PARENT: str(os.getpid()),
+                },
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # A terminal's Ctrl-C is for the supervisor, which stops things in order.
+                start_new_session=True,
+            )
+        self.on_start()
+        if self._stopping.is_set():  # it was told to stop while it was being started
+            self.send(signal.SIGTERM)
+        exit_code = await self.process.wait()
+        self.process = None
+        return Ended(exit_code, time.monotonic() - started_s)
+
+
+class Mesh:
+    """A running mesh; see the module. Not reusable."""
+
+    def __init__(self, config: MeshConfig, run_dir: Path) -> None:
+        config.check()
+        self.config = config
+        self.run_dir = run_dir.absolute()
+        self._server = EmbeddedServer(
+            self.run_dir / NATS,
+            config.tenants,
+            credentials_file=self.run_dir / "credentials.json",
+        )
+        self._children: list[Child] = []
+        self._stack = AsyncExitStack()
+        self._supervising: asyncio.Task[None] | None = None
+        self._bus: Bus | None = None
+
+    @property
+    def url(self) -> str:
+        return self._server.credentials.url
+
+    @property
+    def credentials(self) -> Credentials:
+        return self._server.credentials
+
+    async def __aenter__(self) -> Mesh:
+        async with AsyncExitStack() as stack:
+            for name in ("logs", "spans", "nodes", "checkpoints"):
+                (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+            sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
+            stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+            await stack.enter_async_context(self._server)
+            self._bus = await Bus.open(self.credentials.bus, "supervisor")
+            stack.push_async_callback(self._bus.close)
+            specs = child_specs(
+                self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
+            )
+            self._children = [
+                Child(
+                    spec, self.run_dir / "logs" / f"{spec.name}.log", self._write_state, self._tell
+                )
+                for spec in specs
+            ]
+            self._supervising = asyncio.create_task(self._supervise())
+            stack.push_async_callback(self._stop)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def wait(self) -> None:
+        """For as long as the mesh runs; raises what made supervising it impossible."""
+        assert self._supervising is not None
+        await asyncio.shield(self._supervising)
+
+    async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
+        """Until every node is in the decision log, and the scheduler and a router answer.
+
+        Raises: ResourceError: not within the timeout; says what is missing.
+        """
+        missing = {f"node {node.name}" for node in self.config.nodes} | {"scheduler", "router"}
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                group.create_task(self._nodes_up(missing))
+                for service, call, request in (
+                    ("scheduler", "job.status", JobRequest("none")),
+                    ("router", "result.get", ResultRequest("none", "none", "1")),
+                ):
+                    group.create_task(self._answers(call, encode(request), service, missing))
+        except TimeoutError:
+            raise ResourceError(
+                f"the mesh is not up after {timeout_s:.0f} s: no {', '.join(sorted(missing))}",
+                code=Code.DEADLINE_EXCEEDED,
+                remedy=f"see {self.run_dir / 'logs'}",
+            ) from None
+
+    def pids(self, service: str = "") -> list[int]:
+        """Of a service (`router`), one process of it (`router-0`), the server (`nats`), or all."""
+        found = [
+            child.process.pid
+            for child in self._children
+            if child.process is not None and _is_named(child.spec.name, service)
+        ]
+        if _is_named(NATS, service):
+            found.append(self._server.pid)
+        return found
+
+    def kill(self, service: str, number: int = signal.SIGKILL) -> list[int]:
+        """Send a signal to a service's processes, as a crash or an operator would."""
+        pids = self.pids(service)
+        for pid in pids:
+            os.kill(pid, number)
+        return pids
+
+    async def _supervise(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            server = group.create_task(self._keep_server(), name=NATS)
+            async with asyncio.TaskGroup() as children:
+                for child in self._children:
+                    children.create_task(child.run(), name=child.spec.name)
+            server.cancel()
+
+    async def _keep_server(self) -> None:
+        """Until cancelled; its clients reconnect by themselves."""
+        failures = 0
+        while True:
+            started_s = time.monotonic()
+            ended = Ended(await self._server.wait(), time.monotonic() - started_s)
+            await self._server.stop()
+            failures = 1 if ended.after_s >= _STABLE_AFTER_S else failures + 1
+            log.warning("%s ended: %s; starts again", NATS, ended)
+            while True:
+                await asyncio.sleep(pause_s(failures))
+                try:
+                    await self._server.start()
+                    break
+                except ResourceError as error:
+                    failures += 1
+                    log.warning("%s does not start: %s", NATS, error)
+            self._write_state()
+            await self._tell(NATS, str(ended))
+
+    async def _stop(self) -> None:
+        """Agents first: ranks end, permits are handed back; then what they talk to."""
+        assert self._supervising is not None
+        agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
+        others = [c for c in self._children if c not in agents]
+        for stage in (agents, others):
+            if not self._supervising.done():
+                await asyncio.gather(*(child.stop(_STOP_TIMEOUT_S) for child in stage))
+        await self._supervising
+
+    async def _nodes_up(self, missing: set[str]) -> None:
+        assert self._bus is not None
+        wanted = {f"node {node.name}" for node in self.config.nodes}
+        async with aclosing(self._bus.read_log()) as entries:
+            async for entry in entries:
+                if isinstance(entry.event, NodeUp):
+                    missing.discard(f"node {entry.event.node}")
+                elif isinstance(entry.event, NodeLost):
+                    missing.update(wanted & {f"node {entry.event.node}"})
+                if not missing & wanted:
+                    return
+
+    async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
+        """Any answer will do, an error too: what is asked for does not exist."""
+        assert self._bus is not None
+        subject = streams.api_subject(self.config.tenants[0], call)
+        while True:
+            try:
+                await self._bus.client.request(
+                    subject, request, timeout=_ANSWER_TIMEOUT_S, headers={CONTENT_TYPE: MSGPACK}
+                )
+            except (NoRespondersError, NatsTimeoutError):
+                await asyncio.sleep(_ANSWER_PAUSE_S)
+            else:
+                missing.discard(service)
+                return
+
+    async def _tell(self, name: str, reason: str) -> None:
+        log.warning("%s ended: %s", name, reason)
+        assert self._bus is not None
+        try:
+            await self._bus.notice("supervisor", "restarted", reason, name)
+        except NatsError as error:  # the server is what is being restarted
+            log.warning("no event for that: %r", error)
+
+    def _write_state(self) -> None:
+        state = {
+            "url": self.url,
+            "pid": os.getpid(),
+            "pids": {
+                NATS: self._server.pid,
+                **{c.spec.name: c.process.pid for c in self._children if c.process},
+            },
+        }
+        file = self.run_dir / "mesh.json"
+        partial = file.with_name(".mesh.json")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        partial.replace(file)
+
+
+def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
+    """A new directory for the nodes' Unix sockets.
+
+    In the run directory where its name leaves room (a socket's path has at most 107 bytes), so that
+    nothing is left elsewhere even after SIGKILL; else under the system's temporary directory.
+    """
+    longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
+    own = run_dir / "s"
+    if len(os.fsencode(own)) + 1 + longest <= _SOCKET_PATH_BYTES:
+        own.mkdir(parents=True, exist_ok=True)
+        return own
+    return Path(tempfile.mkdtemp(prefix="phaseloom-"))
+
+
+def new_run_dir(runs: Path) -> Path:
+    """`runs/<time>`, made now, with `runs/latest` pointing to it."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = runs / name
+    number = 1
+    while True:
+        try:
+            run_dir.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+            run_dir = runs / f"{name}-{number}"
+    partial = runs / f".latest.{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(run_dir.name)
+    partial.replace(runs / "latest")
+    return run_dir
+
+
+def _is_named(name: str, service: str) -> bool:
+    return not service or name == service or name.startswith(f"{service}-")

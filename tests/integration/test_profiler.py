@@ -1,0 +1,129 @@
+"""The profiler against a real nats-server: traces in the log, the view, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from phaseloom.common.bus import Bus, LogEntry
+from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import PhaseTrace
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+from phaseloom.profiler.shell import MSG_ID, Shell
+from tests.support.joblog import JobLog, Turn, grpo_log
+
+SUMS, LETTERS = JobKey("acme", "sums"), JobKey("acme", "letters")
+
+
+async def append(bus: Bus, log: JobLog) -> None:
+    for _, _, event in log.entries():
+        await bus.append(event)
+
+
+async def traces_until(bus: Bus, job: JobKey) -> list[LogEntry]:
+    """All traces in the log, up to the first one of a job."""
+    traces = []
+    async for entry in bus.read_log():
+        if isinstance(entry.event, PhaseTrace):
+            traces.append(entry)
+            if entry.event.job == job:
+                break
+    return traces
+
+
+@asynccontextmanager
+async def following(bus: Bus) -> AsyncIterator[None]:
+    task = asyncio.create_task(Shell(bus).run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_trace_goes_to_the_log_and_to_the_view(bus: Bus) -> None:
+    async with following(bus):
+        await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
+        (entry,) = await traces_until(bus, SUMS)
+        assert isinstance(entry.event, PhaseTrace)
+        (estimate,) = entry.event.estimates
+        assert (estimate.deployment, estimate.kind, estimate.count) == (
+            "sampler",
+            "sync_weights",
+            1,
+        )
+        assert estimate.duration_s == 0.02
+        # The view is put before the next trace is told.
+        await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
+        await traces_until(bus, LETTERS)
+    stored = await bus.kv_get(Bucket.PROFILES, "acme.sums")
+    assert stored is not None
+    assert msgspec.json.decode(stored.payload, type=PhaseTrace) == entry.event
+
+
+async def test_profiler_started_late_says_what_it_missed(bus: Bus) -> None:
+    """A predecessor died before its trace was stored: the log has the cause and not the trace."""
+    await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
+    async with following(bus):
+        (entry,) = await traces_until(bus, SUMS)
+    causes = {e.sequence async for e in _first(bus, 8)}
+    assert int(entry.headers[MSG_ID].removeprefix("profiler:")) in causes
+
+
+async def test_process_killed_and_started_again_repeats_nothing(
+    bus: Bus, nats_server: EmbeddedServer
+) -> None:
+    async with process(nats_server) as first:
+        await append(bus, grpo_log(2, lambda _: Turn(), job=SUMS))
+        before = await traces_until(bus, SUMS)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+    async with process(nats_server):
+        # A second job's trace comes after all that the restart had to say about the first.
+        await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
+        after = await traces_until(bus, LETTERS)
+    assert [e.sequence for e in after[:-1]] == [e.sequence for e in before]
+
+
+async def test_process_ends_in_order_when_told_to(nats_server: EmbeddedServer, bus: Bus) -> None:
+    async with process(nats_server) as running:
+        await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
+        await traces_until(bus, SUMS)
+        running.send_signal(signal.SIGTERM)
+        assert await running.wait() == 0
+
+
+async def _first(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
+    async for entry in bus.read_log():
+        yield entry
+        if entry.sequence >= count:
+            return
+
+
+@asynccontextmanager
+async def process(server: EmbeddedServer) -> AsyncIterator[asyncio.subprocess.Process]:
+    bus = server.credentials.bus
+    environment = {
+        **os.environ,
+        "PHASELOOM_BUS_URL": bus.url,
+        "PHASELOOM_BUS_USER": bus.user,
+        "PHASELOOM_BUS_PASSWORD": bus.password,
+        "PHASELOOM_DIE_WITH_PARENT": str(os.getpid()),
+    }
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "phaseloom.profiler.main", env=environment
+    )
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.kill()
+            await running.wait()

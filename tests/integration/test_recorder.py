@@ -1,0 +1,72 @@
+"""The recorder against a real nats-server: a faithful, readable file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from phaseloom.cli.recorder import Recorded, Recorder, read_events
+from phaseloom.common.bus import Bus, LogEntry
+from phaseloom.common.errors import CallerError
+from phaseloom.common.messages import TimerFired
+from tests.support.joblog import Turn, grpo_log
+
+
+async def test_file_has_every_entry_as_the_log_has_it(bus: Bus, tmp_path: Path) -> None:
+    events = [event for _, _, event in grpo_log(3, lambda _: Turn()).entries()]
+    for event in events[:10]:
+        await bus.append(event)
+    watched: list[Recorded] = []
+    recorder = Recorder(bus, tmp_path / "events.jsonl", watched.append)
+    recording = asyncio.create_task(recorder.run())
+    for event in events[10:]:
+        await bus.append(event)
+    await recorder.drained()
+    recording.cancel()
+    with suppress(asyncio.CancelledError):
+        await recording
+    recorded = read_events(tmp_path / "events.jsonl")
+    assert [r.event for r in recorded] == events
+    assert recorded == watched
+    logged = [(e.sequence, e.time_s) for e in [x async for x in _entries(bus, len(events))]]
+    assert [(r.sequence, r.time_unix_s) for r in recorded] == logged
+
+
+async def _entries(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
+    async for entry in bus.read_log():
+        yield entry
+        if entry.sequence >= count:
+            return
+
+
+async def test_until_returns_once_the_watcher_has_seen_it(bus: Bus, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def watch(entry: Recorded) -> None:
+        assert isinstance(entry.event, TimerFired)
+        seen.append(entry.event.timer)
+
+    recorder = Recorder(bus, tmp_path / "events.jsonl", watch)
+    async with asyncio.TaskGroup() as group:
+        recording = group.create_task(recorder.run())
+        waiting = group.create_task(recorder.until(lambda: "third" in seen))
+        for name in ("first", "second", "third"):
+            assert not waiting.done()
+            await bus.append(TimerFired(name))
+        await waiting
+        recording.cancel()
+    assert seen == ["first", "second", "third"]
+
+
+def test_line_cut_off_by_a_crash_is_left_out_and_a_foreign_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = b'{"sequence":1,"time_unix_s":2.5,"event":{"type":"timer_fired","timer":"t"}}\n'
+    path.write_bytes(line + line[:30])
+    assert read_events(path) == [Recorded(1, 2.5, TimerFired("t"))]
+    path.write_bytes(line + b'{"sequence":2}\n')
+    with pytest.raises(CallerError, match=r"events\.jsonl:2 is no recorded event"):
+        read_events(path)

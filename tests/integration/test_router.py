@@ -1,0 +1,430 @@
+"""The router on a real server: what reaches the decision log, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from phaseloom.common import streams
+from phaseloom.common.api import call_api
+from phaseloom.common.bus import Bus, connect
+from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
+from phaseloom.common.config import inherited
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.ids import JobKey, OperationKey, VersionKey
+from phaseloom.common.messages import (
+    After,
+    Attached,
+    Completion,
+    DeploymentStatus,
+    Generate,
+    JobRequest,
+    JobStatus,
+    LoadState,
+    Notice,
+    Operation,
+    OptimStepResult,
+    Outcome,
+    Prompt,
+    PublishWeights,
+    QueuedOperation,
+    ResultReply,
+    ResultRequest,
+    SamplingParams,
+    SyncWeights,
+)
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+from phaseloom.router.shell import Router
+
+TENANT = "acme"
+JOB = JobKey(TENANT, "sums")
+GENERATE = Generate([Prompt([1, 2, 3])], SamplingParams(max_tokens=5), num_samples=2)
+
+
+def key(seq: int | str, deployment: str = "policy", tenant: str = TENANT) -> OperationKey:
+    return OperationKey(tenant, JOB.job, deployment, str(seq))
+
+
+@pytest.fixture
+async def tenant(nats_server: EmbeddedServer) -> AsyncIterator[Client]:
+    """The tenant's own connection."""
+    credentials = nats_server.credentials
+    client = await connect(
+        credentials.url,
+        "controller",
+        TENANT,
+        credentials.tenants[TENANT],
+        inbox_prefix=f"_INBOX_{TENANT}",
+    )
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def router(bus: Bus) -> AsyncIterator[None]:
+    async with Router(bus).running(["acme", "globex"]):
+        yield
+
+
+async def show_job(bus: Bus, *, state: str = "active", next_seq: int = 1) -> None:
+    """What the scheduler's projection says of the job."""
+    deployment = DeploymentStatus("policy", "train", "node0", "ready", 1, next_seq)
+    status = JobStatus(JOB.job, state, [deployment])
+    await bus.kv_put(Bucket.VIEW, str(JOB), encode(status))
+
+
+async def attach(client: Client) -> Attached:
+    attached: Attached = await call_api(
+        client, TENANT, "session.attach", JobRequest(JOB.job), Attached
+    )
+    return attached
+
+
+async def publish(
+    client: Client, where: OperationKey, payload: bytes, content_type: str = MSGPACK
+) -> dict[str, object]:
+    """As any NATS client would: a request on the operation's subject, answered by a PubAck."""
+    reply = await client.request(
+        streams.op_subject(where), payload, timeout=5, headers={CONTENT_TYPE: content_type}
+    )
+    answer: dict[str, object] = json.loads(reply.data)
+    return answer
+
+
+async def send(client: Client, where: OperationKey, operation: Operation) -> None:
+    answer = await publish(client, where, encode(operation))
+    assert "error" not in answer, answer
+
+
+async def queued(bus: Bus, num: int) -> list[QueuedOperation]:
+    """The first entries of the decision log."""
+    found: list[QueuedOperation] = []
+    async with asyncio.timeout(20), aclosing(bus.read_log()) as entries:
+        async for entry in entries:
+            assert isinstance(entry.event, QueuedOperation)
+            found.append(entry.event)
+            if len(found) == num:
+                return found
+    raise AssertionError("the log ended")
+
+
+async def finish(bus: Bus, where: OperationKey, id: str) -> Completion:
+    completion = Completion(id, Outcome.COMPLETED, OptimStepResult({"grad_norm:mean": 1.0}))
+    await bus.publish(streams.done_subject(where), completion)
+    return completion
+
+
+# --- operations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("router")
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+async def test_operation_reaches_the_log_without_its_payload(
+    bus: Bus, tenant: Client, content_type: str
+) -> None:
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    operation = Operation("a", session, GENERATE, after=[After("sampler", 4)])
+    await publish(tenant, key(1), encode(operation, content_type), content_type)
+    assert await queued(bus, 1) == [
+        QueuedOperation(key(1), "a", "generate", [After("sampler", 4)], size=16)
+    ]
+
+
+@pytest.mark.usefixtures("router")
+async def test_sync_weights_names_the_version_it_brings(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    await send(tenant, key(1, "sampler"), Operation("a", session, SyncWeights("policy", 7)))
+    (entry,) = await queued(bus, 1)
+    assert entry.version == VersionKey(key(1).deployment_key, 7)
+
+
+@pytest.mark.usefixtures("router")
+async def test_garbage_becomes_failed_operations_and_disturbs_nobody(
+    bus: Bus, tenant: Client
+) -> None:
+    """What a controller under development sends; the sound operations between are routed."""
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    sound = Operation("sound", session, PublishWeights())
+    sent = [
+        (key(1), b"\xff\x00 no message at all", MSGPACK),
+        (key(2), b'{"id": "cut', JSON),
+        (key(3), b'{"id": "half", "session": 1, "args": {"type": "optim_step"}}', JSON),
+        (key(4), encode(sound), MSGPACK),
+        (key(5), encode(sound), "text/plain"),
+        (key("rx"), encode(Operation("lost", session, LoadState("x"))), MSGPACK),
+        (key(6), b"[" * 100_000, JSON),
+        (key(7), encode(sound), MSGPACK),
+    ]
+    for where, payload, content_type in sent:
+        assert "error" not in await publish(tenant, where, payload, content_type)
+    entries = {e.key.slot: e for e in await queued(bus, len(sent))}
+    assert {slot for slot, entry in entries.items() if entry.error is None} == {"4", "7"}
+    assert all(e.error.code is Code.INVALID_ARGUMENT for e in entries.values() if e.error)
+    assert entries["3"].id == "half"
+    assert entries["3"].kind == "optim_step"
+    assert entries["3"].error == ErrorInfo(
+        Code.INVALID_ARGUMENT,
+        "Object missing required field `adam`",
+        field=".args",
+        remedy="see the message contract",
+    )
+    assert entries["rx"].error is not None
+    assert entries["rx"].error.field == "subject.seq"
+
+
+@pytest.mark.usefixtures("router")
+async def test_message_without_a_key_is_buried_with_its_reason(bus: Bus, tenant: Client) -> None:
+    notices = await bus.client.subscribe(streams.event_subject("router"))
+    subject = f"{streams.PREFIX}.op.{TENANT}.only-a-job"
+    await tenant.request(subject, b"{}", timeout=5)
+    notice = decode((await notices.next_msg(5)).data, Notice)
+    assert (notice.what, notice.subject) == ("buried", subject)
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    await send(tenant, key(1), Operation("a", session, PublishWeights()))
+    await queued(bus, 1)
+    buried = await bus.get_stored(streams.DEAD, streams.dead_subject("router"))
+    assert buried is not None
+    assert buried.payload == b"{}"
+    assert buried.headers["Phaseloom-Subject"] == subject
+    error = msgspec.json.decode(buried.headers["Phaseloom-Error"], type=ErrorInfo)
+    assert error.field == "subject"
+    assert await bus.subjects(streams.ops_stream(TENANT), subject) == []
+
+
+@pytest.mark.usefixtures("router")
+async def test_second_operation_on_a_seq_is_refused_by_the_server(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    await send(tenant, key(1), Operation("first", session, PublishWeights()))
+    again = await publish(tenant, key(1), encode(Operation("second", session, PublishWeights())))
+    error = again["error"]
+    assert isinstance(error, dict)
+    assert error["err_code"] == 10077
+    await send(tenant, key(2), Operation("next", session, PublishWeights()))
+    assert [entry.id for entry in await queued(bus, 2)] == ["first", "next"]
+
+
+@pytest.mark.usefixtures("router")
+async def test_copy_of_a_done_operation_is_dropped_when_its_stored_one_is_gone(
+    bus: Bus, tenant: Client
+) -> None:
+    """A client resends after a lost ack, and the scheduler has purged the operation since."""
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    await finish(bus, key(1), "a")
+    notices = await bus.client.subscribe(streams.event_subject("router"))
+    await send(tenant, key(1), Operation("a", session, PublishWeights()))
+    notice = decode((await notices.next_msg(5)).data, Notice)
+    assert (notice.what, notice.subject) == ("dropped", str(key(1)))
+    await send(tenant, key(2), Operation("b", session, PublishWeights()))
+    assert [entry.id for entry in await queued(bus, 1)] == ["b"]
+
+
+async def test_operations_wait_in_the_stream_when_no_router_runs(bus: Bus, tenant: Client) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    for seq in range(1, 21):
+        await send(tenant, key(seq), Operation(f"id{seq}", 1, PublishWeights()))
+    async with Router(bus).running([TENANT]):
+        entries = await queued(bus, 20)
+    assert {entry.id for entry in entries} == {f"id{seq}" for seq in range(1, 21)}
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("router")
+async def test_older_session_is_refused_when_another_attached(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    first = (await attach(tenant)).session
+    second = (await attach(tenant)).session
+    assert second == first + 1
+    await send(tenant, key(1), Operation("old", first, PublishWeights()))
+    await send(tenant, key(2), Operation("new", second, PublishWeights()))
+    await send(tenant, key(3), Operation("made up", second + 5, PublishWeights()))
+    entries = {entry.id: entry.error for entry in await queued(bus, 3)}
+    assert entries["new"] is None
+    assert entries["old"] is not None
+    assert entries["old"].code is Code.ABORTED
+    assert entries["old"].remedy == "attach again"
+    assert entries["made up"] is not None
+    assert entries["made up"].code is Code.FAILED_PRECONDITION
+
+
+async def test_replica_learns_of_sessions_that_another_replica_gave(
+    bus: Bus, tenant: Client, nats_server: EmbeddedServer
+) -> None:
+    """Both replicas route; only one served the attach, and none may go on with the old session."""
+    await show_job(bus)
+    other = await Bus.open(nats_server.credentials.bus, "replica")
+    async with Router(bus).running([TENANT]), Router(other).running([TENANT]):
+        first = (await attach(tenant)).session
+        for seq in range(1, 11):
+            await send(tenant, key(seq), Operation(f"warm{seq}", first, PublishWeights()))
+        assert all(entry.error is None for entry in await queued(bus, 10))
+        await attach(tenant)
+        await asyncio.gather(*(_settle(replica, 2) for replica in (bus, other)))
+        for seq in range(11, 21):
+            await send(tenant, key(seq), Operation(f"old{seq}", first, PublishWeights()))
+        entries = (await queued(bus, 20))[10:]
+        assert all(e.error is not None and e.error.code is Code.ABORTED for e in entries)
+    await other.close()
+
+
+async def _settle(bus: Bus, session: int) -> None:
+    """A change of the bucket reaches a watcher on this connection: so it has the router's."""
+    async with asyncio.timeout(5), aclosing(bus.kv_watch(Bucket.SESSIONS)) as changes:
+        async for change in changes:
+            if change.stored and int(change.stored.payload) == session:
+                return
+
+
+@pytest.mark.usefixtures("router")
+async def test_attach_goes_on_after_what_the_streams_hold(bus: Bus, tenant: Client) -> None:
+    """The view lags, and the session before died between two publishes: 5 would wait for ever."""
+    await show_job(bus, next_seq=2)
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"8")
+    await finish(bus, key(2), "c2")
+    await finish(bus, key(3), "c3")
+    await send(tenant, key(4), Operation("c4", 8, PublishWeights()))
+    await send(tenant, key(6), Operation("c6", 8, PublishWeights()))
+    await queued(bus, 2)
+    attached = await attach(tenant)
+    assert attached.session == 9
+    assert attached.status.deployments[0].next_seq == 7
+    filler = (await queued(bus, 3))[2]
+    assert filler.key == key(5)
+    assert filler.error is not None
+    assert filler.error.code is Code.ABORTED
+
+
+@pytest.mark.usefixtures("router")
+async def test_concurrent_attaches_get_sessions_of_their_own(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    sessions = [a.session for a in await asyncio.gather(*(attach(tenant) for _ in range(8)))]
+    assert sorted(sessions) == list(range(1, 9))
+
+
+@pytest.mark.usefixtures("router")
+async def test_attach_is_refused_when_the_job_is_unknown_or_over(bus: Bus, tenant: Client) -> None:
+    with pytest.raises(CallerError) as unknown:
+        await attach(tenant)
+    assert unknown.value.info.code is Code.NOT_FOUND
+    await show_job(bus, state="done")
+    with pytest.raises(CallerError) as over:
+        await attach(tenant)
+    assert over.value.info.code is Code.FAILED_PRECONDITION
+
+
+# --- results and the API -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("router")
+async def test_result_is_the_stored_id_and_then_the_completion(bus: Bus, tenant: Client) -> None:
+    request = ResultRequest(JOB.job, "policy", "1")
+
+    async def ask() -> ResultReply:
+        reply: ResultReply = await call_api(tenant, TENANT, "result.get", request, ResultReply)
+        return reply
+
+    assert await ask() == ResultReply()
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await send(tenant, key(1), Operation("mine", 1, PublishWeights()))
+    assert await ask() == ResultReply(stored_id="mine")
+    completion = await finish(bus, key(1), "mine")
+    assert await ask() == ResultReply("mine", completion)
+
+
+@pytest.mark.usefixtures("router")
+async def test_api_answers_in_the_type_of_the_request(bus: Bus, tenant: Client) -> None:
+    subject = streams.api_subject(TENANT, "session.attach")
+    request = {"job": "sums"}
+    for content_type, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack)):
+        await show_job(bus)
+        reply = await tenant.request(
+            subject, codec.encode(request), timeout=5, headers={CONTENT_TYPE: content_type}
+        )
+        assert codec.decode(reply.data)["status"]["job"] == "sums"
+        reply = await tenant.request(
+            subject, codec.encode({}), timeout=5, headers={CONTENT_TYPE: content_type}
+        )
+        assert (reply.headers or {})["Nats-Service-Error-Code"] == "INVALID_ARGUMENT"
+        assert "job" in codec.decode(reply.data)["error"]["message"]
+
+
+@pytest.mark.usefixtures("router")
+async def test_tenant_cannot_publish_or_ask_as_another(bus: Bus, tenant: Client) -> None:
+    with pytest.raises(nats.errors.TimeoutError):
+        await tenant.request(streams.op_subject(key(1, tenant="globex")), b"{}", timeout=0.3)
+    with pytest.raises(ResourceError):
+        await call_api(
+            tenant,
+            "globex",
+            "result.get",
+            ResultRequest("sums", "policy", "1"),
+            ResultReply,
+            timeout_s=0.3,
+        )
+    assert await bus.subjects(streams.ops_stream("globex"), f"{streams.PREFIX}.op.>") == []
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def replica(server: EmbeddedServer, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A router process of its own; killed at the end if it still runs."""
+    credentials = server.credentials
+    environment = {
+        **inherited(),
+        "PHASELOOM_BUS_URL": credentials.url,
+        "PHASELOOM_BUS_USER": credentials.user,
+        "PHASELOOM_BUS_PASSWORD": credentials.password,
+        "PHASELOOM_ROUTER_NAME": name,
+        "PHASELOOM_ROUTER_TENANTS": json.dumps([TENANT]),
+        "PHASELOOM_DIE_WITH_PARENT": str(os.getpid()),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "phaseloom.router.main", env=environment
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def publish_all(client: Client, seqs: Iterable[int]) -> None:
+    for seq in seqs:
+        await send(client, key(seq), Operation(f"id{seq}", 1, PublishWeights()))
+
+
+async def test_nothing_is_lost_or_doubled_when_a_replica_is_killed_in_the_stream(
+    bus: Bus, tenant: Client, nats_server: EmbeddedServer
+) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    total = 600
+    async with replica(nats_server, "a") as first, replica(nats_server, "b") as second:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(publish_all(tenant, range(1, total + 1)))
+            await queued(bus, total // 4)
+            first.kill()
+        entries = await queued(bus, total)
+        assert {entry.id for entry in entries} == {f"id{seq}" for seq in range(1, total + 1)}
+        assert await bus.log_end() == total
+        second.terminate()
+        assert await second.wait() == 0

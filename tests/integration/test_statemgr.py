@@ -1,0 +1,928 @@
+"""The state manager as it runs: a real daemon, a real Unix socket, real memory and files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.framing import Peer
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.statewire import (
+    CommitInitial,
+    Copied,
+    CopyIn,
+    CopyOut,
+    CreateVersion,
+    Done,
+    OpenVersion,
+    RankHello,
+    RegisterHeap,
+    Role,
+    StateMessage,
+    SwitchIn,
+    TensorSlot,
+)
+from phaseloom.statemgr.transfer import VersionDescription, fetch
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from tests.support.staterank import fill, slots_of
+
+MiB = 1024 * 1024
+SECRET = "the mesh's secret"
+POLICY = DeploymentKey("acme", "sums", "policy")
+SAMPLER = DeploymentKey("acme", "sums", "sampler")
+OTHER = DeploymentKey("acme", "letters", "policy")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Daemon:
+    """A state manager process and an agent's connection to it."""
+
+    directory: Path
+    process: asyncio.subprocess.Process
+    agent: AgentStateClient
+    ranks: list[RankStateClient] = field(default_factory=list)
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "state.sock"
+
+    @property
+    def files(self) -> Path:
+        return self.directory / "files"
+
+    async def endpoint(self) -> str:
+        return (await self.agent.status()).endpoint
+
+
+@asynccontextmanager
+async def daemon(
+    directory: Path,
+    *,
+    devices: list[int] | None = None,
+    host_bytes: int = 256 * MiB,
+    file_limit_bytes: int | None = None,
+    **extra: str,
+) -> AsyncIterator[Daemon]:
+    """A running state manager; at the end its books must agree and it must stop cleanly."""
+    directory.mkdir(exist_ok=True)
+    settings = {
+        "NODE": "node0",
+        "SOCKET": str(directory / "state.sock"),
+        "SECRET": SECRET,
+        "DIRECTORY": str(directory / "files"),
+        "DEVICES": json.dumps(devices or [16 * MiB]),
+        "HOST_MEMORY_BYTES": str(host_bytes),
+        **extra,
+    }
+    environment = os.environ | {f"PHASELOOM_STATEMGR_{k}": v for k, v in settings.items()}
+
+    def limit_files() -> None:
+        if file_limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "phaseloom.statemgr.main",
+        env=environment,
+        preexec_fn=limit_files,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    ready = asyncio.Event()
+
+    async def read_log(stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            log.append(line.decode())
+            if "serves" in log[-1]:
+                ready.set()
+        ready.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(read_log(process.stderr))
+        await ready.wait()
+        assert process.returncode is None, "".join(log)
+        agent = await AgentStateClient.connect(directory / "state.sock", SECRET)
+        running = Daemon(directory, process, agent)
+        try:
+            yield running
+            if process.returncode is None:
+                await running.agent.status()  # fails where its books contradict themselves
+        finally:
+            for rank in running.ranks:
+                await rank.close()
+            await running.agent.close()
+            if process.returncode is None:
+                process.terminate()
+            code = await process.wait()
+        assert code in {0, -signal.SIGKILL}, "".join(log)
+        assert "Traceback" not in "".join(log), "".join(log)
+
+
+class Rank:
+    """A rank in this process."""
+
+    def __init__(self, client: RankStateClient, heap: Heap, slots: list[TensorSlot]) -> None:
+        self.client = client
+        self.heap = heap
+        self.slots = slots
+        self.seq = 0
+
+    def digest(self) -> str:
+        return str(xxhash.xxh3_128(self.heap.buffer).hexdigest())
+
+    def run(self, seq: int) -> str:
+        """A mutating operation; the digest of what it leaves."""
+        fill(self.heap, seq)
+        self.seq = seq
+        return self.digest()
+
+
+async def start(
+    daemon: Daemon,
+    key: DeploymentKey,
+    num_bytes: int = MiB,
+    *,
+    incarnation: int = 1,
+    device: int = 0,
+    seal_seq: int = 0,
+    slots: list[TensorSlot] | None = None,
+) -> Rank:
+    """Register a deployment with a rank in this process; it is offloaded then."""
+    token = f"token of {key} {incarnation}"
+    await daemon.agent.register_wpg(token, key, incarnation, device, seal_seq)
+    rank: Rank
+    client = await RankStateClient.connect(
+        daemon.socket, token, applied=lambda: rank.seq, on_loaded=lambda: None
+    )
+    daemon.ranks.append(client)
+    rank = Rank(client, Heap(num_bytes), slots or slots_of(num_bytes))
+    rank.seq = await client.register_heap(rank.heap, rank.slots)
+    if not rank.seq:
+        fill(rank.heap, 0)
+        await client.commit_initial()
+    return rank
+
+
+@asynccontextmanager
+async def child(daemon: Daemon, key: DeploymentKey, num_bytes: int) -> AsyncIterator[Child]:
+    token = f"child {key}"
+    await daemon.agent.register_wpg(token, key, 1, 0, 0)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.staterank",
+        str(daemon.socket),
+        token,
+        str(num_bytes),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    running = Child(process)
+    await running.answer()
+    try:
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@dataclass
+class Child:
+    """A rank in a process of its own."""
+
+    process: asyncio.subprocess.Process
+
+    async def ask(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        return await self.answer()
+
+    async def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(await self.process.stdout.readline())
+
+
+async def test_switch_moves_state_out_and_back_bit_equal(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        first = await start(d, POLICY, 2 * MiB)
+        second = await start(d, OTHER, 2 * MiB)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = first.run(1)
+        switched = await d.agent.switch_in(OTHER, 1, 2, [POLICY])
+        assert (switched.bytes_out, switched.bytes_in) == (2 * MiB, 2 * MiB)
+        assert switched.displaced == [POLICY]
+        assert first.heap.resident_bytes() == 0
+        assert second.heap.resident_bytes() == 2 * MiB
+        status = await d.agent.status()
+        assert status.device_used_bytes == [2 * MiB]
+        assert {s.deployment: (s.resident, s.applied) for s in status.deployments} == {
+            POLICY: (False, 1),
+            OTHER: (True, 0),
+        }
+        await d.agent.switch_in(POLICY, 1, 3, [OTHER])
+        assert first.digest() == content
+
+
+async def test_repeated_and_stale_switches_are_told_apart(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 5, [])
+        again = await d.agent.switch_in(POLICY, 1, 5, [])
+        assert again.bytes_in == 0
+        with pytest.raises(ResourceError, match="epoch 4 .* is stale") as caught:
+            await d.agent.switch_in(POLICY, 1, 4, [])
+        assert caught.value.info.code is Code.ABORTED
+        with pytest.raises(ResourceError, match="stale"):
+            await d.agent.switch_out(POLICY, 1, 4)
+        assert (await d.agent.switch_out(POLICY, 1, 5)).bytes_out == MiB
+        assert (await d.agent.switch_out(POLICY, 1, 6)).bytes_out == 0
+
+
+async def test_switch_is_refused_with_the_numbers_when_the_device_is_full(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        first = await start(d, POLICY, 2 * MiB)
+        await start(d, OTHER, 2 * MiB)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = first.run(1)
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.switch_in(OTHER, 1, 2, [])
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert caught.value.info.details == {
+            "needed_bytes": str(2 * MiB),
+            "used_bytes": str(2 * MiB),
+            "budget_bytes": str(3 * MiB),
+        }
+        assert first.digest() == content
+        with pytest.raises(ResourceError, match="needs 4194304 bytes of device 0"):
+            await start(d, SAMPLER, 4 * MiB)
+
+
+async def test_heap_is_refused_with_the_numbers_when_host_memory_is_full(short_dir: Path) -> None:
+    async with daemon(short_dir, host_bytes=3 * MiB) as d:
+        await start(d, POLICY, 2 * MiB)
+        with pytest.raises(ResourceError, match="2097152 of 3145728 are in use") as caught:
+            await start(d, OTHER, 2 * MiB)
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        await d.agent.drop_wpg(POLICY, 1)
+        await start(d, OTHER, 2 * MiB, incarnation=2)
+        assert (await d.agent.status()).host_used_bytes == 2 * MiB
+
+
+async def test_hello_is_refused_when_secret_or_token_is_wrong(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        with pytest.raises(CallerError) as caught:
+            await AgentStateClient.connect(d.socket, "guess")
+        assert caught.value.info.code is Code.PERMISSION_DENIED
+        with pytest.raises(CallerError) as caught:
+            await RankStateClient.connect(
+                d.socket, "guess", applied=lambda: 0, on_loaded=lambda: None
+            )
+        assert caught.value.info.code is Code.PERMISSION_DENIED
+        await start(d, POLICY)
+        with pytest.raises(CallerError, match="PERMISSION_DENIED"):
+            await RankStateClient.connect(
+                d.socket, f"token of {POLICY} 1", applied=lambda: 0, on_loaded=lambda: None
+            )
+
+
+async def test_requests_are_refused_before_hello_and_out_of_role(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        nobody: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+        with pytest.raises(CallerError, match="PERMISSION_DENIED"):
+            await nobody.call(RegisterHeap(MiB, []))
+        await nobody.close()
+        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        rank: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+        await rank.call(RankHello("t"))
+        with pytest.raises(CallerError, match="a rank does not send SwitchIn"):
+            await rank.call(SwitchIn(POLICY, 1, 1, []))
+        await rank.close()
+
+
+async def test_older_incarnation_is_fenced_when_a_newer_registers(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        old = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        await start(d, POLICY, incarnation=2)
+        await asyncio.wait_for(old.client.closed, 10)
+        with pytest.raises(ResourceError, match="incarnation 1 .* is fenced"):
+            await d.agent.switch_in(POLICY, 1, 2, [])
+        with pytest.raises(ResourceError, match="fenced"):
+            await d.agent.register_wpg("late", POLICY, 1, 0, 0)
+        await d.agent.drop_wpg(POLICY, 1)  # of the old life: must not touch the new one
+        await d.agent.switch_in(POLICY, 2, 3, [])
+        status = await d.agent.status()
+        assert status.device_used_bytes == [MiB]
+        assert status.host_used_bytes == MiB
+
+
+async def test_switch_fails_and_accounting_is_right_when_the_displaced_rank_is_killed(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        rank = await start(d, OTHER, 2 * MiB)
+        async with child(d, POLICY, 2 * MiB) as victim:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            victim.process.send_signal(signal.SIGSTOP)
+            switch = asyncio.create_task(d.agent.switch_in(OTHER, 1, 2, [POLICY]))
+            # Answered after the switch has begun, for the daemon starts requests in order.
+            assert (await d.agent.status()).device_used_bytes == [2 * MiB]
+            victim.process.kill()
+            with pytest.raises(ResourceError, match="lost during CopyOut"):
+                await switch
+        status = await d.agent.status()
+        assert status.device_used_bytes == [0]
+        assert status.host_used_bytes == 2 * MiB
+        assert [s.deployment for s in status.deployments] == [OTHER]
+        await d.agent.switch_in(OTHER, 1, 3, [POLICY])
+        assert rank.heap.resident_bytes() == 2 * MiB
+
+
+async def test_displaced_state_is_loaded_back_when_the_incoming_rank_is_killed(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        rank = await start(d, OTHER, 2 * MiB)
+        await d.agent.switch_in(OTHER, 1, 1, [])
+        content = rank.run(7)
+        async with child(d, POLICY, 2 * MiB) as victim:
+            victim.process.send_signal(signal.SIGSTOP)
+            switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 2, [OTHER]))
+            await asyncio.to_thread(_wait_until_released, rank.heap)
+            victim.process.kill()
+            with pytest.raises(ResourceError, match="lost during CopyIn"):
+                await switch
+        assert rank.digest() == content
+        status = await d.agent.status()
+        assert status.device_used_bytes == [2 * MiB]
+        assert [(s.deployment, s.resident, s.applied) for s in status.deployments] == [
+            (OTHER, True, 7)
+        ]
+
+
+def _wait_until_released(heap: Heap) -> None:
+    while heap.resident_bytes():
+        os.sched_yield()
+
+
+async def test_switch_fails_when_the_rank_keeps_device_memory_or_sends_no_digest(
+    short_dir: Path,
+) -> None:
+    """Engines have answered a sleep with success while their memory was still held."""
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        await start(d, OTHER, 2 * MiB)
+        liar = await _fake_rank(d, POLICY, 2 * MiB, resident_bytes=MiB)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        with pytest.raises(ResourceError, match="still holds 1048576 bytes"):
+            await d.agent.switch_in(OTHER, 1, 2, [POLICY])
+        assert (await d.agent.status()).device_used_bytes == [2 * MiB]
+        assert [type(m) for m in liar.asked] == [CopyIn, CopyOut, CopyIn]
+        liar.resident_bytes, liar.digest = 0, ""
+        with pytest.raises(ResourceError, match="broke the protocol"):
+            await d.agent.switch_in(OTHER, 1, 3, [POLICY])
+        await asyncio.wait_for(liar.peer.closed, 10)
+        await d.agent.switch_in(OTHER, 1, 4, [POLICY])
+
+
+@dataclass
+class FakeRank:
+    """Speaks the protocol and lies about its memory."""
+
+    peer: Peer[StateMessage]
+    resident_bytes: int
+    digest: str
+    asked: list[StateMessage] = field(default_factory=list)
+
+    async def handle(self, body: StateMessage, _fds: list[int]) -> tuple[StateMessage, list[int]]:
+        self.asked.append(body)
+        return Copied(self.digest, 0, self.resident_bytes, 0.0), []
+
+
+async def _fake_rank(
+    d: Daemon, key: DeploymentKey, num_bytes: int, resident_bytes: int
+) -> FakeRank:
+    digest = xxhash.xxh3_128(bytes(num_bytes)).hexdigest()
+    await d.agent.register_wpg("liar", key, 1, 0, 0)
+    peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+    rank = FakeRank(peer, resident_bytes, digest)
+    peer.handler = rank.handle
+    await peer.call(RankHello("liar"))
+    _, fds = await peer.call(RegisterHeap(num_bytes, slots_of(num_bytes)))
+    os.close(fds[0])
+    assert await peer.call(CommitInitial(digest)) == (Done(), [])
+    return rank
+
+
+async def test_rank_that_never_answers_is_cut_off_after_the_timeout(short_dir: Path) -> None:
+    async with daemon(short_dir, TRANSFER_TIMEOUT_S="0.3") as d:
+        async with child(d, POLICY, MiB) as hung:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            hung.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(ResourceError) as caught:
+                await d.agent.switch_out(POLICY, 1, 1)
+            assert caught.value.info.code is Code.DEADLINE_EXCEEDED
+        assert (await d.agent.status()).deployments == []
+
+
+async def test_dropping_a_hung_rank_ends_the_switch_that_waits_for_it(short_dir: Path) -> None:
+    async with daemon(short_dir) as d, child(d, POLICY, MiB) as hung:
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        hung.process.send_signal(signal.SIGSTOP)
+        switch = asyncio.create_task(d.agent.switch_out(POLICY, 1, 1))
+        await d.agent.status()
+        await d.agent.drop_wpg(POLICY, 1)
+        with pytest.raises(ResourceError, match="lost"):
+            await switch
+
+
+async def test_offload_gives_back_the_rank_process_memory(short_dir: Path) -> None:
+    """What the device budget is about: 128 MiB of state leave the process, and come back equal."""
+    size = 128 * MiB
+    async with daemon(short_dir, devices=[size], host_bytes=size) as d:
+        async with child(d, POLICY, size) as rank:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            await rank.ask("fill 3")
+            content = await rank.ask("digest")
+            before = await rank.ask("rss_anon")
+            await d.agent.switch_out(POLICY, 1, 1)
+            after = await rank.ask("rss_anon")
+            assert before - after >= 0.9 * size
+            await d.agent.switch_in(POLICY, 1, 2, [])
+            assert await rank.ask("digest") == content
+            assert await rank.ask("rss_anon") >= 0.9 * size
+
+
+async def test_garbage_ends_that_connection_only(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await start(d, POLICY)
+        before = _num_fds(d)
+        for garbage in (
+            b"\xff" * 64,  # a length of 4 GiB
+            struct.pack("<I", 5) + b"hello",
+            struct.pack("<I", 3) + b"\x93\x01\xc2",  # a frame cut short
+        ):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(10)
+                sock.connect(str(d.socket))
+                sock.sendall(garbage)
+                assert sock.recv(1) == b""
+        with socket.socket(socket.AF_UNIX) as sock, open(os.devnull) as unwanted:
+            sock.settimeout(10)
+            sock.connect(str(d.socket))
+            socket.send_fds(sock, [b"\x01"], [unwanted.fileno()])
+            assert sock.recv(1) == b""
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        assert _num_fds(d) == before
+
+
+def _num_fds(d: Daemon) -> int:
+    return len(os.listdir(f"/proc/{d.process.pid}/fd"))
+
+
+# --- seals ---
+
+
+async def test_seal_restores_the_state_in_a_new_life_also_after_a_daemon_restart(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(4)
+        await d.agent.prepare_seal(POLICY, 1, 4)
+        rank.run(5)  # the deployment runs on while the seal is written
+        sealed = await d.agent.write_seal(POLICY, 1, 4, [])
+        assert Path(sealed.file).is_relative_to(d.files)
+        assert (sealed.digest, sealed.num_bytes) == (content, MiB)
+        assert await d.agent.write_seal(POLICY, 1, 4, []) == sealed
+        await d.agent.prepare_seal(POLICY, 1, 4)  # sealed already: nothing to do
+        reborn = await start(d, POLICY, incarnation=2, seal_seq=4)
+        assert reborn.seq == 4
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        assert reborn.digest() == content
+    async with daemon(short_dir) as d:
+        reborn = await start(d, POLICY, seal_seq=4)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        assert reborn.digest() == content
+
+
+async def test_seal_of_an_offloaded_deployment_needs_no_rank(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(2)
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.agent.prepare_seal(POLICY, 1, 2)
+        await rank.client.close()
+        sealed = await d.agent.write_seal(POLICY, 1, 2, [])
+        assert sealed.digest == content
+        assert (await d.agent.status()).host_used_bytes == 0
+
+
+async def test_seal_is_refused_when_another_seq_was_applied(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(3)
+        with pytest.raises(CallerError, match="has applied 3, not 2") as caught:
+            await d.agent.prepare_seal(POLICY, 1, 2)
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+        with pytest.raises(CallerError, match="no copy .* is prepared"):
+            await d.agent.write_seal(POLICY, 1, 2, [])
+        await d.agent.switch_out(POLICY, 1, 1)  # nothing holds the copy back
+
+
+async def test_offload_waits_until_the_seal_is_written(short_dir: Path) -> None:
+    """The host copy that is going to disk must not change under the writer."""
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        sealed_content = rank.run(1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        new_content = rank.run(2)
+        offload = asyncio.create_task(d.agent.switch_out(POLICY, 1, 2))
+        for _ in range(20):  # each a full round trip through the daemon
+            assert (await d.agent.status()).device_used_bytes == [MiB]
+        assert not offload.done()
+        sealed = await d.agent.write_seal(POLICY, 1, 1, [])
+        assert sealed.digest == sealed_content
+        await offload
+        await d.agent.switch_in(POLICY, 1, 3, [])
+        assert rank.digest() == new_content
+
+
+async def test_prepared_seal_is_given_up_when_the_agent_is_gone(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.close()
+        d.agent = await AgentStateClient.connect(d.socket, SECRET)
+        await asyncio.wait_for(d.agent.switch_out(POLICY, 1, 2), 10)
+
+
+async def test_two_newest_seals_and_the_committed_one_are_kept(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        for seq, committed in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 4)):
+            rank.run(seq)
+            await d.agent.prepare_seal(POLICY, 1, seq)
+            await d.agent.write_seal(POLICY, 1, seq, [], committed)
+            if seq == 4:
+                assert _names(d) == ["seal-1.state", "seal-3.state", "seal-4.state"]
+        assert _names(d) == ["seal-4.state", "seal-5.state"]
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        assert _names(d) == []
+
+
+@pytest.mark.parametrize("place", [20, 4096 + 1000, -1])
+async def test_flipped_bit_in_a_seal_is_data_loss_naming_the_file(
+    short_dir: Path, place: int
+) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        sealed = await d.agent.write_seal(POLICY, 1, 1, [])
+        content = bytearray(Path(sealed.file).read_bytes())
+        content[place] ^= 4
+        Path(sealed.file).write_bytes(content)
+        with pytest.raises(ResourceError) as caught:
+            await start(d, POLICY, incarnation=2, seal_seq=1)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert caught.value.info.details == {"file": sealed.file}
+        with pytest.raises(ResourceError, match="seal-9.state: No such file"):
+            await start(d, POLICY, incarnation=3, seal_seq=9)
+
+
+async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, file_limit_bytes=MiB + 64 * 1024) as d:
+        small = await start(d, POLICY, MiB)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = small.run(1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [])
+        large = await start(d, OTHER, 2 * MiB)
+        await d.agent.switch_in(OTHER, 1, 2, [])
+        large.run(1)
+        await d.agent.prepare_seal(OTHER, 1, 1)
+        with pytest.raises(ResourceError, match="File too large") as caught:
+            await d.agent.write_seal(OTHER, 1, 1, [])
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert _names(d) == ["seal-1.state"]
+        assert not list(d.files.rglob("*.partial"))
+        await d.agent.switch_out(OTHER, 1, 2)  # the copy is free again
+        reborn = await start(d, POLICY, incarnation=2, seal_seq=1)
+        await d.agent.switch_in(POLICY, 2, 3, [])
+        assert reborn.digest() == content
+
+
+def _names(d: Daemon) -> list[str]:
+    return sorted(path.name for path in d.files.rglob("*.*"))
+
+
+async def test_names_cannot_leave_the_directory(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        with pytest.raises(CallerError, match="not a valid name"):
+            await d.agent.register_wpg("t", DeploymentKey("..", "..", "etc"), 1, 0, 0)
+
+
+# --- weights versions ---
+
+
+def _model(scale: int = 1) -> tuple[list[TensorSlot], int]:
+    """Two odd-sized weights with a gap, then an optimizer tensor, as heap slots."""
+    slots = [
+        TensorSlot("a", Role.WEIGHT, "float32", [5, 7 * scale], 64, 140 * scale),
+        TensorSlot("b", Role.WEIGHT, "float32", [3], 64 + 256 * scale, 12),
+        TensorSlot("a.m", Role.OPTIMIZER, "float32", [5], 128 + 256 * scale, 20),
+    ]
+    return slots, 192 + 256 * scale
+
+
+def _weights_of(rank: Rank) -> dict[str, bytes]:
+    return {
+        slot.name: bytes(rank.heap.buffer[slot.offset : slot.offset + slot.num_bytes])
+        for slot in rank.slots
+        if slot.role is Role.WEIGHT
+    }
+
+
+def _weights(slots: list[TensorSlot]) -> list[TensorSlot]:
+    return [slot for slot in slots if slot.role is Role.WEIGHT]
+
+
+async def _publishing(d: Daemon, scale: int = 1) -> Rank:
+    """A policy, resident, with content."""
+    slots, num_bytes = _model(scale)
+    policy = await start(d, POLICY, num_bytes, slots=slots)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    policy.run(1)
+    return policy
+
+
+async def _sampling(d: Daemon, scale: int = 1) -> Rank:
+    """A sampler on its own layout, resident."""
+    slots, num_bytes = _model(scale)
+    shifted = [
+        TensorSlot(s.name, s.role, s.dtype, s.shape, s.offset + 320, s.num_bytes)
+        for s in _weights(slots)
+    ]
+    sampler = await start(d, SAMPLER, num_bytes + 320, slots=shifted)
+    await d.agent.switch_in(SAMPLER, 1, 1, [])
+    return sampler
+
+
+async def test_version_brings_weights_to_another_deployment_on_the_node(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await _publishing(d)
+        sampler = await _sampling(d)
+        key = VersionKey(POLICY, 2)
+        made = await policy.client.create_version(key, _weights(policy.slots))
+        assert made.is_new
+        weights = _weights_of(policy)
+        policy.run(3)  # the version is a cut: what comes after does not change it
+        again = await policy.client.create_version(key, _weights(policy.slots))
+        assert (again.digest, again.num_bytes, again.is_new) == (made.digest, made.num_bytes, False)
+        assert await sampler.client.load_version(key, [], sampler.slots) == made.digest
+        assert _weights_of(sampler) == weights
+        assert (await d.agent.status()).versions == [key]
+        await d.agent.drop_versions([key])
+        with pytest.raises(CallerError, match="is not here"):
+            await sampler.client.load_version(key, [], sampler.slots)
+
+
+async def test_equal_weights_give_versions_of_equal_digest(short_dir: Path) -> None:
+    """Also in a reused extent, whose gaps once held something else."""
+    async with daemon(short_dir) as d:
+        policy = await _publishing(d)
+        slots = _weights(policy.slots)
+        first = await policy.client.create_version(VersionKey(POLICY, 2), slots)
+        policy.run(2)
+        await policy.client.create_version(VersionKey(POLICY, 3), slots)
+        await d.agent.drop_versions([VersionKey(POLICY, 3)])
+        before = (await d.agent.status()).host_used_bytes
+        policy.run(1)
+        third = await policy.client.create_version(VersionKey(POLICY, 4), slots)
+        assert third.digest == first.digest
+        assert (await d.agent.status()).host_used_bytes == before
+
+
+async def test_version_of_another_job_or_deployment_is_denied(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await _publishing(d)
+        stranger = await start(d, OTHER)
+        await policy.client.create_version(VersionKey(POLICY, 2), _weights(policy.slots))
+        for refused in (
+            stranger.client.load_version(VersionKey(POLICY, 2), [], stranger.slots),
+            stranger.client.create_version(VersionKey(POLICY, 3), stranger.slots),
+        ):
+            with pytest.raises(CallerError) as caught:
+                await refused
+            assert caught.value.info.code is Code.PERMISSION_DENIED
+
+
+async def test_version_of_another_model_is_refused_and_nothing_written(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await _publishing(d)
+        sampler = await _sampling(d, scale=2)
+        before = sampler.digest()
+        await policy.client.create_version(VersionKey(POLICY, 2), _weights(policy.slots))
+        with pytest.raises(CallerError, match=r"a is float32\[5, 7\] in the version"):
+            await sampler.client.load_version(VersionKey(POLICY, 2), [], sampler.slots)
+        with pytest.raises(CallerError, match="b is on one side only"):
+            await sampler.client.load_version(VersionKey(POLICY, 2), [], sampler.slots[:1])
+        assert sampler.digest() == before
+
+
+async def test_readers_cannot_write_a_version(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await _publishing(d)
+        key = VersionKey(POLICY, 2)
+        await policy.client.create_version(key, _weights(policy.slots))
+        await d.agent.register_wpg("reader", SAMPLER, 1, 0, 0)
+        reader: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+        await reader.call(RankHello("reader"))
+        _, fds = await reader.call(OpenVersion(key, []))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(fds[0], b"x", 0)
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.ftruncate(fds[0], 0)
+        os.close(fds[0])
+        await reader.close()
+
+
+async def test_uncommitted_version_is_freed_when_its_rank_dies(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+        await peer.call(RankHello("t"))
+        _, fds = await peer.call(CreateVersion(VersionKey(POLICY, 1), 4096, []))
+        os.close(fds[0])
+        assert (await d.agent.status()).host_used_bytes == 4096
+        await peer.close()
+        await d.agent.drop_wpg(POLICY, 1)
+        assert (await d.agent.status()).host_used_bytes == 0
+
+
+async def test_version_is_fetched_from_another_node_once(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        policy = await _publishing(train)
+        sampler = await _sampling(rollout)
+        reference = await start(
+            rollout, DeploymentKey("acme", "sums", "reference"), 4096, slots=sampler.slots
+        )
+        key = VersionKey(POLICY, 2)
+        made = await policy.client.create_version(key, _weights(policy.slots))
+        sources = [await train.endpoint()]
+        digests = await asyncio.gather(
+            *(r.client.load_version(key, sources, sampler.slots) for r in (sampler, reference))
+        )
+        assert digests == [made.digest, made.digest]
+        assert _weights_of(sampler) == _weights_of(policy)
+        assert (await rollout.agent.status()).versions == [key]
+        host_bytes = (await rollout.agent.status()).host_used_bytes
+        assert host_bytes == 4096 + 4096 + 4096
+
+
+async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        policy = await _publishing(train, scale=4096)
+        sampler = await _sampling(rollout, scale=4096)
+        key = VersionKey(POLICY, 2)
+        await policy.client.create_version(key, _weights(policy.slots))
+        real = await train.endpoint()
+        async with _cutting_proxy(real, after_bytes=200_000) as cut:
+            with pytest.raises(ResourceError, match="broken off after"):
+                await sampler.client.load_version(key, [cut], sampler.slots)
+            assert (await rollout.agent.status()).versions == []
+            await sampler.client.load_version(key, [cut, real], sampler.slots)
+        assert _weights_of(sampler) == _weights_of(policy)
+
+
+async def test_corruption_on_the_wire_is_found(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        policy = await _publishing(train, scale=4096)
+        sampler = await _sampling(rollout, scale=4096)
+        before = sampler.digest()
+        key = VersionKey(POLICY, 2)
+        await policy.client.create_version(key, _weights(policy.slots))
+        async with _cutting_proxy(await train.endpoint(), flip_at=200_000) as bad:
+            with pytest.raises(ResourceError) as caught:
+                await sampler.client.load_version(key, [bad], sampler.slots)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert sampler.digest() == before
+
+
+@asynccontextmanager
+async def _cutting_proxy(
+    endpoint: str, *, after_bytes: int = 1 << 60, flip_at: int = -1
+) -> AsyncIterator[str]:
+    """A TCP proxy that breaks off, or flips a bit, at that byte of the answer."""
+    host, port = endpoint.rsplit(":", 1)
+
+    async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(65536):
+            writer.write(chunk)
+
+    async def downstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed = 0
+        while passed < after_bytes and (chunk := await reader.read(65536)):
+            if 0 <= flip_at - passed < len(chunk):
+                place = flip_at - passed
+                chunk = chunk[:place] + bytes([chunk[place] ^ 1]) + chunk[place + 1 :]
+            writer.write(chunk)
+            await writer.drain()
+            passed += len(chunk)
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        request = asyncio.create_task(upstream(reader, up_writer))
+        with contextlib.suppress(ConnectionError):
+            await downstream(up_reader, writer)
+        request.cancel()
+        for end in (writer, up_writer):
+            end.close()
+            with contextlib.suppress(ConnectionError):
+                await end.wait_closed()
+
+    server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_fetch_is_denied_without_the_secret_of_the_mesh(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train:
+        policy = await _publishing(train)
+        key = VersionKey(POLICY, 2)
+        await policy.client.create_version(key, _weights(policy.slots))
+        host, port = (await train.endpoint()).rsplit(":", 1)
+        with pytest.raises(CallerError) as caught:
+            await _fetch(f"{host}:{port}", "guess", key)
+        assert caught.value.info.code is Code.PERMISSION_DENIED
+        content = await _fetch(f"{host}:{port}", SECRET, key)
+        assert len(content) == 256
+        with pytest.raises(PhaseloomError, match="NOT_FOUND"):
+            await _fetch(f"{host}:{port}", SECRET, VersionKey(POLICY, 9))
+
+
+async def _fetch(endpoint: str, secret: str, key: VersionKey) -> bytes:
+    content = bytearray()
+
+    def place(description: VersionDescription) -> memoryview:
+        content.extend(bytes(description.num_bytes))
+        return memoryview(content)
+
+    await fetch(endpoint, secret, key, 10.0, place)
+    return bytes(content)
+
+
+async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train:
+        policy = await _publishing(train)
+        key = VersionKey(POLICY, 2)
+        made = await policy.client.create_version(key, _weights(policy.slots))
+        weights = _weights_of(policy)
+        await train.agent.prepare_seal(POLICY, 1, 1)
+        with pytest.raises(CallerError, match=r"version acme.sums.policy.9 is not here"):
+            await train.agent.write_seal(POLICY, 1, 1, [9])
+        await train.agent.prepare_seal(POLICY, 1, 1)
+        await train.agent.write_seal(POLICY, 1, 1, [2])
+        train.process.kill()
+        await train.process.wait()
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        assert (await train.agent.status()).versions == [key]
+        sampler = await _sampling(rollout)
+        digest = await sampler.client.load_version(key, [await train.endpoint()], sampler.slots)
+        assert digest == made.digest
+        assert _weights_of(sampler) == weights
+        await train.agent.drop_versions([key])
+        assert not list(train.files.rglob("version-*"))

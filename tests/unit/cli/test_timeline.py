@@ -1,0 +1,115 @@
+"""The Chrome trace made from spans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phaseloom.cli.timeline import SpanLine, chrome_trace, read_spans, write_timeline
+
+MS = 1_000_000
+OPERATION: dict[str, Any] = {"tenant": "demo", "job": "sums", "deployment": "policy", "seq": 7}
+DEVICE: dict[str, Any] = {"node": "t0", "device": 0}
+
+
+def span(
+    name: str, span_id: str, start_ms: float, end_ms: float, parent: str | None = None, **more: Any
+) -> SpanLine:
+    start_ns, end_ns = 10**18 + int(start_ms * MS), 10**18 + int(end_ms * MS)
+    return SpanLine(name, span_id, start_ns, end_ns, "test", parent, more)
+
+
+def one_operation() -> list[SpanLine]:
+    """Submitted at 0, switched in from 2 to 6 ms, executed from 6 to 10 ms."""
+    return [
+        span("submit", "s1", 0, 1, **OPERATION, kind="forward_backward"),
+        span("queue", "q1", 1, 2, "s1"),
+        span("switch", "w1", 2, 6, "s1", **DEVICE),
+        span("offload", "o1", 2, 4, "w1"),
+        span("load", "l1", 4, 6, "w1"),
+        span("execute", "e1", 6, 10, "s1", **DEVICE),
+    ]
+
+
+def slices(trace: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {e["cat"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
+
+
+def track_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
+    """(pid, tid) → "process / thread"."""
+    meta = [e for e in trace["traceEvents"] if e["ph"] == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in meta if e["name"] == "process_name"}
+    return {
+        (e["pid"], e["tid"]): f"{processes[e['pid']]} / {e['args']['name']}"
+        for e in meta
+        if e["name"] == "thread_name"
+    }
+
+
+def test_device_track_has_execution_and_switch_with_its_halves_inside() -> None:
+    trace = chrome_trace(one_operation())
+    found, tracks = slices(trace), track_names(trace)
+    for name in ("execute", "switch", "offload", "load"):
+        event = found[name]
+        assert tracks[event["pid"], event["tid"]] == "node t0 / device 0"
+    assert (found["switch"]["ts"], found["switch"]["dur"]) == (2000.0, 4000.0)
+    assert (found["offload"]["ts"], found["load"]["ts"]) == (2000.0, 4000.0)
+    assert found["execute"]["name"] == "sums forward_backward"
+
+
+def test_job_track_has_the_queue_wait() -> None:
+    trace = chrome_trace(one_operation())
+    event = slices(trace)["queue"]
+    assert track_names(trace)[event["pid"], event["tid"]] == "job sums / policy queue"
+    assert (event["ts"], event["dur"]) == (1000.0, 1000.0)
+
+
+def test_arrow_leads_from_submit_to_execution() -> None:
+    trace = chrome_trace(one_operation())
+    found = slices(trace)
+    start, finish = [e for e in trace["traceEvents"] if e["ph"] in "sf"]
+    assert start["id"] == finish["id"]
+    assert (start["pid"], start["tid"]) == (found["submit"]["pid"], found["submit"]["tid"])
+    assert start["ts"] == found["submit"]["ts"]
+    assert finish["ts"] == found["execute"]["ts"]
+    assert finish["bp"] == "e"
+
+
+def test_operation_that_never_ran_has_no_arrow() -> None:
+    trace = chrome_trace(one_operation()[:2])
+    assert not [e for e in trace["traceEvents"] if e["ph"] in "sf"]
+
+
+def test_overlapping_slices_of_one_track_go_to_separate_lanes() -> None:
+    """Queue waits overlap; on one thread they would be drawn as if nested."""
+    waits = [(0, 10), (2, 5), (4, 12), (10, 14)]
+    spans = [
+        span("queue", f"q{i}", a, b, **{**OPERATION, "seq": i}) for i, (a, b) in enumerate(waits)
+    ]
+    trace = chrome_trace(spans)
+    lanes = {e["args"]["seq"]: e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert lanes[0] == lanes[1] == lanes[3]
+    assert lanes[2] != lanes[0]
+    assert set(track_names(trace).values()) == {"job sums / policy queue"}
+
+
+def test_spans_are_read_from_all_files_but_not_a_last_line_cut_short(tmp_path: Path) -> None:
+    first, second = one_operation()[0], one_operation()[5]
+    line = msgspec.json.encode(second)
+    (tmp_path / "router-1.jsonl").write_bytes(msgspec.json.encode(first) + b"\n")
+    (tmp_path / "worker-2.jsonl").write_bytes(line + b"\n" + line[:40])
+    assert read_spans(tmp_path) == [first, second]
+
+
+def test_written_timeline_is_a_trace_object(tmp_path: Path) -> None:
+    write_timeline(one_operation(), tmp_path / "timeline.json")
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X", "s", "f"}
+    assert all({"pid", "tid", "name"} <= e.keys() for e in trace["traceEvents"])
+
+
+def test_no_spans_give_an_empty_trace() -> None:
+    assert chrome_trace([])["traceEvents"] == []
