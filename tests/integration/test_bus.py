@@ -187,6 +187,27 @@ async def test_consume_shares_messages_when_replicas_have_one_durable(
     await other.close()
 
 
+async def test_consume_works_for_all_when_replicas_make_the_consumer_at_once(
+    nats_server: EmbeddedServer,
+) -> None:
+    """Two routers that start together: the server refuses one that makes what just got made."""
+    buses = [await Bus.open(nats_server.credentials.bus, f"replica {n}") for n in range(6)]
+    await buses[0].provision_tenant("acme", 2**20)
+
+    async def ignore(message: Msg) -> None:
+        await message.ack()
+
+    for attempt in range(10):
+        durable = f"routers-{attempt}"
+        async with asyncio.TaskGroup() as group:
+            for bus in buses:
+                group.create_task(
+                    bus.consume("OPS_acme", "pl.v1.op.acme.>", durable, ignore, shared=True)
+                )
+    for bus in buses:
+        await bus.close()
+
+
 async def test_consume_takes_over_when_the_predecessor_is_gone(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:

@@ -79,11 +79,10 @@ async def daemon(
     *,
     devices: list[int] | None = None,
     host_bytes: int = 256 * MiB,
-    file_limit_bytes: int | None = None,
     **extra: str,
 ) -> AsyncIterator[Daemon]:
     """A running state manager; at the end its books must agree and it must stop cleanly."""
-    directory.mkdir(exist_ok=True)
+    await asyncio.to_thread(directory.mkdir, exist_ok=True)
     settings = {
         "NODE": "node0",
         "SOCKET": str(directory / "state.sock"),
@@ -95,16 +94,11 @@ async def daemon(
     }
     environment = os.environ | {f"PHASELOOM_STATEMGR_{k}": v for k, v in settings.items()}
 
-    def limit_files() -> None:
-        if file_limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
-
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "phaseloom.statemgr.main",
         env=environment,
-        preexec_fn=limit_files,
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -252,7 +246,7 @@ async def test_repeated_and_stale_switches_are_told_apart(short_dir: Path) -> No
         await d.agent.switch_in(POLICY, 1, 5, [])
         again = await d.agent.switch_in(POLICY, 1, 5, [])
         assert again.bytes_in == 0
-        with pytest.raises(ResourceError, match="epoch 4 .* is stale") as caught:
+        with pytest.raises(ResourceError, match=r"epoch 4 .* is stale") as caught:
             await d.agent.switch_in(POLICY, 1, 4, [])
         assert caught.value.info.code is Code.ABORTED
         with pytest.raises(ResourceError, match="stale"):
@@ -328,7 +322,7 @@ async def test_older_incarnation_is_fenced_when_a_newer_registers(short_dir: Pat
         await d.agent.switch_in(POLICY, 1, 1, [])
         await start(d, POLICY, incarnation=2)
         await asyncio.wait_for(old.client.closed, 10)
-        with pytest.raises(ResourceError, match="incarnation 1 .* is fenced"):
+        with pytest.raises(ResourceError, match=r"incarnation 1 .* is fenced"):
             await d.agent.switch_in(POLICY, 1, 2, [])
         with pytest.raises(ResourceError, match="fenced"):
             await d.agent.register_wpg("late", POLICY, 1, 0, 0)
@@ -461,18 +455,20 @@ async def test_dropping_a_hung_rank_ends_the_switch_that_waits_for_it(short_dir:
 async def test_offload_gives_back_the_rank_process_memory(short_dir: Path) -> None:
     """What the device budget is about: 128 MiB of state leave the process, and come back equal."""
     size = 128 * MiB
-    async with daemon(short_dir, devices=[size], host_bytes=size) as d:
-        async with child(d, POLICY, size) as rank:
-            await d.agent.switch_in(POLICY, 1, 1, [])
-            await rank.ask("fill 3")
-            content = await rank.ask("digest")
-            before = await rank.ask("rss_anon")
-            await d.agent.switch_out(POLICY, 1, 1)
-            after = await rank.ask("rss_anon")
-            assert before - after >= 0.9 * size
-            await d.agent.switch_in(POLICY, 1, 2, [])
-            assert await rank.ask("digest") == content
-            assert await rank.ask("rss_anon") >= 0.9 * size
+    async with (
+        daemon(short_dir, devices=[size], host_bytes=size) as d,
+        child(d, POLICY, size) as rank,
+    ):
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        await rank.ask("fill 3")
+        content = await rank.ask("digest")
+        before = await rank.ask("rss_anon")
+        await d.agent.switch_out(POLICY, 1, 1)
+        after = await rank.ask("rss_anon")
+        assert before - after >= 0.9 * size
+        await d.agent.switch_in(POLICY, 1, 2, [])
+        assert await rank.ask("digest") == content
+        assert await rank.ask("rss_anon") >= 0.9 * size
 
 
 async def test_garbage_ends_that_connection_only(short_dir: Path) -> None:
@@ -489,10 +485,10 @@ async def test_garbage_ends_that_connection_only(short_dir: Path) -> None:
                 sock.connect(str(d.socket))
                 sock.sendall(garbage)
                 assert sock.recv(1) == b""
-        with socket.socket(socket.AF_UNIX) as sock, open(os.devnull) as unwanted:
+        with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10)
             sock.connect(str(d.socket))
-            socket.send_fds(sock, [b"\x01"], [unwanted.fileno()])
+            socket.send_fds(sock, [b"\x01"], [sock.fileno()])
             assert sock.recv(1) == b""
         await d.agent.switch_in(POLICY, 1, 1, [])
         assert _num_fds(d) == before
@@ -550,7 +546,7 @@ async def test_seal_is_refused_when_another_seq_was_applied(short_dir: Path) -> 
         with pytest.raises(CallerError, match="has applied 3, not 2") as caught:
             await d.agent.prepare_seal(POLICY, 1, 2)
         assert caught.value.info.code is Code.FAILED_PRECONDITION
-        with pytest.raises(CallerError, match="no copy .* is prepared"):
+        with pytest.raises(CallerError, match=r"no copy .* is prepared"):
             await d.agent.write_seal(POLICY, 1, 2, [])
         await d.agent.switch_out(POLICY, 1, 1)  # nothing holds the copy back
 
@@ -610,21 +606,25 @@ async def test_flipped_bit_in_a_seal_is_data_loss_naming_the_file(
         rank.run(1)
         await d.agent.prepare_seal(POLICY, 1, 1)
         sealed = await d.agent.write_seal(POLICY, 1, 1, [])
-        content = bytearray(Path(sealed.file).read_bytes())
-        content[place] ^= 4
-        Path(sealed.file).write_bytes(content)
+        await asyncio.to_thread(_flip_bit, Path(sealed.file), place)
         with pytest.raises(ResourceError) as caught:
             await start(d, POLICY, incarnation=2, seal_seq=1)
         assert caught.value.info.code is Code.DATA_LOSS
         assert caught.value.info.details == {"file": sealed.file}
-        with pytest.raises(ResourceError, match="seal-9.state: No such file"):
+        with pytest.raises(ResourceError, match=r"seal-9\.state: No such file"):
             await start(d, POLICY, incarnation=3, seal_seq=9)
+
+
+def _flip_bit(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
 
 
 async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
     short_dir: Path,
 ) -> None:
-    async with daemon(short_dir, file_limit_bytes=MiB + 64 * 1024) as d:
+    async with daemon(short_dir) as d:
         small = await start(d, POLICY, MiB)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = small.run(1)
@@ -634,12 +634,16 @@ async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
         await d.agent.switch_in(OTHER, 1, 2, [])
         large.run(1)
         await d.agent.prepare_seal(OTHER, 1, 1)
+        limit = MiB + 64 * 1024
+        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
         with pytest.raises(ResourceError, match="File too large") as caught:
             await d.agent.write_seal(OTHER, 1, 1, [])
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert _names(d) == ["seal-1.state"]
         assert not list(d.files.rglob("*.partial"))
         await d.agent.switch_out(OTHER, 1, 2)  # the copy is free again
+        with pytest.raises(ResourceError, match="cannot be had"):
+            await start(d, SAMPLER, 2 * MiB)  # the limit holds for host memory too
         reborn = await start(d, POLICY, incarnation=2, seal_seq=1)
         await d.agent.switch_in(POLICY, 2, 3, [])
         assert reborn.digest() == content

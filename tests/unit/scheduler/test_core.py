@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -79,7 +80,7 @@ def test_device_runs_one_operation_at_a_time() -> None:
     world = undisturbed()
     for pool in (("policy",), ("sampler", "reference")):
         runs = sorted(r for r in world.runs if r[2].split(".")[2] in pool)
-        for (_, end, _), (start, _, _) in zip(runs, runs[1:], strict=False):
+        for (_, end, _), (start, _, _) in itertools.pairwise(runs):
             assert start >= end - 1e-9
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import version
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from phaseloom.common.errors import PhaseloomError
 
@@ -15,6 +16,8 @@ def application() -> App:
         name="phaseloom",
         help="Many RL post-training jobs time-share one pool of accelerators over a NATS mesh.",
         version=version("phaseloom"),
+        # Where a subcommand is called by a program it may be given a console.
+        default_parameter=Parameter(parse=re.compile("^(?!console$)")),
     )
     app.command("phaseloom.cli.up:up", name="up", help="Run the mesh on this machine.")
     app.command(

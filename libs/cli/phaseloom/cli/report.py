@@ -138,7 +138,7 @@ class LogReader:
             self._ready_s[key] = entry.time_unix_s
         match entry.event:
             case NodeUp(node=node) if node not in self.log.devices:
-                self.log.devices.append(node)
+                self.log.devices = sorted([*self.log.devices, node])
             case WpgStarted(deployment=deployment, node=node):
                 self._nodes[deployment] = node
             case ActivationOpened():

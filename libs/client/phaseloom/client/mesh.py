@@ -257,7 +257,7 @@ async def connect(
             raise failure from None
         raise
     finally:
-        await client.close()
+        await bus.close_client(client)
         stop_telemetry()
 
 

@@ -37,6 +37,7 @@ MIN_SERVER_VERSION = (2, 12)
 _STORE_FAILED = 10077
 _SUBJECT_TAKEN = "per subject exceeded"
 _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
+_CONSUMER_EXISTS = frozenset({10013, 10148})
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
@@ -95,6 +96,17 @@ def is_subject_taken(code: int | None, description: str | None) -> bool:
     return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
 
 
+def _can_consume_soon(error: nats.js.errors.Error) -> bool:
+    """True of what passes by itself when a durable consumer is made or taken over.
+
+    Another replica made it at the same moment; or a predecessor that was killed holds it until the
+    server sees its socket close.
+    """
+    if isinstance(error, APIError):
+        return error.err_code in _CONSUMER_EXISTS
+    return "already bound" in str(error)
+
+
 class AlreadyStored(Exception):
     """One message per subject: another was first."""
 
@@ -133,7 +145,8 @@ async def connect(
             log.error("a message handler failed: %r", error, exc_info=error)
 
     async def disconnected() -> None:
-        log.warning("disconnected from NATS at %s", url)
+        if not client.is_closed:
+            log.warning("disconnected from NATS at %s", url)
 
     async def reconnected() -> None:
         log.info("reconnected to NATS")
@@ -174,6 +187,15 @@ async def connect(
     return client
 
 
+async def close_client(client: Client) -> None:
+    """Close at once; what a lost connection has not sent yet is given up."""
+    if not client.is_connected:
+        # nats-py would flush it to the dead socket, fail, and leave its tasks running.
+        client._pending = []
+        client._pending_data_size = 0
+    await client.close()
+
+
 class Bus:
     """What a service does with the mesh account. Make it with `Bus.open`."""
 
@@ -203,7 +225,7 @@ class Bus:
         try:
             await self.client.drain()
         except nats.errors.Error:
-            await self.client.close()
+            await close_client(self.client)
 
     # --- provisioning ---------------------------------------------------------------------------
 
@@ -353,10 +375,12 @@ class Bus:
 
         Args: shared: replicas with the same `durable` each get some of the messages.
         """
-        config = api.ConsumerConfig(
-            ack_policy=api.AckPolicy.EXPLICIT, ack_wait=ack_wait_s, max_ack_pending=max_ack_pending
-        )
         while True:
+            config = api.ConsumerConfig(
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=ack_wait_s,
+                max_ack_pending=max_ack_pending,
+            )
             try:
                 return await self.js.subscribe(
                     subject,
@@ -368,10 +392,11 @@ class Bus:
                     config=config,
                 )
             except nats.js.errors.Error as error:
-                # A predecessor that was killed holds it until the server sees its socket close.
-                if "already bound" not in str(error):
+                if not _can_consume_soon(error):
                     raise
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
+            except NatsTimeoutError:  # the server went away with the request
+                log.warning("no consumer %s yet: the server did not answer", durable)
 
     async def get_stored(self, stream: str, subject: str) -> Stored | None:
         """The newest stored message of a subject (direct get), or None where there is none.
@@ -496,6 +521,7 @@ __all__ = [
     "KeyChange",
     "LogEntry",
     "Stored",
+    "close_client",
     "connect",
     "is_subject_taken",
 ]

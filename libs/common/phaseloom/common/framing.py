@@ -226,9 +226,12 @@ class Peer(Generic[Body]):
             return
         self._received += chunk
         try:
-            if flags & socket.MSG_CTRUNC or len(self._received_fds) > self._max_fds:
-                raise _ProtocolError(f"more than {self._max_fds} file descriptors")
+            if flags & socket.MSG_CTRUNC:
+                raise _ProtocolError(f"more than {self._max_fds} file descriptors at once")
             self._take_frames()
+            # Only now: one read may bring the end of a frame and the beginning of the next.
+            if len(self._received_fds) > self._max_fds:
+                raise _ProtocolError(f"more than {self._max_fds} file descriptors")
         except _ProtocolError as error:
             log.warning("cutting off a peer that broke the protocol: %s", error)
             self.cut(f"protocol broken: {error}")
@@ -247,7 +250,7 @@ class Peer(Generic[Body]):
                 frame = self._decoder.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise _ProtocolError(f"not a frame: {error}") from None
-            if not 0 <= frame.num_fds <= len(self._received_fds):
+            if not 0 <= frame.num_fds <= min(self._max_fds, len(self._received_fds)):
                 raise _ProtocolError(
                     f"{frame.num_fds} file descriptors announced, {len(self._received_fds)} came"
                 )

@@ -13,21 +13,29 @@ import os
 
 import xxhash
 
+from phaseloom.common.errors import Code, ResourceError
 from phaseloom.statemgr.core.arena import Arena, rounded
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MAX_NAME = 200
+"""The kernel takes 249 bytes; names are only shown in /proc."""
 
 
 class Extent:
     """Zeroes until written."""
 
     def __init__(self, num_bytes: int, name: str) -> None:
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """Raises: OSError: the system has no descriptor or no memory to give."""
         self._num_bytes = rounded(num_bytes)
-        os.ftruncate(self.fd, self._num_bytes)
-        fcntl.fcntl(
-            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
-        self.read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._map: mmap.mmap | None = None
+        self.fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self._num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            self.read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(self.fd)
+            raise
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes`, writable."""
@@ -58,7 +66,14 @@ class HostMemory:
         grant = self.arena.reserve(num_bytes, what, pool)
         self._close(grant.evicted)
         if grant.is_new:
-            self._extents[grant.extent] = Extent(num_bytes, f"phaseloom:{what}")
+            try:
+                self._extents[grant.extent] = Extent(num_bytes, f"phaseloom: {what}")
+            except OSError as error:
+                self.arena.free(grant.extent)
+                raise ResourceError(
+                    f"{num_bytes} bytes of host memory for {what} cannot be had: {error.strerror}",
+                    code=Code.RESOURCE_EXHAUSTED,
+                ) from error
         return grant.extent
 
     def free(self, extent: int) -> None:

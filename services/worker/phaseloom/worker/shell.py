@@ -219,14 +219,17 @@ class Agent:
     async def _stop(self, command: StopWpg) -> None:
         wpg = self._wpgs.get(command.deployment)
         stopped = ErrorInfo(Code.ABORTED, "stopped by the scheduler")
-        if wpg is not None and wpg.incarnation <= command.incarnation:
+        was_alive = wpg is not None and wpg.incarnation <= command.incarnation
+        if wpg is not None and was_alive:
             wpg.kill(stopped)
             await wpg.ended()
         async with self._deployment_locks[command.deployment], self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget
             )
-        await self._report_lost(command.deployment, command.incarnation, stopped)
+        if not was_alive:
+            # Nobody watches it: this is the confirmation that the scheduler waits for.
+            await self._report_lost(command.deployment, command.incarnation, stopped)
 
     # --- activations ----------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+# `make demo` and `make test` need Python 3.11 or newer, and nothing installed: they make .venv.
+# PYTHON=python3.12 picks the interpreter; PIP_ARGS reaches every `pip install`.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+REASONING_GYM := reasoning-gym>=0.1.25,<0.2
+
+# One torch thread per device, everywhere: results are compared bit by bit.
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo up test test-slow lint bench clean
+
+## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
+demo: $(VENV)/.demo
+	$(BIN)/phaseloom demo $(ARGS)
+
+## up: run the mesh for your own controllers until Ctrl-C
+up: $(VENV)/.demo
+	$(BIN)/phaseloom up $(ARGS)
+
+## test: everything that takes minutes at most; ARGS goes to pytest
+test: $(VENV)/.test
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+## test-slow: what takes longer
+test-slow: $(VENV)/.test
+	$(BIN)/pytest -m slow $(ARGS)
+
+## lint: style, formatting, types
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy tests examples loadtest
+
+## bench: measure the mesh; results in runs/bench/latest.json
+bench: $(VENV)/.test
+	$(BIN)/python -m loadtest $(ARGS)
+
+## clean: remove the environment; runs/ stays
+clean:
+	rm -rf $(VENV)
+
+# reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
+# tasks do not use; its other requirements are in the extra demo-base.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base]"
+	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "$(REASONING_GYM)"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,otlp,test]"
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \"Phaseloom needs Python 3.11 or newer: make PYTHON=python3.12\")"
+	$(PYTHON) -m venv $(VENV)

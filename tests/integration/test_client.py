@@ -1,0 +1,342 @@
+"""A controller's side of the mesh: real server, real router, and a far side that answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from phaseloom.client import (
+    AdamParams,
+    After,
+    CallerError,
+    Code,
+    Datum,
+    DeploymentSpec,
+    Loss,
+    Mesh,
+    MeshJob,
+    ModelSpec,
+    PhaseloomError,
+    Prompt,
+    ResourceError,
+    SamplingParams,
+    connect,
+)
+from phaseloom.client.operations import Outbox, Part
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.bus import connect as connect_to_nats
+from phaseloom.common.codec import encode
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import Operation, OptimStep, OptimStepResult, PublishWeights
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.router.shell import Router
+from tests.support.leader import Leader
+
+TENANT = "acme"
+ADAM = AdamParams(learning_rate=0.125)
+NOOP = ModelSpec({})
+SPECS = [
+    DeploymentSpec("policy", "train", "noop", NOOP, trainable=True),
+    DeploymentSpec("sampler", "rollout", "noop", NOOP),
+]
+
+
+@pytest.fixture
+async def leader(bus: Bus) -> AsyncIterator[Leader]:
+    async with Router(bus).running([TENANT]), Leader(bus).running() as leader:
+        yield leader
+
+
+def connected(
+    server: EmbeddedServer, *, patience_s: float = 20.0
+) -> AbstractAsyncContextManager[Mesh]:
+    credentials = server.credentials
+    return connect(credentials.url, TENANT, credentials.tenants[TENANT], patience_s=patience_s)
+
+
+def datum(num_tokens: int) -> Datum:
+    return Datum([1] * num_tokens, [2] * num_tokens, weights=[1.0] * num_tokens)
+
+
+@pytest.mark.usefixtures("leader")
+async def test_every_operation_gives_its_result_as_lists(nats_server: EmbeddedServer) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        gradients = policy.forward_backward([datum(3), datum(4)], Loss.CROSS_ENTROPY)
+        stepped = policy.optim_step(ADAM)
+        published = policy.publish_weights()
+        synced = sampler.sync_weights(published)
+        rollout = sampler.generate([Prompt([5, 6]), Prompt([7])], SamplingParams(4), 2)
+        scored = sampler.forward([datum(2), datum(3)])
+        saved = policy.save_state("first")
+        loaded = policy.load_state("first")
+        assert [gradients.seq, stepped.seq, published.seq, saved.seq] == [1, 2, 3, 4]
+        assert published.key == "acme.sums.policy.3"
+        assert (await gradients).metrics == {"loss:sum": 1.0, "num_tokens:sum": 7.0}
+        assert (await stepped).metrics == {"grad_norm:mean": 0.125}
+        assert (await published).version == 3
+        assert (await synced).version == 3
+        sequences = (await rollout).sequences
+        assert [[s.tokens for s in samples] for samples in sequences] == [
+            [[5, 6, 0], [5, 6, 1]],
+            [[7, 0], [7, 1]],
+        ]
+        assert sequences[1][0].logprobs == [-0.25, -0.25]
+        assert (await scored).logprobs == [[-0.5] * 2, [-0.5] * 3]
+        assert (await saved).path == "sums/policy/first"
+        await loaded
+        await job.finish()
+        assert (await job.status()).state == "done"
+
+
+async def test_operations_are_named_by_the_after_of_others(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        published = policy.publish_weights()
+        synced = sampler.sync_weights(published, after=[After("policy", 7)])
+        stepped = policy.optim_step(ADAM, after=[synced])
+        await asyncio.gather(synced, stepped)
+    after = {str(entry.key): entry.after for entry in leader.arrived}
+    assert after["acme.sums.policy.1"] == []
+    assert after["acme.sums.sampler.1"] == [After("policy", 1), After("policy", 7)]
+    assert after["acme.sums.policy.2"] == [After("sampler", 1)]
+
+
+async def test_large_batch_is_split_by_samples_and_its_results_merged(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    """20 samples of 1.2 MB are three messages, of which later operations wait for each."""
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy = job.deployment("policy")
+        gradients = policy.forward_backward([datum(100_000)] * 20, "cross_entropy")
+        stepped = policy.optim_step(ADAM)
+        waiting = job.deployment("sampler").forward([datum(1)], after=[gradients])
+        assert len(gradients.refs) > 2
+        assert stepped.seq == len(gradients.refs) + 1
+        assert (await gradients).metrics["num_tokens:sum"] == 2_000_000.0
+        await asyncio.gather(stepped, waiting)
+    entry = next(e for e in leader.arrived if e.key.deployment == "sampler")
+    assert entry.after == gradients.refs
+
+
+@pytest.mark.usefixtures("leader")
+async def test_generation_is_split_when_its_result_would_not_fit(
+    nats_server: EmbeddedServer,
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        prompts = [Prompt([i]) for i in range(6)]
+        rollout = job.deployment("sampler").generate(prompts, SamplingParams(100_000), 3)
+        assert len(rollout.refs) == 3
+        sequences = (await rollout).sequences
+    assert [samples[0].tokens for samples in sequences] == [[i, 0] for i in range(6)]
+
+
+@pytest.mark.usefixtures("leader")
+async def test_refused_operation_raises_the_routers_error(nats_server: EmbeddedServer) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy = job.deployment("policy")
+        bad = policy.forward_backward([Datum([1, 2], [2, 3])], Loss.PPO)
+        good = policy.optim_step(ADAM)
+        with pytest.raises(CallerError) as refused:
+            await bad
+        assert refused.value.info.field == "args.batch[0].logprobs"
+        await good
+
+
+@pytest.mark.usefixtures("leader")
+async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
+    nats_server: EmbeddedServer,
+) -> None:
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        with pytest.raises(CallerError) as too_large:
+            policy.forward([datum(1), datum(1_000_000)])
+        assert too_large.value.info.field == "batch[1]"
+        with pytest.raises(CallerError):
+            policy.forward([Datum([2**40], [1])])
+        assert policy.optim_step(ADAM).seq == 1
+
+
+async def test_operations_survive_a_restart_of_the_server(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    """Acks and completions are lost with the connection; nothing is lost or doubled with them."""
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        first = [policy.optim_step(ADAM) for _ in range(100)]
+        await first[20]
+        await nats_server.kill()
+        second = [policy.optim_step(ADAM) for _ in range(20)]
+        await nats_server.start()
+        async with asyncio.timeout(30):
+            for handle in [*first, *second]:
+                await handle
+    assert sorted({e.key.seq or 0 for e in leader.arrived}) == list(range(1, 121))
+
+
+@pytest.mark.usefixtures("leader")
+async def test_missed_completion_is_asked_for(nats_server: EmbeddedServer, bus: Bus) -> None:
+    """An outbox that nobody subscribed for hears of nothing by itself."""
+    credentials = nats_server.credentials
+    client = await connect_to_nats(
+        credentials.url,
+        "deaf",
+        TENANT,
+        credentials.tenants[TENANT],
+        inbox_prefix=f"_INBOX_{TENANT}",
+    )
+    await bus.kv_put(streams.Bucket.SESSIONS, "acme.sums", b"1")
+    parts = []
+    async with asyncio.TaskGroup() as group:
+        outbox = Outbox(
+            client, JobKey(TENANT, "sums"), lambda work: _ignore(group.create_task(work)), 10.0
+        )
+        for seq in (1, 2, 3):
+            key = OperationKey(TENANT, "sums", "policy", str(seq))
+            operation = Operation(f"id{seq}", 1, OptimStep(ADAM))
+            parts.append(Part(key, operation.id, "optim_step", encode(operation)))
+            outbox.submit(parts[-1])
+        watch = group.create_task(outbox.watch())
+        async with asyncio.timeout(20):
+            while not all(part.outcome.done() for part in parts):
+                outbox.reconnected()
+                await asyncio.wait([part.outcome for part in parts], timeout=0.1)
+        watch.cancel()
+    assert all(isinstance(part.outcome.result(), OptimStepResult) for part in parts)
+    await client.close()
+
+
+def _ignore(_: object) -> None:
+    """`create_task` as the outbox wants it."""
+
+
+async def test_seq_that_another_session_took_is_aborted(
+    nats_server: EmbeddedServer, leader: Leader, bus: Bus
+) -> None:
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        taken = OperationKey(TENANT, "sums", "policy", "1")
+        await bus.publish(streams.op_subject(taken), Operation("theirs", 9, PublishWeights()))
+        mine = policy.optim_step(ADAM)
+        with pytest.raises(ResourceError) as aborted:
+            await mine
+        assert aborted.value.info.code is Code.ABORTED
+        with pytest.raises(ResourceError):
+            policy.optim_step(ADAM)
+
+
+@pytest.mark.usefixtures("leader")
+async def test_session_ends_when_another_attaches(nats_server: EmbeddedServer) -> None:
+    async with connected(nats_server) as mesh:
+        old = await mesh.submit_job("sums", SPECS)
+        await old.deployment("policy").optim_step(ADAM)
+        new = await mesh.attach("sums")
+        assert new.session == old.session + 1
+        late = old.deployment("policy").optim_step(ADAM)
+        with pytest.raises(ResourceError) as aborted:
+            await late
+        assert aborted.value.info.code is Code.ABORTED
+        again = await mesh.attach("sums")
+        stepped = again.deployment("policy").optim_step(ADAM)
+        assert stepped.seq == 3
+        await stepped
+
+
+async def test_open_operations_fail_when_nobody_answers(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """Stored, but every router is gone: told after the patience, not never."""
+    async with connected(nats_server, patience_s=1.0) as mesh:
+        async with Router(bus).running([TENANT]), Leader(bus).running():
+            policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+            await policy.optim_step(ADAM)
+        lost = policy.optim_step(ADAM)
+        async with asyncio.timeout(20):
+            with pytest.raises(ResourceError) as error:
+                await lost
+        assert error.value.info.code is Code.UNAVAILABLE
+
+
+async def test_operations_fail_when_the_server_is_gone(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server, patience_s=1.0) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        leader.hold()
+        stored = policy.optim_step(ADAM)
+        await nats_server.kill()
+        unsent = policy.optim_step(ADAM)
+        async with asyncio.timeout(20):
+            for handle in (stored, unsent):
+                with pytest.raises(ResourceError):
+                    await handle
+    await nats_server.start()
+    leader.go.set()
+
+
+async def test_leaving_the_block_ends_what_is_open(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    leader.hold()
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        handle = policy.optim_step(ADAM)
+    with pytest.raises(ResourceError) as aborted:
+        await handle
+    assert aborted.value.info.code is Code.ABORTED
+    assert not [task for task in asyncio.all_tasks() if "phaseloom/client" in repr(task)]
+    leader.go.set()
+
+
+@pytest.mark.usefixtures("leader")
+async def test_controllers_own_error_comes_out_as_it_is(nats_server: EmbeddedServer) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with connected(nats_server):
+            raise KeyError("mine")
+
+
+async def test_giving_up_waiting_cancels_nothing(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        leader.hold()
+        handle = policy.optim_step(ADAM)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await handle
+        leader.go.set()
+        assert (await handle).metrics
+        assert (await handle).metrics  # and a second time
+
+
+@pytest.mark.usefixtures("leader")
+async def test_job_that_exists_is_not_submitted_again(nats_server: EmbeddedServer) -> None:
+    async with connected(nats_server) as mesh:
+        job: MeshJob = await mesh.submit_job("sums", SPECS)
+        assert job.session == 1
+        with pytest.raises(PhaseloomError) as refused:
+            await mesh.submit_job("sums", SPECS)
+        assert refused.value.info.code is Code.ALREADY_EXISTS
+        with pytest.raises(CallerError):
+            job.deployment("critic")
+
+
+async def test_connect_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("URL", "TENANT", "PASSWORD"):
+        monkeypatch.delenv(f"PHASELOOM_{name}", raising=False)
+    with pytest.raises(CallerError) as missing:
+        async with connect():
+            pass
+    assert missing.value.info.remedy == "pass url= or set PHASELOOM_URL"

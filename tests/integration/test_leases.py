@@ -1,0 +1,146 @@
+"""Leases on a real server: one holder, fenced by revision, who knows in time when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from phaseloom.common.bus import Bus
+from phaseloom.common.errors import Code
+from phaseloom.common.leases import REVISION_HEADER, Lease, LeaseLost
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+
+KEY = "node.train-0"
+
+
+async def stored_revision(bus: Bus) -> int:
+    """The stream sequence of the lease's newest write; a renewal makes it grow."""
+    stored = await bus.kv_get(Bucket.LEASES, KEY)
+    return stored.sequence if stored else 0
+
+
+async def until_renewed(bus: Bus, than: int) -> int:
+    async for change in bus.kv_watch(Bucket.LEASES, KEY):
+        if change.stored is not None and change.stored.sequence > than:
+            return change.stored.sequence
+    raise AssertionError("the watch ended")
+
+
+async def test_acquire_takes_a_free_lease_at_once(bus: Bus) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 2)
+    stored = await bus.kv_get(Bucket.LEASES, KEY)
+    assert stored is not None
+    assert (stored.payload, stored.sequence) == (b"me", lease.revision)
+    assert 1.5 < lease.expires_in_s <= 2
+
+
+async def test_acquire_waits_until_the_holder_expires_and_gets_a_higher_revision(bus: Bus) -> None:
+    """A holder that was killed: nobody releases."""
+    first = await Lease.acquire(bus, KEY, b"killed", 1)
+    second = await Lease.acquire(bus, KEY, b"next", 1)
+    assert first.expires_in_s <= 0
+    assert second.revision > first.revision
+
+
+async def test_acquire_rounds_up_what_is_no_whole_second(bus: Bus) -> None:
+    """The server reads 1.9 as 1: the holder would believe in a lease that is another's."""
+    lease = await Lease.acquire(bus, KEY, b"me", 1.2)
+    assert lease.expires_in_s > 1.5
+
+
+async def test_keep_holds_it_beyond_its_time_to_live(bus: Bus) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 1)
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(lease.keep())
+        rival = group.create_task(Lease.acquire(bus, KEY, b"rival", 1))
+        last = lease.revision
+        for _ in range(5):  # five thirds of the time to live
+            last = await until_renewed(bus, last)
+        assert not rival.done()
+        stored = await bus.kv_get(Bucket.LEASES, KEY)
+        assert stored is not None
+        assert stored.headers[REVISION_HEADER] == str(lease.revision)
+        keeping.cancel()
+    assert rival.result().revision > last
+
+
+async def test_release_lets_the_next_in_at_once(bus: Bus) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 60)
+    async with asyncio.TaskGroup() as group:
+        rival = group.create_task(Lease.acquire(bus, KEY, b"rival", 60))
+        await lease.release()
+        async with asyncio.timeout(5):
+            await rival
+    assert rival.result().revision > lease.revision
+
+
+async def test_release_leaves_another_holder_alone(bus: Bus) -> None:
+    first = await Lease.acquire(bus, KEY, b"first", 1)
+    second = await Lease.acquire(bus, KEY, b"second", 60)
+    await first.release()
+    assert await stored_revision(bus) == second.revision
+
+
+async def test_keep_raises_when_another_holder_took_it(bus: Bus) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 2)
+    await bus.kv_put(Bucket.LEASES, KEY, b"thief")
+    with pytest.raises(LeaseLost) as lost:
+        await lease.keep()
+    assert lost.value.info.code is Code.ABORTED
+
+
+async def test_keep_raises_before_expiry_when_the_server_is_gone(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 2)
+    await nats_server.kill()
+    with pytest.raises(LeaseLost, match="in time"):
+        await lease.keep()
+    assert lease.expires_in_s > 0
+    await nats_server.start()
+
+
+async def test_keep_survives_a_restart_of_the_server(nats_server: EmbeddedServer, bus: Bus) -> None:
+    lease = await Lease.acquire(bus, KEY, b"me", 4)
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(lease.keep())
+        await nats_server.kill()
+        await nats_server.start()
+        await until_renewed(bus, lease.revision)
+        keeping.cancel()
+
+
+async def test_keep_goes_on_when_the_answer_to_its_renewal_was_lost(bus: Bus) -> None:
+    """Stored, but the server died before it said so: the conflict is with oneself."""
+    lease = await Lease.acquire(bus, KEY, b"me", 2)
+    stored = await bus.kv_get(Bucket.LEASES, KEY)
+    assert stored is not None
+    own = {name: value for name, value in stored.headers.items() if name.startswith("Phaseloom-")}
+    unheard = await bus.kv_swap(Bucket.LEASES, KEY, b"me", stored.sequence, 2, headers=own)
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(lease.keep())
+        await until_renewed(bus, unheard)
+        keeping.cancel()
+    assert not await bus.kv_get(Bucket.LEASES, "other")
+
+
+async def test_there_is_one_holder_when_many_want_it(bus: Bus) -> None:
+    """Twenty contenders, each holds it once; their times never overlap."""
+    held: list[tuple[float, float, int]] = []
+
+    async def contend(number: int) -> None:
+        lease = await Lease.acquire(bus, KEY, str(number).encode(), 10)
+        began = time.monotonic()
+        assert await stored_revision(bus) == lease.revision
+        held.append((began, time.monotonic(), lease.revision))
+        await lease.release()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(contend(number))
+    assert len(held) == 20
+    assert [revision for _, _, revision in held] == sorted(revision for _, _, revision in held)
+    assert all(end <= begin for (_, end, _), (begin, _, _) in zip(held, held[1:], strict=False))

@@ -1,0 +1,155 @@
+"""The far side of the mesh for tests of the near side: job API and WPG leader in one.
+
+It speaks the contract on the real bus (decision log in, DONE out) and computes answers that tell a
+test what it was asked. Operations run as they come; `hold` keeps them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from phaseloom.common import streams
+from phaseloom.common.api import serve_api
+from phaseloom.common.arrays import int32s, length, pack_float32s, pack_int32s
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import content_type_of, decode, encode
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import (
+    Args,
+    Completion,
+    DeploymentStatus,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    Generate,
+    GenerateResult,
+    JobRequest,
+    JobStatus,
+    LoadState,
+    LoadStateResult,
+    Operation,
+    OptimStep,
+    OptimStepResult,
+    Outcome,
+    PublishWeights,
+    PublishWeightsResult,
+    QueuedOperation,
+    Result,
+    SaveState,
+    SaveStateResult,
+    Sequence,
+    SubmitJob,
+    SyncWeights,
+    SyncWeightsResult,
+)
+from phaseloom.common.streams import Bucket
+
+
+@dataclass
+class Leader:
+    bus: Bus
+    arrived: list[QueuedOperation] = field(default_factory=list)
+    """In the order of the decision log."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    jobs: dict[str, JobStatus] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Leader]:
+        self.go.set()
+        service = await serve_api(
+            self.bus,
+            "scheduler",
+            {
+                "job.submit": (SubmitJob, self._submit),
+                "job.status": (JobRequest, self._status),
+                "job.finish": (JobRequest, self._finish),
+            },
+        )
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self._follow())
+            yield self
+            task.cancel()
+        await service.stop()
+
+    def hold(self) -> None:
+        self.go.clear()
+
+    async def _follow(self) -> None:
+        async with aclosing(self.bus.read_log()) as entries:
+            async for entry in entries:
+                if isinstance(entry.event, QueuedOperation):
+                    self.arrived.append(entry.event)
+                    await self.go.wait()
+                    await self._complete(entry.event)
+
+    async def _complete(self, queued: QueuedOperation) -> None:
+        if queued.error is not None:
+            completion = Completion(queued.id, Outcome.FAILED, error=queued.error)
+        else:
+            result = _answer(queued.key, await self._args(queued.key))
+            completion = Completion(queued.id, Outcome.COMPLETED, result)
+        await self.bus.publish(streams.done_subject(queued.key), completion)
+
+    async def _args(self, key: OperationKey) -> Args:
+        stored = await self.bus.get_stored(streams.ops_stream(key.tenant), streams.op_subject(key))
+        assert stored is not None
+        operation: Operation = decode(stored.payload, Operation, content_type_of(stored.headers))
+        return operation.args
+
+    async def _submit(self, tenant: str, request: SubmitJob) -> JobStatus:
+        if request.job in self.jobs:
+            raise CallerError("the job exists", code=Code.ALREADY_EXISTS, field="job")
+        deployments = [
+            DeploymentStatus(d.name, d.pool, "node0", "ready", 1, 1)
+            for d in request.spec.deployments
+        ]
+        status = JobStatus(request.job, "active", deployments)
+        self.jobs[request.job] = status
+        await self.bus.kv_put(Bucket.VIEW, str(JobKey(tenant, request.job)), encode(status))
+        return JobStatus(request.job, "submitted")
+
+    async def _status(self, tenant: str, request: JobRequest) -> JobStatus:
+        return self.jobs[request.job]
+
+    async def _finish(self, tenant: str, request: JobRequest) -> JobStatus:
+        state = "failed" if request.failed else "done"
+        self.jobs[request.job] = JobStatus(request.job, state)
+        return self.jobs[request.job]
+
+
+def _answer(key: OperationKey, args: Args) -> Result:  # noqa: PLR0911 - one a kind
+    """Says back what was asked; arrays packed, as backends send them."""
+    seq = key.seq or 0
+    match args:
+        case Generate():
+            return GenerateResult(
+                [
+                    [_echo(int32s(p.tokens), sample) for sample in range(args.num_samples)]
+                    for p in args.prompts
+                ]
+            )
+        case Forward():
+            return ForwardResult([pack_float32s([-0.5] * length(d.targets)) for d in args.batch])
+        case ForwardBackward():
+            tokens = sum(length(datum.tokens) for datum in args.batch)
+            return ForwardBackwardResult({"loss:sum": 1.0, "num_tokens:sum": float(tokens)})
+        case OptimStep():
+            return OptimStepResult({"grad_norm:mean": args.adam.learning_rate})
+        case PublishWeights():
+            return PublishWeightsResult(seq, "digest", 1)
+        case SyncWeights():
+            return SyncWeightsResult(args.version, "digest")
+        case SaveState():
+            return SaveStateResult(f"{key.job}/{key.deployment}/{args.name}", "0" * 64)
+        case LoadState():
+            return LoadStateResult("0" * 64)
+
+
+def _echo(tokens: list[int], sample: int) -> Sequence:
+    again = [*tokens, sample]
+    return Sequence(pack_int32s(again), pack_float32s([-0.25] * len(again)), "length")

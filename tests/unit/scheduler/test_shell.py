@@ -1,0 +1,151 @@
+"""The scheduler's shell on a log and a sink in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from phaseloom.common.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import (
+    ActivationRefused,
+    JobSpec,
+    JobSubmitted,
+    OpenActivation,
+    Permit,
+    QueuedOperation,
+    SchedulerConfigured,
+    TimerFired,
+    WpgStarted,
+)
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import SendCommand
+from phaseloom.scheduler.memory import MemoryLog, MemorySink
+from phaseloom.scheduler.shell import Shell
+from tests.support.world import CONFIG, deployment, node_up, spec
+
+
+class Harness:
+    def __init__(self, snapshot_every: int = 1000) -> None:
+        ticks = itertools.count(1)
+        self.log = MemoryLog(lambda: float(next(ticks)))
+        self.sink = MemorySink()
+        self.snapshot_every = snapshot_every
+
+    def shell(self, core: Core | None = None) -> Shell:
+        return Shell(core or Core(), self.log, self.sink, CONFIG, self.snapshot_every)
+
+    async def fold_all(self, shell: Shell) -> None:
+        """Fold until the log is at rest."""
+        while shell.core.state.sequence < len(self.log.entries):
+            await shell.take(self.log.entries[shell.core.state.sequence])
+
+    async def start_job(self, shell: Shell) -> None:
+        await self.log.append(SchedulerConfigured(CONFIG))
+        await self.log.append(node_up("t0", "train"))
+        specs = [spec("policy", "train", trainable=True)]
+        await self.log.append(JobSubmitted(JobKey("t", "a"), JobSpec(deployments=specs), "r"))
+        await self.log.append(WpgStarted(deployment("a", "policy"), 1, "t0", 10, 0))
+        await self.fold_all(shell)
+
+
+def queued(seq: int) -> QueuedOperation:
+    return QueuedOperation(OperationKey("t", "a", "policy", str(seq)), f"id{seq}", "optim_step")
+
+
+async def test_first_permit_follows_its_activation() -> None:
+    harness = Harness()
+    shell = harness.shell()
+    await harness.start_job(shell)
+    await harness.log.append(queued(1))
+    await harness.fold_all(shell)
+    commands = [o.command for o in harness.sink.outputs if isinstance(o, SendCommand)]
+    opened, permit = commands[-2:]
+    assert isinstance(opened, OpenActivation)
+    assert isinstance(permit, Permit)
+    assert opened.epoch == permit.epoch == len(harness.log.entries)
+    assert opened.id < permit.id
+
+
+async def test_restart_performs_the_same_commands_again() -> None:
+    harness = Harness()
+    first = harness.shell()
+    await harness.start_job(first)
+    await harness.log.append(queued(1))
+    await harness.fold_all(first)
+    performed = list(harness.sink.outputs)
+    harness.sink.outputs.clear()
+    await harness.fold_all(harness.shell())
+    assert harness.sink.outputs == performed
+
+
+async def test_snapshot_is_taken_and_a_restart_goes_on_from_it() -> None:
+    harness = Harness(snapshot_every=3)
+    await harness.log.append(SchedulerConfigured(CONFIG))
+    await harness.log.append(node_up("t0", "train"))
+    await harness.log.append(node_up("r0", "rollout"))
+    shell = harness.shell()
+    running = asyncio.create_task(shell.run())
+    await shell.caught_up.wait()
+    while not harness.sink.snapshots:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    sequence, snapshot = harness.sink.snapshots[0]
+    restored = Core.restore(snapshot)
+    assert restored.state.sequence == sequence == 3
+    assert set(restored.state.nodes) == {"t0", "r0"}
+
+
+async def test_configuration_enters_the_log_once_and_at_each_change() -> None:
+    harness = Harness()
+    for _ in range(2):
+        core = Core()
+        for entry in harness.log.entries:
+            core.step(entry.sequence, entry.time_s, entry.event)
+        shell = harness.shell(core)
+        running = asyncio.create_task(shell.run())
+        await shell.caught_up.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    configured = [e for e in harness.log.entries if isinstance(e.event, SchedulerConfigured)]
+    assert len(configured) == 1
+
+
+async def test_request_is_answered_by_the_core() -> None:
+    harness = Harness()
+    shell = harness.shell()
+    running = asyncio.create_task(shell.run())
+    await shell.caught_up.wait()
+    submit = JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), "one")
+    status = await shell.request(submit, "one")
+    assert status.job == "a"
+    again = JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), "two")
+    with pytest.raises(CallerError) as caught:
+        await shell.request(again, "two")
+    assert caught.value.info.code is Code.ALREADY_EXISTS
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_timer_is_appended_when_it_is_due() -> None:
+    harness = Harness()  # its clock starts at 1: every timer is long due
+    shell = harness.shell()
+    running = asyncio.create_task(shell.run())
+    await shell.caught_up.wait()
+    await harness.log.append(node_up("t0", "train"))
+    for job in ("a", "b"):
+        specs = [spec("policy", "train", trainable=True)]
+        await harness.log.append(JobSubmitted(JobKey("t", job), JobSpec(deployments=specs), job))
+        await harness.log.append(WpgStarted(deployment(job, "policy"), 1, "t0", 10, 0))
+    refused = ActivationRefused(
+        deployment("a", "policy"), 0, "t0", ErrorInfo(Code.UNAVAILABLE, "not now")
+    )
+    await harness.log.append(refused)  # asks for another look after a pause
+    while not any(isinstance(e.event, TimerFired) for e in harness.log.entries):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

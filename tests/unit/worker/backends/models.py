@@ -1,0 +1,74 @@
+"""Tiny models and data for the backends' tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phaseloom.common.messages import Datum, DeploymentSpec, ModelSpec
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.heap import Heap
+
+VOCAB = 29
+
+
+def config(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """Two layers, grouped query heads, tied embeddings."""
+    sizes: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+    return {**sizes, **changes}
+
+
+def spec(backend: str = "fsdp", *, trainable: bool | None = None, **changes: Any) -> DeploymentSpec:
+    model = ModelSpec(config(**changes), init_seed=7)
+    is_trainable = backend == "fsdp" if trainable is None else trainable
+    return DeploymentSpec("policy", "train", backend, model, trainable=is_trainable)
+
+
+@contextmanager
+def running(deployment: DeploymentSpec) -> Iterator[tuple[Backend, Heap]]:
+    factory = backend_factory(deployment.backend)
+    heap = Heap(factory.heap_bytes(deployment))
+    backend = factory(deployment, heap)
+    try:
+        yield backend, heap
+    finally:
+        backend.close()
+
+
+def batch(seed: int = 0, groups: int = 3, samples: int = 4) -> list[Datum]:
+    """Continuations of a few prompts, as GRPO trains on: weights and advantages 0 on prompts."""
+    rng = random.Random(seed)
+    data = []
+    for _ in range(groups):
+        prompt = _tokens(rng, rng.randint(2, 5))
+        for _ in range(samples):
+            answer = _tokens(rng, rng.randint(1, 6))
+            tokens, masked = prompt + answer, [0.0] * (len(prompt) - 1)
+            data.append(
+                Datum(
+                    tokens[:-1],
+                    tokens[1:],
+                    weights=masked + [1.0] * len(answer),
+                    logprobs=masked + [rng.uniform(-4, -2) for _ in answer],
+                    advantages=masked + [rng.uniform(-1, 1)] * len(answer),
+                )
+            )
+    return data
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
