@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -124,7 +125,6 @@ async def test_keep_goes_on_when_the_answer_to_its_renewal_was_lost(bus: Bus) ->
         keeping = group.create_task(lease.keep())
         await until_renewed(bus, unheard)
         keeping.cancel()
-    assert not await bus.kv_get(Bucket.LEASES, "other")
 
 
 async def test_there_is_one_holder_when_many_want_it(bus: Bus) -> None:
@@ -143,4 +143,4 @@ async def test_there_is_one_holder_when_many_want_it(bus: Bus) -> None:
             group.create_task(contend(number))
     assert len(held) == 20
     assert [revision for _, _, revision in held] == sorted(revision for _, _, revision in held)
-    assert all(end <= begin for (_, end, _), (begin, _, _) in zip(held, held[1:], strict=False))
+    assert all(end <= begin for (_, end, _), (begin, _, _) in pairwise(held))

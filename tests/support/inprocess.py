@@ -157,28 +157,31 @@ class Deployment:
 
     def generate(
         self,
-        prompts: list[Prompt],
+        prompts: Iterable[Prompt],
         sampling: SamplingParams,
         num_samples: int = 1,
+        *,
         after: Iterable[Handle[object]] = (),
     ) -> Handle[GenerateResult]:
-        args = Generate(prompts, sampling, num_samples)
+        args = Generate(list(prompts), sampling, num_samples)
         return self._do("generate", lambda: self.backend.generate(args), after)
 
     def forward(
-        self, batch: list[Datum], after: Iterable[Handle[object]] = ()
+        self, batch: Iterable[Datum], *, after: Iterable[Handle[object]] = ()
     ) -> Handle[ForwardResult]:
-        return self._do("forward", lambda: self.backend.forward(Forward(batch)), after)
+        args = Forward(list(batch))
+        return self._do("forward", lambda: self.backend.forward(args), after)
 
     def forward_backward(
         self,
-        batch: list[Datum],
-        loss: Loss,
+        batch: Iterable[Datum],
+        loss: Loss | str,
+        *,
         clip_low: float = 0.8,
         clip_high: float = 1.2,
         after: Iterable[Handle[object]] = (),
     ) -> Handle[ForwardBackwardResult]:
-        args = ForwardBackward(batch, loss, clip_low, clip_high)
+        args = ForwardBackward(list(batch), Loss(loss), clip_low, clip_high)
 
         def run() -> ForwardBackwardResult:
             self.backend.check_forward_backward(args)
@@ -187,11 +190,13 @@ class Deployment:
         return self._do("forward_backward", run, after)
 
     def optim_step(
-        self, adam: AdamParams, after: Iterable[Handle[object]] = ()
+        self, adam: AdamParams, *, after: Iterable[Handle[object]] = ()
     ) -> Handle[OptimStepResult]:
         return self._do("optim_step", lambda: self.backend.optim_step(adam), after)
 
-    def publish_weights(self, after: Iterable[Handle[object]] = ()) -> Handle[PublishWeightsResult]:
+    def publish_weights(
+        self, *, after: Iterable[Handle[object]] = ()
+    ) -> Handle[PublishWeightsResult]:
         seq = self._seq + 1
 
         def run() -> PublishWeightsResult:
@@ -203,19 +208,19 @@ class Deployment:
         return self._do("publish_weights", run, after)
 
     def sync_weights(
-        self, version: Handle[PublishWeightsResult], after: Iterable[Handle[object]] = ()
+        self, published: Handle[PublishWeightsResult], *, after: Iterable[Handle[object]] = ()
     ) -> Handle[SyncWeightsResult]:
         """Bring the weights that a `publish_weights` of this job cuts; comes after it."""
 
-        self._job.versions.queue_sync((version.deployment, version.seq))
+        self._job.versions.queue_sync((published.deployment, published.seq))
 
         def run() -> SyncWeightsResult:
-            cut = self._job.versions.sync((version.deployment, version.seq), self.name)
+            cut = self._job.versions.sync((published.deployment, published.seq), self.name)
             self.heap.buffer[self._weights] = cut.weights
             self.backend.weights_changed()
-            return SyncWeightsResult(version.seq, cut.digest)
+            return SyncWeightsResult(published.seq, cut.digest)
 
-        return self._do("sync_weights", run, (*after, version))
+        return self._do("sync_weights", run, (*after, published))
 
     def save_state(
         self, name: str, after: Iterable[Handle[object]] = ()

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
+import nats.errors
+
 from phaseloom.common import streams
 from phaseloom.common.api import serve_api
 from phaseloom.common.arrays import int32s, length, pack_float32s, pack_int32s
-from phaseloom.common.bus import Bus
+from phaseloom.common.bus import AlreadyStored, Bus
 from phaseloom.common.codec import content_type_of, decode, encode
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import JobKey, OperationKey
 from phaseloom.common.messages import (
     Args,
@@ -88,6 +90,16 @@ class Leader:
                     await self._complete(entry.event)
 
     async def _complete(self, queued: QueuedOperation) -> None:
+        while True:
+            try:
+                return await self._try_complete(queued)
+            except AlreadyStored:
+                return
+            except (ResourceError, nats.errors.Error):
+                # The server restarts: again, as a leader would after redelivery of its permit.
+                await asyncio.sleep(0.05)
+
+    async def _try_complete(self, queued: QueuedOperation) -> None:
         if queued.error is not None:
             completion = Completion(queued.id, Outcome.FAILED, error=queued.error)
         else:

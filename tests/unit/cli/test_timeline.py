@@ -60,11 +60,13 @@ def test_device_track_has_execution_and_switch_with_its_halves_inside() -> None:
     assert found["execute"]["name"] == "sums forward_backward"
 
 
-def test_job_track_has_the_queue_wait() -> None:
-    trace = chrome_trace(one_operation())
-    event = slices(trace)["queue"]
-    assert track_names(trace)[event["pid"], event["tid"]] == "job sums / policy queue"
-    assert (event["ts"], event["dur"]) == (1000.0, 1000.0)
+def test_job_has_the_queue_wait() -> None:
+    begin, end = [e for e in chrome_trace(one_operation())["traceEvents"] if e["ph"] in "be"]
+    assert (begin["ph"], begin["ts"]) == ("b", 1000.0)
+    assert (end["ph"], end["ts"]) == ("e", 2000.0)
+    for event in (begin, end):
+        assert (event["name"], event["cat"], event["id"]) == ("policy queue", "queue", "q1")
+    assert begin["args"]["kind"] == "forward_backward"
 
 
 def test_arrow_leads_from_submit_to_execution() -> None:
@@ -84,16 +86,16 @@ def test_operation_that_never_ran_has_no_arrow() -> None:
 
 
 def test_overlapping_slices_of_one_track_go_to_separate_lanes() -> None:
-    """Queue waits overlap; on one thread they would be drawn as if nested."""
+    """On one thread they would be drawn as if nested."""
     waits = [(0, 10), (2, 5), (4, 12), (10, 14)]
     spans = [
-        span("queue", f"q{i}", a, b, **{**OPERATION, "seq": i}) for i, (a, b) in enumerate(waits)
+        span("submit", f"s{i}", a, b, **{**OPERATION, "seq": i}) for i, (a, b) in enumerate(waits)
     ]
     trace = chrome_trace(spans)
     lanes = {e["args"]["seq"]: e["tid"] for e in trace["traceEvents"] if e["ph"] == "X"}
     assert lanes[0] == lanes[1] == lanes[3]
     assert lanes[2] != lanes[0]
-    assert set(track_names(trace).values()) == {"job sums / policy queue"}
+    assert set(track_names(trace).values()) == {"job sums / policy submit"}
 
 
 def test_spans_are_read_from_all_files_but_not_a_last_line_cut_short(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_spans_are_read_from_all_files_but_not_a_last_line_cut_short(tmp_path: P
 def test_written_timeline_is_a_trace_object(tmp_path: Path) -> None:
     write_timeline(one_operation(), tmp_path / "timeline.json")
     trace = json.loads((tmp_path / "timeline.json").read_text())
-    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X", "s", "f"}
+    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X", "b", "e", "s", "f"}
     assert all({"pid", "tid", "name"} <= e.keys() for e in trace["traceEvents"])
 
 

@@ -42,6 +42,8 @@ def run(request: pytest.FixtureRequest, short_dir: Path) -> Run:
     """Runs a scenario under one of the loops; afterwards no descriptor may be left open."""
 
     def run_scenario(scenario: Scenario) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(asyncio.sleep(0))  # libuv opens two for good with its first loop
         before = set(os.listdir("/proc/self/fd"))
         with asyncio.Runner(loop_factory=request.param) as runner:
             runner.run(asyncio.wait_for(_awaited(scenario, short_dir / "s"), 30))

@@ -165,6 +165,30 @@ def test_two_jobs_do_not_mix() -> None:
     assert newest == pytest.approx({"sums": 1.16, "letters": 2.66})
 
 
+def test_operation_that_ends_after_its_job_starts_no_new_trace() -> None:
+    """The controller's last operation is stored as done before the log has its end."""
+    profiler = Profiler()
+    *entries, last = grpo_log(12, lambda _: Turn()).entries()
+    for entry in entries:
+        profiler.step(*entry)
+    profiler.step(last[0], last[1], JobFinished(JOB, "r2"))
+    assert profiler.step(last[0] + 1, last[1] + 10.0, last[2]) is None
+    assert not profiler._jobs
+
+
+def test_job_submitted_again_after_its_end_is_measured_anew() -> None:
+    profiler = Profiler()
+    entries = grpo_log(12, lambda _: Turn()).entries()
+    for entry in entries:
+        profiler.step(*entry)
+    profiler.step(len(entries) + 1, entries[-1][1], JobFinished(JOB, "r2"))
+    again = [
+        profiler.step(len(entries) + 1 + sequence, 100.0 + time_s, event)
+        for sequence, time_s, event in entries
+    ]
+    assert [e.trace.period_s for e in again if e][-1] == pytest.approx(1.16)
+
+
 def test_finished_job_is_forgotten() -> None:
     profiler = Profiler()
     entries = grpo_log(12, lambda _: Turn()).entries()

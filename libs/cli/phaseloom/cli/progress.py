@@ -97,7 +97,7 @@ class Progress:
         is_due = now_s - self._last_line_s >= PLAIN_EVERY_S
         if self._live is None and (is_due or progress.doing != before):
             self._last_line_s = now_s
-            self._console.print(self.line(job, now_s))
+            self._console.print(self.line(job, now_s), soft_wrap=True)
 
     def watched(self, entry: Recorded) -> None:
         """The decision log grew."""

@@ -2,8 +2,9 @@
 
 A process per node with a track per device (execute; switch, with offload and load inside), and a
 process per job with, for each deployment, its submits, its queue waits and its messages. An arrow
-leads from each submit to its execution. Slices on one track must nest or be apart, so spans that
-overlap go to further lanes of the same name.
+leads from each submit to its execution. Slices on one thread must nest or be apart, so submits that
+overlap go to further lanes of the same name; queue waits and messages, which overlap by the
+hundred, are asynchronous events, which the viewer stacks in one track a name.
 
 Format: the JSON object form of the Trace Event Format; `ts` and `dur` are microseconds.
 Pure but for `read_spans` and `write_timeline`. Cost: O(n log n) in the spans.
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 DEVICE_SPANS = frozenset({"execute", "switch", "offload", "load"})
-MESSAGE_SPANS = frozenset({"route", "permit", "complete"})
+ASYNC_SPANS = frozenset({"queue", "route", "permit", "complete"})
 
 Attribute = str | bool | int | float
 TraceEvent = dict[str, Any]
@@ -66,6 +67,9 @@ def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
         track = track_of(span)
         if track is None:
             continue
+        if span.name in ASYNC_SPANS:
+            slices += _async_slice(span, track[1], placed.process(track[0]), origin_ns)
+            continue
         event = _slice(span, placed.lane(track, span), origin_ns)
         slices.append(event)
         if span.name in {"submit", "execute"} and (operation := operation_of(span)):
@@ -84,12 +88,9 @@ def track_of(span: SpanLine) -> Track | None:
         return (f"node {attributes['node']}", f"device {attributes.get('device', 0)}")
     if "job" not in attributes or "deployment" not in attributes:
         return None
-    process, deployment = f"job {attributes['job']}", str(attributes["deployment"])
-    if span.name == "queue":
-        return (process, f"{deployment} queue")
-    if span.name == "submit":
-        return (process, f"{deployment} submit")
-    return (process, f"{deployment} messages") if span.name in MESSAGE_SPANS else None
+    if span.name in ASYNC_SPANS or span.name == "submit":
+        return (f"job {attributes['job']}", f"{attributes['deployment']} {span.name}")
+    return None
 
 
 def operation_of(span: SpanLine) -> str | None:
@@ -122,7 +123,7 @@ class _Tracks:
 
     def lane(self, track: Track, span: SpanLine) -> tuple[int, int]:
         """(pid, tid). Spans come in order of their start, longer ones first."""
-        pid = self._processes.setdefault(track[0], len(self._processes) + 1)
+        pid = self.process(track[0])
         lanes = self._lanes.setdefault(track, [])
         found = next((lane for lane in lanes if lane.takes(span)), None)
         if found is None:
@@ -131,6 +132,9 @@ class _Tracks:
             lanes.append(found)
         found.open_ends_ns.append(span.end_unix_ns)
         return pid, found.thread
+
+    def process(self, name: str) -> int:
+        return self._processes.setdefault(name, len(self._processes) + 1)
 
     def names(self) -> Iterator[TraceEvent]:
         """Metadata: what processes and threads are called, nodes above jobs."""
@@ -154,20 +158,32 @@ def _slice(span: SpanLine, lane: tuple[int, int], origin_ns: int) -> TraceEvent:
     attributes = span.attributes
     what = attributes.get("kind", span.name) if span.name == "execute" else span.name
     job = f"{attributes['job']} " if span.name in DEVICE_SPANS and "job" in attributes else ""
-    kind = f" {attributes['kind']}" if span.name == "queue" and "kind" in attributes else ""
-    args = {**attributes, "service": span.service}
-    if span.error is not None:
-        args["error"] = span.error
     return {
         "ph": "X",
-        "name": f"{job}{what}{kind}",
+        "name": f"{job}{what}",
         "cat": span.name,
         "ts": (span.start_unix_ns - origin_ns) / 1e3,
         "dur": (span.end_unix_ns - span.start_unix_ns) / 1e3,
         "pid": lane[0],
         "tid": lane[1],
-        "args": args,
+        "args": _args(span),
     }
+
+
+def _async_slice(
+    span: SpanLine, track: str, pid: int, origin_ns: int
+) -> tuple[TraceEvent, TraceEvent]:
+    common = {"name": track, "cat": span.name, "id": span.span_id, "pid": pid, "tid": 0}
+    begin_us, end_us = ((ns - origin_ns) / 1e3 for ns in (span.start_unix_ns, span.end_unix_ns))
+    return (
+        {"ph": "b", "ts": begin_us, **common, "args": _args(span)},
+        {"ph": "e", "ts": end_us, **common},
+    )
+
+
+def _args(span: SpanLine) -> dict[str, Attribute]:
+    error: dict[str, Attribute] = {} if span.error is None else {"error": span.error}
+    return {**span.attributes, **error, "service": span.service}
 
 
 def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:

@@ -37,6 +37,11 @@ def notes(summary: Summary) -> list[str]:
             f"phases measured alone allow at most {summary.bound_saved_percent:.1f} %, two "
             "synchronous jobs 50 %"
         )
+        if summary.saved_percent > summary.bound_saved_percent:
+            lines.append(
+                "note: more than the bound means that this machine was slower while the jobs ran "
+                "alone; run it again with nothing else running"
+            )
     line = f"whole run, warm-up and evaluations included: {whole.seconds:.1f} s"
     if whole.saved_percent is not None and whole.alone_seconds is not None:
         line += (
@@ -118,6 +123,8 @@ def _devices(summary: Summary) -> Table:
     )
     for node, share in summary.busy_share.items():
         table.add_row(f"{node} busy", _alone_busy(summary, node), f"{100 * share:.1f} %")
+    for node, share in summary.waiting_share.items():
+        table.add_row(f"{node} idle beside ready work", "", f"{100 * share:.1f} %")
     return table
 
 

@@ -32,6 +32,7 @@ from phaseloom.common.messages import (
     OperationFinished,
     Outcome,
     PhaseTrace,
+    QueuedOperation,
     WpgStarted,
 )
 from phaseloom.common.readiness import Readiness
@@ -98,13 +99,19 @@ class Profiler:
         self._pools: dict[DeploymentKey, str] = {}
         self._node_pools: dict[NodeId, str] = {}
         self._readiness = Readiness()
+        self._finished: set[JobKey] = set()
+        """Their last operations may come after their end; they are nobody's any more."""
 
     def step(self, sequence: int, time_s: float, event: Event) -> Emission | None:
         """Fold one entry of the decision log, in its order."""
+        is_operation = isinstance(event, QueuedOperation | OperationFinished)
+        if is_operation and event.key.job_key in self._finished:
+            return None
         ready = self._readiness.step(event)
         emission = None
         match event:
             case JobSubmitted(job=job):
+                self._finished.discard(job)
                 for spec in event.spec.deployments:
                     self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case NodeUp():
@@ -195,6 +202,7 @@ class Profiler:
         ]
 
     def _forget(self, key: JobKey) -> None:
+        self._finished.add(key)
         self._jobs.pop(key, None)
         for deployment in [d for d in self._pools if d.job_key == key]:
             del self._pools[deployment]

@@ -33,7 +33,7 @@ from phaseloom.common.messages import (
     WpgLost,
     WpgStarted,
 )
-from phaseloom.scheduler.core import dispatch, jobs, operations, seals, wpgs
+from phaseloom.scheduler.core import dispatch, jobs, operations, outcomes, seals, wpgs
 from phaseloom.scheduler.core.outputs import Output, PutView
 from phaseloom.scheduler.core.state import (
     CORE_VERSION,
@@ -68,6 +68,7 @@ class Core:
         self.state.now_s = max(self.state.now_s, time_s)
         step = Step(self.state, sequence, self.state.now_s)
         _take(step, event)
+        jobs.settle(step)
         for node, device in sorted(step.dirty):
             dispatch.dispatch(step, self.state.nodes[node], device)
         for name in sorted(step.changed_jobs):
@@ -98,11 +99,11 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
     match event:
         case SchedulerConfigured():
             step.state.config = event.config
-            jobs.place_waiting(step)
+            step.has_new_room = True
         case QueuedOperation():
             operations.file(step, event)
         case OperationFinished():
-            operations.finish(step, event)
+            outcomes.finish(step, event)
         case ActivationOpened():
             step.state.switch_s[str(event.deployment)] = (event.offload_s, event.load_s)
         case ActivationRefused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey
+from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import (
     DeploymentStatus,
     JobFinished,
@@ -49,7 +49,7 @@ def submit(step: Step, event: JobSubmitted) -> None:
     step.emit(outputs.Answer(event.request, status=status(step, job)))
 
 
-def place_waiting(step: Step) -> None:
+def _place_waiting(step: Step) -> None:
     """Nodes or room have come: place what waits, the oldest first."""
     waiting = [job for job in step.state.jobs.values() if job.state is JobState.SUBMITTED]
     for job in sorted(waiting, key=lambda job: job.submitted_sequence):
@@ -80,11 +80,17 @@ def _num_jobs(step: Step, node: Node) -> int:
     return len({step.state.deployments[name].key.job_key for name in names})
 
 
-def activate(step: Step, key: JobKey) -> None:
-    job = step.job(key)
-    ready = all(d.state is WpgState.READY for d in step.deployments_of(key))
-    if job.state is JobState.PLACED and ready:
-        step.move_job(job, JobState.ACTIVE)
+def settle(step: Step) -> None:
+    """What the step's event means for jobs: ready, doomed, or a place at last."""
+    for name in sorted(step.doomed):
+        _fail(step, step.state.jobs[name], step.doomed[name])
+    for name in sorted(step.changed_jobs):
+        job = step.state.jobs[name]
+        ready = all(d.state is WpgState.READY for d in step.deployments_of(job.key))
+        if job.state is JobState.PLACED and ready:
+            step.move_job(job, JobState.ACTIVE)
+    if step.has_new_room:
+        _place_waiting(step)
 
 
 def finish(step: Step, event: JobFinished) -> None:
@@ -100,9 +106,8 @@ def finish(step: Step, event: JobFinished) -> None:
     step.emit(outputs.Answer(event.request, status=status(step, job)))
 
 
-def fail(step: Step, key: JobKey, error: ErrorInfo) -> None:
+def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
     """It cannot run: never could (REJECTED), or cannot any more (FAILED)."""
-    job = step.job(key)
     if job.state in JOB_ENDED:
         return
     job.error = error
@@ -123,7 +128,7 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
             step.send(ReleaseVersions, step.node(node), versions=job.published)
         job.published = []
     step.state.traces.pop(str(job.key), None)
-    place_waiting(step)
+    step.has_new_room = True
 
 
 def status(step: Step, job: Job) -> JobStatus:

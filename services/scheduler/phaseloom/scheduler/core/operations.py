@@ -11,18 +11,15 @@ from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, OperationKey
 from phaseloom.common.messages import (
     Completion,
-    OperationFinished,
     Outcome,
     QueuedOperation,
 )
-from phaseloom.scheduler.core import outputs, seals, wpgs
+from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
     Deployment,
-    Mutation,
     Op,
     OpState,
-    WpgState,
 )
 from phaseloom.scheduler.core.step import Step
 
@@ -113,53 +110,10 @@ def end_unrun(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> N
     step.move_op(op, OpState.FAILED)
     step.emit(outputs.WriteCompletion(op.key, Completion(op.id, Outcome.FAILED, error=error)))
     step.emit(outputs.DeleteOperations([op.key]))
-    _close(step, deployment, op, completed=False)
+    close(step, deployment, op, completed=False)
 
 
-def finish(step: Step, event: OperationFinished) -> None:
-    """An outcome is stored. DONE decides outcomes, epochs decide claims."""
-    deployment = step.deployment(event.key.deployment_key)
-    if deployment is None:
-        return
-    in_this_life = event.incarnation == deployment.incarnation
-    if in_this_life:
-        device = step.device_of(deployment)
-        if device.running == event.key:
-            step.free(device, event.key, event.kind)
-        step.touch(deployment)
-    elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
-        # Word of a dead life that came late: the operation is being run again and will tell.
-        return
-    if event.dirty and in_this_life:
-        _record(step, deployment, event)
-        wpgs.rebuild(step, deployment, event.error)
-    elif deployment.replay and event.key.seq == deployment.replay[0]:
-        wpgs.replayed(step, deployment, deployment.replay[0])
-    else:
-        _record(step, deployment, event)
-
-
-def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
-    seq = event.key.seq
-    op = deployment.open_operation(event.key)
-    if op is None:
-        return
-    if op.state is OpState.QUEUED:
-        # It ended in an incarnation that died before its word came.
-        step.move_op(op, OpState.PERMITTED)
-    completed = event.outcome is Outcome.COMPLETED
-    step.move_op(op, OpState.COMPLETED if completed else OpState.FAILED)
-    if op.is_mutating and completed:
-        assert seq is not None
-        deployment.history.append(Mutation(seq, op.kind))
-        deployment.applied = seq
-        seals.mutated(step, deployment, op)
-    elif not op.is_mutating:
-        step.emit(outputs.DeleteOperations([op.key]))
-    _close(step, deployment, op, completed)
-
-
-def _close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
+def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the books and wake whoever waited for it."""
     seq = op.key.seq
     if seq is None:

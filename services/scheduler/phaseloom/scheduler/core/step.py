@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.messages import CommandId, NodeCommand, SchedulerConfig
 from phaseloom.scheduler.core.outputs import Output, SendCommand, SetTimer, Tell
@@ -38,6 +39,10 @@ class Step:
     outputs: list[Output] = field(default_factory=list)
     dirty: set[tuple[str, int]] = field(default_factory=set)
     """Devices whose ready operations may have changed: (node, device)."""
+    doomed: dict[str, ErrorInfo] = field(default_factory=dict)
+    """Jobs that cannot go on, and why."""
+    has_new_room: bool = False
+    """A node came, or a job left one: what waits for a place may have one now."""
     changed_jobs: set[str] = field(default_factory=set)
     """Jobs whose view is stale."""
 

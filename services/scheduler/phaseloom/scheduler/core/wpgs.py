@@ -11,7 +11,7 @@ from __future__ import annotations
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import NodeId
 from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
-from phaseloom.scheduler.core import jobs, operations, seals
+from phaseloom.scheduler.core import operations, seals
 from phaseloom.scheduler.core.state import (
     Deployment,
     Node,
@@ -45,7 +45,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         deployment = step.state.deployments[name]
         node.devices[deployment.device].placed.append(name)
         start(step, deployment)
-    jobs.place_waiting(step)
+    step.has_new_room = True
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
@@ -94,7 +94,6 @@ def started(step: Step, event: WpgStarted) -> None:
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
-    jobs.activate(step, deployment.key.job_key)
     step.touch(deployment)
 
 
@@ -137,7 +136,7 @@ def lost(step: Step, event: WpgLost) -> None:
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.losses += 1
     if was_starting and _is_hopeless(step, deployment, event.error):
-        jobs.fail(step, deployment.key.job_key, event.error)
+        step.doomed[str(deployment.key.job_key)] = event.error
         return
     if deployment.losses > step.config.max_losses:
         _give_up_on_head(step, deployment, event.error)
@@ -183,7 +182,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     deployment.losses += 1
     if deployment.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        jobs.fail(step, deployment.key.job_key, error or failure)
+        step.doomed[str(deployment.key.job_key)] = error or failure
         return
     _stop_command(step, deployment, forget=False)
 

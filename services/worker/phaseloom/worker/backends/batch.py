@@ -37,7 +37,8 @@ def ints(values: Int32s, field: str) -> Ints:
 def floats(values: Float32s, field: str) -> Floats:
     """Raises: CallerError: bytes that are no whole number of float32, or a value not finite."""
     if isinstance(values, list):
-        array = np.array(values, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            array = np.array(values, dtype=np.float32)
     elif len(values) % 4:
         raise CallerError(f"{len(values)} bytes are no whole number of float32", field=field)
     else:

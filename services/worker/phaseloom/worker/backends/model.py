@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from phaseloom.common.errors import CallerError
@@ -48,7 +49,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError) as error:
         raise CallerError(str(error), field="model.config") from error
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise CallerError(
@@ -61,7 +62,10 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
     factory: Any = AutoModelForCausalLM
-    model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    try:
+        model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    except (ValueError, KeyError) as error:
+        raise CallerError(f"no model can be built: {error}", field="model.config") from error
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]
 

@@ -1,0 +1,209 @@
+"""The limit of an operation's round trip: the mesh's durable hops with nothing in between.
+
+The same streams on a server of the same kind, the same accounts, the same number of processes, each
+doing only what its hop cannot do without:
+
+    controller  publishes on OPS, gets the republished `out`
+    router      push consumer of OPS: appends to SCHED, acknowledges
+    scheduler   ordered consumer of SCHED: publishes on PERMITS
+    agent       push consumer of PERMITS: hands over to the rank by Unix socket, acknowledges
+    rank        gets the payload from OPS, publishes DONE, appends the end to SCHED, answers
+
+No message is decoded or checked; the operation's subject is all that travels. `python -m
+loadtest.rawchain <role> <socket> <parent pid>` is one of these processes; it says `ready` on its
+standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import uvloop
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig
+
+from phaseloom.common import config, diewithparent, streams
+from phaseloom.common.bus import Bus, BusConfig, close_client, connect
+from phaseloom.common.ids import NodeId
+from phaseloom.common.natsserver import Credentials, EmbeddedServer
+
+ROLES = ("rank", "agent", "scheduler", "router")
+"""In the order of their start: each finds what it hands over to."""
+TENANT = "demo"
+NODE = NodeId("raw-0")
+
+_READY = b"ready\n"
+_READY_TIMEOUT_S = 30.0
+_STREAM_BYTES = 2**30
+_OPS = streams.ops_stream(TENANT)
+_OP = f"{streams.PREFIX}.op."
+_DONE = f"{streams.PREFIX}.done."
+_OUT = f"{streams.PREFIX}.out."
+_QUEUED = f"{streams.PREFIX}.sched.queued"
+_FINISHED = f"{streams.PREFIX}.sched.finished"
+_MSG_ID = "Nats-Msg-Id"
+
+
+# --- the controller -------------------------------------------------------------------------------
+
+
+class Controller:
+    """A tenant's end of the chain, one operation in flight."""
+
+    def __init__(self, client: Client, payload: bytes) -> None:
+        self._client = client
+        self._payload = payload
+        self._seq = 0
+        self._out: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def on_out(self, message: Msg) -> None:
+        self._out.set_result(None)
+
+    async def call(self) -> None:
+        """One operation: publish it, take its PubAck and its outcome."""
+        self._seq += 1
+        self._out = asyncio.get_running_loop().create_future()
+        subject = f"{_OP}{TENANT}.raw.policy.{self._seq}"
+        await self._client.request(subject, self._payload, timeout=10.0)
+        await self._out
+
+
+@asynccontextmanager
+async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller]:
+    """A chain on a server of its own; everything ends with the block.
+
+    Args: directory: for the server's store and the rank's socket.
+          payload: of every operation.
+    """
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(EmbeddedServer(directory / "nats", [TENANT]))
+        credentials = server.credentials
+        bus = await Bus.open(credentials.bus, "raw")
+        stack.push_async_callback(bus.close)
+        await bus.provision_tenant(TENANT, _STREAM_BYTES)
+        for role in ROLES:
+            await stack.enter_async_context(_process(role, directory / "rank.sock", credentials))
+        client = await connect(
+            credentials.url,
+            "raw controller",
+            TENANT,
+            credentials.tenants[TENANT],
+            inbox_prefix=f"_INBOX_{TENANT}",
+        )
+        stack.push_async_callback(close_client, client)
+        controller = Controller(client, payload)
+        await client.subscribe(f"{_OUT}{TENANT}.raw.>", cb=controller.on_out)
+        yield controller
+
+
+@asynccontextmanager
+async def _process(role: str, socket: Path, credentials: Credentials) -> AsyncIterator[None]:
+    environment = {
+        **config.inherited(),
+        "PHASELOOM_BUS_URL": credentials.url,
+        "PHASELOOM_BUS_USER": credentials.user,
+        "PHASELOOM_BUS_PASSWORD": credentials.password,
+    }
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadtest.rawchain"),
+        *(role, str(socket), str(os.getpid())),
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            if await process.stdout.readline() != _READY:
+                raise RuntimeError(f"the raw {role} ended with {await process.wait()}")
+        yield
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+# --- the other processes ----------------------------------------------------------------------------
+
+
+async def _rank(js: JetStreamContext, socket: Path) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            suffix = line.decode().rstrip("\n")
+            payload = await js.get_last_msg(_OPS, _OP + suffix, direct=True)
+            assert payload.data is not None
+            await js.publish(_DONE + suffix, b"done")
+            await js.publish(_FINISHED, suffix.encode(), headers={_MSG_ID: f"finished:{suffix}"})
+            writer.write(line)
+
+    await asyncio.start_unix_server(serve, socket)
+
+
+async def _agent(js: JetStreamContext, socket: Path) -> None:
+    reader, writer = await asyncio.open_unix_connection(socket)
+
+    async def take(message: Msg) -> None:
+        writer.write(message.data + b"\n")
+        await reader.readline()
+        await message.ack()
+
+    await js.subscribe(
+        streams.permit_subject(NODE),
+        stream=streams.PERMITS,
+        durable=f"node-{NODE}",
+        cb=take,
+        manual_ack=True,
+        config=ConsumerConfig(ack_policy=AckPolicy.EXPLICIT),
+    )
+
+
+async def _scheduler(js: JetStreamContext, socket: Path) -> None:
+    async def take(message: Msg) -> None:
+        if message.subject == _QUEUED:
+            headers = {_MSG_ID: f"cmd:{message.metadata.sequence.stream}:0"}
+            await js.publish(streams.permit_subject(NODE), message.data, headers=headers)
+
+    await js.subscribe(
+        f"{streams.PREFIX}.sched.>", stream=streams.SCHED, ordered_consumer=True, cb=take
+    )
+
+
+async def _router(js: JetStreamContext, socket: Path) -> None:
+    async def take(message: Msg) -> None:
+        suffix = message.subject.removeprefix(_OP)
+        await js.publish(_QUEUED, suffix.encode(), headers={_MSG_ID: f"queued:{suffix}"})
+        await message.ack()
+
+    await js.subscribe(
+        f"{_OP}{TENANT}.>",
+        stream=_OPS,
+        durable="router",
+        queue="router",
+        cb=take,
+        manual_ack=True,
+        config=ConsumerConfig(ack_policy=AckPolicy.EXPLICIT),
+    )
+
+
+_ROLES = {"rank": _rank, "agent": _agent, "scheduler": _scheduler, "router": _router}
+
+
+async def _serve(role: str, socket: Path) -> None:
+    settings = config.load(BusConfig, "bus")
+    client = await connect(settings.url, f"raw {role}", settings.user, settings.password)
+    await _ROLES[role](client.jetstream(timeout=10.0), socket)
+    await client.flush()
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    diewithparent.arm(int(sys.argv[3]))
+    uvloop.run(_serve(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,129 @@
+"""A whole mesh of real processes: comes up, keeps running, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import ResourceError
+from phaseloom.common.messages import Notice
+from tests.support.processes import descendant_pids, gone, until_gone
+
+SERVICES = {
+    "scheduler",
+    "router-0",
+    "router-1",
+    "profiler",
+    "statemgr-rollout-0",
+    "worker-rollout-0",
+    "statemgr-train-0",
+    "worker-train-0",
+}
+
+
+async def test_mesh_comes_up_and_leaves_no_process_when_it_is_stopped(tmp_path: Path) -> None:
+    async with Mesh(MeshConfig(), tmp_path) as mesh:
+        await mesh.ready()
+        pids = mesh.pids()
+        assert len(pids) == len(SERVICES) + 1
+        assert len(mesh.pids("router")) == 2
+        everything = [*pids, *(pid for parent in pids for pid in descendant_pids(parent))]
+        state = json.loads((tmp_path / "mesh.json").read_text())
+        assert state["url"] == mesh.url
+        assert set(state["pids"]) == SERVICES | {"nats"}
+        assert sorted(state["pids"].values()) == sorted(pids)
+    await until_gone(everything, timeout_s=5)
+    assert {file.stem for file in (tmp_path / "logs").iterdir()} == SERVICES
+    for file in (tmp_path / "logs").iterdir():
+        assert '"stops: SIGTERM"' not in file.read_text()
+        assert " stopped after " in file.read_text().splitlines()[-1], file
+
+
+async def test_mesh_starts_a_killed_service_again_and_says_so(tmp_path: Path) -> None:
+    async with Mesh(MeshConfig(), tmp_path) as mesh:
+        await mesh.ready()
+        observer = await Bus.open(mesh.credentials.bus, "observer")
+        heard = await observer.client.subscribe("pl.v1.event.supervisor")
+        await observer.client.flush()
+        (killed,) = mesh.kill("router-0")
+        notice = decode((await heard.next_msg(timeout=10)).data, Notice)
+        assert (notice.what, notice.subject) == ("restarted", "router-0")
+        assert notice.reason.startswith("SIGKILL after")
+        async with asyncio.timeout(10):
+            while not mesh.pids("router-0"):
+                await observer.client.flush()
+        assert mesh.pids("router-0") != [killed]
+        await observer.close()
+
+
+async def test_mesh_keeps_its_address_when_the_server_is_killed(tmp_path: Path) -> None:
+    """The services reconnect; the file streams and who may connect are as before."""
+    async with Mesh(MeshConfig(), tmp_path) as mesh:
+        await mesh.ready()
+        url = mesh.url
+        (killed,) = mesh.kill("nats")
+        await until_gone([killed], timeout_s=5)
+        await mesh.ready()
+        assert mesh.url == url
+        assert mesh.pids("nats") != [killed]
+
+
+async def test_mesh_says_what_is_missing_when_a_service_does_not_come_up(tmp_path: Path) -> None:
+    config = MeshConfig(ordering="no_such_policy")
+    async with Mesh(config, tmp_path) as mesh:
+        with pytest.raises(ResourceError, match="no scheduler"):
+            await mesh.ready(timeout_s=6)
+        log = (tmp_path / "logs" / "scheduler.log").read_text()
+    assert "no_such_policy" in log
+    assert "Traceback" not in log
+
+
+async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, Path]:
+    """`phaseloom up` as a user starts it, once it has said that the mesh is up; its run."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from phaseloom.cli.main import main; main()",
+        "up",
+        "--runs",
+        str(tmp_path),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if b"PHASELOOM_PASSWORD=" in line:
+            return process, tmp_path / "latest"
+    raise AssertionError("phaseloom up ended")
+
+
+async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    process, run = await start_up(tmp_path)
+    everything = descendant_pids(process.pid)
+    assert len(everything) >= len(SERVICES) + 1
+    process.send_signal(signal.SIGINT)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    assert b"stopping" in output
+    await until_gone(everything, timeout_s=5)
+    assert not (run / "s").exists()
+
+
+async def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the parent: the kernel ends its children, ranks end with their agent."""
+    process, run = await start_up(tmp_path)
+    everything = descendant_pids(process.pid)
+    named = set(json.loads((run / "mesh.json").read_text())["pids"].values())
+    assert named <= set(everything)
+    os.kill(process.pid, signal.SIGKILL)
+    await process.communicate()
+    await until_gone(everything, timeout_s=10)
+    assert all(gone(pid) for pid in named)

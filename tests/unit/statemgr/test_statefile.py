@@ -1,0 +1,165 @@
+"""The file format of seals and versions, and writing it safely."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core.statefile import (
+    DATA_ALIGNMENT_BYTES,
+    PREFIX_BYTES,
+    StateHeader,
+    check_restorable,
+    data_offset,
+    decode_header,
+    encode_header,
+    header_bytes,
+    superseded_seals,
+)
+from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
+
+KEY = DeploymentKey("acme", "sums", "policy")
+SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
+
+
+def header(content: bytes, seq: int = 3, num_tensors: int = 1) -> StateHeader:
+    tensors = [
+        TensorSlot(f"w{i}", Role.WEIGHT, "float32", [6], 64 * i, 24) for i in range(num_tensors)
+    ]
+    digest = xxhash.xxh3_128(content).hexdigest()
+    return StateHeader("seal", KEY, seq, len(content), tensors, digest)
+
+
+@given(st.integers(0, 300))
+def test_header_comes_back_and_memory_is_aligned(num_tensors: int) -> None:
+    written = header(b"x", num_tensors=num_tensors)
+    encoded = encode_header(written)
+    assert len(encoded) % DATA_ALIGNMENT_BYTES == 0
+    length = header_bytes(encoded[:PREFIX_BYTES], "f")
+    payload = encoded[PREFIX_BYTES : PREFIX_BYTES + length]
+    assert decode_header(encoded[:PREFIX_BYTES], payload, "f") == written
+    assert data_offset(length) == len(encoded)
+
+
+@given(st.data())
+def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
+    encoded = bytearray(encode_header(header(b"x")))
+    length = header_bytes(bytes(encoded[:PREFIX_BYTES]), "f")
+    place = data.draw(st.integers(0, PREFIX_BYTES + length - 1))
+    encoded[place] ^= 1 << data.draw(st.integers(0, 7))
+    prefix, payload = bytes(encoded[:PREFIX_BYTES]), bytes(encoded[PREFIX_BYTES:][:length])
+    with pytest.raises(ResourceError) as caught:
+        decode_header(prefix, payload, "f")
+    assert caught.value.info.code is Code.DATA_LOSS
+
+
+@pytest.mark.parametrize(
+    ("seqs", "committed", "superseded"),
+    [
+        ([], 0, []),
+        ([4], 0, []),
+        ([4, 8], 0, []),
+        ([12, 4, 8], 0, [4]),
+        ([4, 8, 12, 16], 4, [8]),
+        ([4, 8, 12, 16], 16, [4, 8]),
+    ],
+)
+def test_newest_two_seals_and_the_committed_one_stay(
+    seqs: list[int], committed: int, superseded: list[int]
+) -> None:
+    assert superseded_seals(seqs, committed) == superseded
+
+
+def test_seal_of_another_layout_is_refused() -> None:
+    stored = StateHeader("seal", KEY, 1, 64, [SLOT], "x")
+    check_restorable(stored, 64, [SLOT], "f")
+    for heap_bytes, tensors in ((128, [SLOT]), (64, [])):
+        with pytest.raises(CallerError, match="another layout"):
+            check_restorable(stored, heap_bytes, tensors, "f")
+
+
+def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path / "not yet made")
+    path = directory.seal(KEY, 3)
+    for content in (b"first" * 1000, b"second"):
+        directory.write(path, header(content), memoryview(content))
+        found, offset = read_header(path)
+        memory = memoryview(bytearray(len(content)))
+        read_memory(path, found, offset, memory)
+        assert bytes(memory) == content
+    assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
+
+
+def test_memory_that_is_not_what_its_digest_says_is_never_put_in_place(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    directory.write(path, header(b"good"), memoryview(b"good"))
+    with pytest.raises(ResourceError, match="DATA_LOSS"):
+        directory.write(path, header(b"good"), memoryview(b"evil"))
+    assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
+    found, offset = read_header(path)
+    read_memory(path, found, offset, memoryview(bytearray(4)))
+
+
+def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    content = b"x" * 10_000
+    directory.write(path, header(content), memoryview(content))
+    whole = path.read_bytes()
+    for length in (0, 10, PREFIX_BYTES, PREFIX_BYTES + 9, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ResourceError) as caught:
+            _read(path, len(content))
+        assert caught.value.info.code is Code.DATA_LOSS
+
+
+def _read(path: Path, num_bytes: int) -> None:
+    found, offset = read_header(path)
+    read_memory(path, found, offset, memoryview(bytearray(num_bytes)))
+
+
+def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    directory.write(path, header(b"x"), memoryview(b"x"))
+    bad = directory.seal(KEY, 5)
+    bad.write_bytes(b"PLSTATE1 and then nothing")
+    moved = directory.seal(KEY, 4)
+    moved.write_bytes(path.read_bytes())
+    half = path.with_suffix(".partial")
+    half.write_bytes(b"half")
+    (tmp_path / "gone" / "job" / "policy").mkdir(parents=True)
+    (path.parent / "notes.txt").write_text("not ours")
+    assert [(p, h.seq) for p, h in directory.scan()] == [(path, 3)]
+    assert not half.exists()
+    assert not (tmp_path / "gone").exists()
+    assert bad.exists()
+    assert "seal-5.state" in caplog.text
+    assert "names another file" in caplog.text
+
+
+def test_names_that_are_no_plain_file_names_are_refused(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    for name in ("..", "a/b", "", ".", "x" * 65, "a\0b"):
+        with pytest.raises(CallerError, match="not a valid name"):
+            directory.seal(DeploymentKey("acme", name, "policy"), 1)
+        with pytest.raises(CallerError, match="not a valid name"):
+            directory.version(VersionKey(DeploymentKey(name, "sums", "policy"), 1))
+
+
+def test_unwritable_directory_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "acme").write_text("a file where a directory belongs")
+    directory = StateDirectory(tmp_path)
+    with pytest.raises(ResourceError) as caught:
+        directory.write(directory.seal(KEY, 1), header(b"x"), memoryview(b"x"))
+    assert caught.value.info.code is Code.UNAVAILABLE

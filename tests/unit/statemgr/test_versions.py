@@ -1,0 +1,78 @@
+"""The books of weights versions, and the checks on layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.core.versions import Versions
+
+KEY = VersionKey(DeploymentKey("acme", "sums", "policy"), 7)
+
+
+def slot(name: str, offset: int, num_bytes: int) -> TensorSlot:
+    return TensorSlot(name, Role.WEIGHT, "uint8", [num_bytes], offset, num_bytes)
+
+
+def test_committed_version_is_immutable() -> None:
+    versions = Versions()
+    version = versions.begin(KEY, 64, [], extent=1, incarnation=1)
+    assert versions.committed() == []
+    versions.commit(version, "x")
+    versions.commit(version, "x")
+    with pytest.raises(CallerError) as caught:
+        versions.commit(version, "y")
+    assert caught.value.info.code is Code.ALREADY_EXISTS
+    with pytest.raises(CallerError, match="ALREADY_EXISTS"):
+        versions.begin(KEY, 64, [], extent=2)
+    assert versions.committed() == [KEY]
+    versions.validate()
+
+
+def test_dropped_version_keeps_its_memory_until_its_last_user_is_done() -> None:
+    versions = Versions()
+    version = versions.begin(KEY, 64, [], extent=1)
+    versions.commit(version, "x")
+    versions.acquire(version)
+    versions.acquire(version)
+    assert versions.drop(KEY) == (version, None)
+    assert versions.find(KEY) is None
+    assert versions.extents() == [1]
+    versions.validate()
+    assert versions.release(version) is None
+    assert versions.release(version) == 1
+    assert versions.extents() == []
+    assert versions.drop(KEY) is None
+
+
+def test_unfinished_versions_are_those_of_that_life() -> None:
+    versions = Versions()
+    versions.begin(KEY, 64, [], extent=1, incarnation=1)
+    done = VersionKey(KEY.policy, 8)
+    versions.commit(versions.begin(done, 64, [], extent=2, incarnation=1), "x")
+    versions.begin(VersionKey(KEY.policy, 9), 64, [], extent=3, incarnation=2)
+    assert versions.unfinished(KEY.policy, 1) == [KEY]
+
+
+def test_layout_with_gaps_and_empty_tensors_is_fine() -> None:
+    check_layout([slot("b", 128, 4), slot("a", 0, 65), slot("none", 192, 0)], 192)
+    check_layout([], 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([slot("a", 0, 4), slot("a", 64, 4)], "the same name"),
+        ([slot("a", 32, 4)], "no multiple of 64"),
+        ([slot("a", 0, 65), slot("b", 64, 4)], r"overlaps .* tensors\[b\]"),
+        ([slot("a", 128, 65)], r"beyond 192 bytes .*tensors\[a\]"),
+        ([slot("a", 0, -1)], "-1 bytes"),
+        ([slot("a", -64, 4)], "at -64"),
+    ],
+)
+def test_bad_layout_is_refused_naming_the_tensor(tensors: list[TensorSlot], message: str) -> None:
+    with pytest.raises(CallerError, match=message.replace(" .* ", ".*")):
+        check_layout(tensors, 192)

@@ -1,0 +1,310 @@
+"""The training backend against plain PyTorch, and against losing its memory between two calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from phaseloom.common.arrays import float32s, int32s
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.messages import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    Loss,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.statewire import Role
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.heap import Heap
+from tests.unit.worker.backends.models import VOCAB, batch, running, spec
+
+ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
+
+
+@pytest.fixture
+def policy() -> Iterator[tuple[Backend, Heap]]:
+    with running(spec("fsdp")) as built:
+        yield built
+
+
+def _tensors(backend: Backend, heap: Heap, role: Role) -> dict[str, torch.Tensor]:
+    return {
+        slot.name: torch.frombuffer(
+            heap.buffer[slot.offset : slot.offset + slot.num_bytes], dtype=torch.float32
+        )
+        .clone()
+        .view(slot.shape)
+        for slot in backend.slots
+        if slot.role is role
+    }
+
+
+def _plain_logprobs(model: PreTrainedModel, datum: Datum) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([int32s(datum.tokens)])).logits[0]
+    targets = torch.tensor(int32s(datum.targets))
+    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+
+
+def _plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:
+    total = torch.zeros(())
+    for datum in args.batch:
+        lp = _plain_logprobs(model, datum)
+        if args.loss is Loss.CROSS_ENTROPY:
+            assert datum.weights is not None
+            total = total - (torch.tensor(float32s(datum.weights)) * lp).sum()
+            continue
+        assert datum.logprobs is not None
+        assert datum.advantages is not None
+        ratio = torch.exp(lp - torch.tensor(float32s(datum.logprobs)))
+        advantages = torch.tensor(float32s(datum.advantages))
+        objective = ratio * advantages
+        if args.loss is Loss.PPO:
+            clipped = ratio.clamp(args.clip_low, args.clip_high) * advantages
+            objective = torch.minimum(objective, clipped)
+        total = total - objective.sum()
+    return total
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss) -> None:
+    """Three steps of two accumulated batches: losses, norms and weights."""
+    backend, heap = policy
+    model = build_model(spec().model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for step in range(3):
+        for part in range(2):
+            args = ForwardBackward(batch(2 * step + part), loss)
+            expected = _plain_loss(model, args)
+            torch.autograd.backward(expected)
+            metrics = backend.forward_backward(args).metrics
+            assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
+            used = args.batch if loss is Loss.CROSS_ENTROPY else args.batch
+            answers = sum(float32s(d.weights or []).count(1.0) for d in used)
+            assert metrics["num_tokens:sum"] == answers
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        reported = backend.optim_step(ADAM).metrics["grad_norm:mean"]
+        assert reported == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = _tensors(backend, heap, Role.WEIGHT)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-5)
+
+
+def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    args = ForwardBackward(batch(), Loss.CROSS_ENTROPY)
+    backend.forward_backward(args)
+    once = _tensors(backend, heap, Role.GRADIENT)
+    backend.forward_backward(args)
+    twice = _tensors(backend, heap, Role.GRADIENT)
+    for name, gradient in once.items():
+        assert gradient.any()
+        torch.testing.assert_close(twice[name], 2 * gradient)
+    backend.optim_step(ADAM)
+    assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
+    assert _tensors(backend, heap, Role.OPTIMIZER)["step"] == 1
+
+
+def test_forward_gives_plain_logprobs_whatever_else_is_in_the_batch(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, _ = policy
+    model = build_model(spec().model)
+    data = batch(groups=5)
+    logprobs = backend.forward(Forward(data)).logprobs
+    with torch.no_grad():
+        for datum, actual in zip(data, logprobs, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(float32s(actual)), _plain_logprobs(model, datum), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_forward_sees_new_weights_after_each_step(policy: tuple[Backend, Heap]) -> None:
+    """FSDP2 keeps unsharded copies around; a stale one would give the old log-probabilities."""
+    backend, _ = policy
+    data = batch()
+    before = backend.forward(Forward(data))
+    backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
+    assert backend.forward(Forward(data)) == before
+    backend.optim_step(ADAM)
+    after = backend.forward(Forward(data))
+    sums = [sum(sum(float32s(lp)) for lp in result.logprobs) for result in (before, after)]
+    assert sums[1] > sums[0]
+
+
+def _train(backend: Backend, heap: Heap, *, lose_memory: bool) -> tuple[list[float], str]:
+    """Six calls; with `lose_memory` the heap is given back and restored between any two."""
+    losses = []
+    for step in range(3):
+        calls = [
+            lambda step=step: losses.append(
+                backend.forward_backward(ForwardBackward(batch(step), Loss.PPO)).metrics["loss:sum"]
+            ),
+            lambda: backend.optim_step(ADAM),
+        ]
+        for call in calls:
+            if lose_memory:
+                content = bytes(heap.buffer)
+                heap.release()
+                assert not any(heap.buffer)
+                heap.buffer[:] = content
+                backend.weights_changed()
+            call()
+    return losses, hashlib.sha256(heap.buffer).hexdigest()
+
+
+def test_training_is_bit_equal_when_memory_is_lost_between_calls() -> None:
+    """Offload may come at any time, also between a forward_backward and its step."""
+    with running(spec()) as (backend, heap):
+        undisturbed = _train(backend, heap, lose_memory=False)
+    with running(spec()) as (backend, heap):
+        assert _train(backend, heap, lose_memory=True) == undisturbed
+
+
+def test_heap_is_the_whole_state_when_copied_to_another_backend() -> None:
+    """The bytes of one life, put into the heap of the next, continue it bit for bit."""
+    with running(spec()) as (first, heap), running(spec()) as (second, other):
+        first.forward_backward(ForwardBackward(batch(0), Loss.PPO))
+        first.optim_step(ADAM)
+        first.forward_backward(ForwardBackward(batch(1), Loss.PPO))
+        other.buffer[:] = heap.buffer
+        second.weights_changed()
+        for backend in (first, second):
+            backend.optim_step(ADAM)
+        assert heap.buffer == other.buffer
+
+
+def test_save_and_load_continue_bit_equally_mid_accumulation(
+    policy: tuple[Backend, Heap], tmp_path: Path
+) -> None:
+    backend, heap = policy
+    backend.forward_backward(ForwardBackward(batch(0), Loss.PPO))
+    backend.optim_step(ADAM)
+    backend.forward_backward(ForwardBackward(batch(1), Loss.PPO))
+    backend.save(tmp_path)
+    saved = bytes(heap.buffer)
+    backend.optim_step(ADAM)
+    assert bytes(heap.buffer) != saved
+    backend.load(tmp_path)
+    assert bytes(heap.buffer) == saved
+
+
+def test_saved_weights_load_in_transformers(
+    policy: tuple[Backend, Heap], tmp_path: Path
+) -> None:
+    backend, heap = policy
+    backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
+    backend.optim_step(ADAM)
+    backend.save(tmp_path)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path)
+    weights = _tensors(backend, heap, Role.WEIGHT)
+    assert {name for name, _ in model.named_parameters()} == set(weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.data, weights[name])
+
+
+def test_load_of_weights_only_starts_the_optimizer_afresh(
+    policy: tuple[Backend, Heap], tmp_path: Path
+) -> None:
+    backend, heap = policy
+    with running(spec("sampler")) as (sampler, _):
+        sampler.save(tmp_path)
+        backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
+        backend.optim_step(ADAM)
+        backend.load(tmp_path)
+        assert backend.weights_sha256() == sampler.weights_sha256()
+    assert not any(t.any() for t in _tensors(backend, heap, Role.OPTIMIZER).values())
+
+
+def test_load_refuses_and_keeps_the_state_when_the_checkpoint_does_not_fit(
+    policy: tuple[Backend, Heap], tmp_path: Path
+) -> None:
+    backend, heap = policy
+    before = bytes(heap.buffer)
+    with pytest.raises(CallerError) as raised:
+        backend.load(tmp_path)
+    assert raised.value.info.code is Code.NOT_FOUND
+    with running(spec("sampler", intermediate_size=40)) as (other, _):
+        other.save(tmp_path)
+    with pytest.raises(CallerError) as raised:
+        backend.load(tmp_path)
+    assert raised.value.info.code is Code.FAILED_PRECONDITION
+    assert "mlp" in str(raised.value)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ResourceError) as torn:
+        backend.load(tmp_path)
+    assert torn.value.info.code is Code.DATA_LOSS
+    assert bytes(heap.buffer) == before
+
+
+def test_weights_sha256_is_the_documented_digest(
+    policy: tuple[Backend, Heap], tmp_path: Path
+) -> None:
+    backend, _ = policy
+    backend.save(tmp_path)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(tmp_path / "model.safetensors").items()):
+        shape = ",".join(map(str, tensor.shape))
+        digest.update(f"{name}\nfloat32\n{shape}\n".encode())
+        digest.update(tensor.numpy().astype("<f4").tobytes())
+    assert backend.weights_sha256() == digest.hexdigest()
+
+
+def test_check_forward_backward_names_the_field_and_touches_nothing(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    before = bytes(heap.buffer)
+    bad = [*batch(), Datum([1, 2], [2, VOCAB], [1.0, 1.0])]
+    with pytest.raises(CallerError) as raised:
+        backend.check_forward_backward(ForwardBackward(bad, Loss.CROSS_ENTROPY))
+    assert raised.value.info.field == f"args.batch[{len(bad) - 1}].targets"
+    backend.check_forward_backward(ForwardBackward(batch(), Loss.PPO))
+    assert bytes(heap.buffer) == before
+
+
+def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
+    with running(spec("fsdp", trainable=False)) as (backend, _):
+        assert {slot.role for slot in backend.slots} == {Role.WEIGHT}
+        assert "forward_backward" not in backend.kinds
+        with pytest.raises(CallerError):
+            backend.check_forward_backward(ForwardBackward(batch(), Loss.PPO))
+        with pytest.raises(CallerError):
+            backend.optim_step(ADAM)
+        assert backend.forward(Forward(batch())).logprobs
+
+
+def test_policy_does_not_generate(policy: tuple[Backend, Heap]) -> None:
+    with pytest.raises(CallerError, match="sampler"):
+        policy[0].generate(Generate([Prompt([1])], SamplingParams(1)))
+    assert "generate" not in policy[0].kinds
+
+
+def test_step_changes_nothing_when_the_loss_is_zero_everywhere(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, _ = policy
+    before = backend.weights_sha256()
+    masked = [Datum([1, 2], [2, 3], weights=[0.0, 0.0])]
+    result = backend.forward_backward(ForwardBackward(masked, Loss.CROSS_ENTROPY))
+    assert result.metrics == {"loss:sum": 0.0, "num_tokens:sum": 0.0}
+    assert backend.optim_step(AdamParams(1e-3)).metrics == {"grad_norm:mean": 0.0}
+    assert backend.weights_sha256() == before

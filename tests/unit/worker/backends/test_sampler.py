@@ -1,0 +1,207 @@
+"""Generation: right log-probabilities, draws that depend on the request alone, clear refusals."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from phaseloom.common.arrays import float32s, int32s
+from phaseloom.common.errors import CallerError
+from phaseloom.common.messages import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    GenerateResult,
+    Loss,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.worker.backends import sampler as sampler_module
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.sampler import draw
+from phaseloom.worker.heap import Heap
+from tests.unit.worker.backends.models import VOCAB, batch, running, spec
+
+PROMPTS = [Prompt([3, 1, 4, 1, 5, 9], 1), Prompt([2], 2), Prompt([6, 5, 3], 3)]
+
+
+@pytest.fixture
+def sampler() -> Iterator[tuple[Backend, Heap]]:
+    with running(spec("sampler")) as built:
+        yield built
+
+
+def _tokens(result: GenerateResult) -> list[list[list[int]]]:
+    return [[int32s(sample.tokens) for sample in samples] for samples in result.sequences]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "qwen2"},
+    ],
+    ids=["qwen3", "untied", "llama", "qwen2"],
+)
+def test_generated_logprobs_are_those_of_a_plain_forward(changes: dict[str, Any]) -> None:
+    """Incremental decoding of a padded batch against `transformers` on each whole sequence."""
+    deployment = spec("sampler", **changes)
+    model = build_model(deployment.model)
+    with running(deployment) as (backend, _):
+        result = backend.generate(Generate(PROMPTS, SamplingParams(9, 1.0, [0, 1]), 6))
+    for prompt, samples in zip(PROMPTS, result.sequences, strict=True):
+        for sample in samples:
+            answer, start = int32s(sample.tokens), len(prompt.tokens) - 1
+            tokens = int32s(prompt.tokens) + answer
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0, start:]
+            expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])
+            actual = torch.tensor(float32s(sample.logprobs))
+            torch.testing.assert_close(actual, expected[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_generation_is_what_transformers_generates(
+    sampler: tuple[Backend, Heap],
+) -> None:
+    model: Any = build_model(spec("sampler").model)
+    (first, *_), *_ = _tokens(sampler[0].generate(Generate(PROMPTS, SamplingParams(12, 0.0), 2)))
+    ids = torch.tensor([int32s(PROMPTS[0].tokens)])
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert first == expected[0, ids.shape[1] :].tolist()
+
+
+def test_samples_depend_on_their_prompt_and_seed_only(sampler: tuple[Backend, Heap]) -> None:
+    backend, _ = sampler
+    together = _tokens(backend.generate(Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)))
+    assert together == _tokens(backend.generate(Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)))
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        alone = _tokens(backend.generate(Generate([prompt], SamplingParams(8, 1.0, [0]), 3)))
+        assert alone == [expected[:3]]
+    longer = _tokens(backend.generate(Generate(PROMPTS, SamplingParams(11, 1.0, [0]), 5)))
+    assert [[s[:8] for s in samples] for samples in longer] == together
+
+
+def test_samples_differ_between_samples_and_seeds(sampler: tuple[Backend, Heap]) -> None:
+    twins = [Prompt([1, 2, 3], 10), Prompt([1, 2, 3], 11)]
+    result = _tokens(sampler[0].generate(Generate(twins, SamplingParams(12), 4)))
+    assert len({tuple(sample) for samples in result for sample in samples}) == 8
+
+
+def test_waves_give_the_tokens_of_one_batch(
+    sampler: tuple[Backend, Heap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)
+    whole = _tokens(sampler[0].generate(args))
+    monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 1)
+    assert _tokens(sampler[0].generate(args)) == whole
+
+
+def test_sequences_end_with_the_stop_token_or_at_the_limit(sampler: tuple[Backend, Heap]) -> None:
+    stops, limit = [0, 5, 7], 10
+    result = sampler[0].generate(Generate(PROMPTS, SamplingParams(limit, 1.0, stops), 20))
+    reasons = collections.Counter()  # type: collections.Counter[str]
+    for sample in (sample for samples in result.sequences for sample in samples):
+        tokens = int32s(sample.tokens)
+        assert len(tokens) == len(float32s(sample.logprobs))
+        assert not set(tokens[:-1]) & set(stops)
+        assert sample.stop_reason == ("stop" if tokens[-1] in stops else "length")
+        assert sample.stop_reason == "stop" or len(tokens) == limit
+        reasons[sample.stop_reason] += 1
+    assert set(reasons) == {"stop", "length"}
+
+
+def test_draw_follows_the_distribution_and_never_draws_the_impossible() -> None:
+    count = 4000
+    logits = torch.tensor([[math.log(0.5), -torch.inf, math.log(0.2), math.log(0.3)]])
+    draws = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens, logprobs = draw(logits.expand(count, -1), draws, 1.0)
+    assert torch.bincount(tokens, minlength=4).tolist() == [2000, 0, 800, 1200]
+    assert logprobs[0].item() == pytest.approx(math.log(0.5))
+    edges = torch.tensor([0.0, 1 - 2.0**-32], dtype=torch.float64)
+    assert draw(logits.expand(2, -1), edges, 1.0)[0].tolist() == [0, 3]
+
+
+def test_draw_at_another_temperature_gives_logprobs_at_temperature_one() -> None:
+    logits = torch.log(torch.tensor([[0.64, 0.36]])).expand(1000, -1)
+    draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    tokens, logprobs = draw(logits, draws, 2.0)
+    # sqrt(0.64) : sqrt(0.36) = 0.8 : 0.6
+    assert torch.bincount(tokens).tolist() == [571, 429]
+    assert logprobs[0].item() == pytest.approx(math.log(0.64), rel=1e-5)
+    assert draw(logits, draws, 0.0)[0].unique().tolist() == [0]
+
+
+def test_generation_is_bit_equal_when_memory_is_lost_between_calls(
+    sampler: tuple[Backend, Heap],
+) -> None:
+    backend, heap = sampler
+    args = Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)
+    before = backend.generate(args), backend.forward(Forward(batch()))
+    content = bytes(heap.buffer)
+    heap.release()
+    heap.buffer[:] = content
+    backend.weights_changed()
+    assert (backend.generate(args), backend.forward(Forward(batch()))) == before
+
+
+def test_generation_uses_weights_brought_into_the_heap(sampler: tuple[Backend, Heap]) -> None:
+    backend, heap = sampler
+    with running(spec("fsdp")) as (policy, trained):
+        policy.forward_backward(ForwardBackward(batch(), Loss.CROSS_ENTROPY))
+        policy.optim_step(AdamParams(0.1))
+        heap.buffer[:] = trained.buffer[: heap.num_bytes]
+        backend.weights_changed()
+        assert backend.weights_sha256() == policy.weights_sha256()
+        assert backend.forward(Forward(batch())) == policy.forward(Forward(batch()))
+    (samples,) = backend.generate(Generate(PROMPTS[:1], SamplingParams(4))).sequences
+    tokens = int32s(PROMPTS[0].tokens) + int32s(samples[0].tokens)
+    (scored,) = backend.forward(Forward([Datum(tokens[:-1], tokens[1:])])).logprobs
+    assert float32s(scored)[-4:] == pytest.approx(float32s(samples[0].logprobs), abs=1e-4)
+
+
+BAD = {
+    "no prompts": (Generate([], SamplingParams(1)), "args.prompts"),
+    "empty prompt": (Generate([*PROMPTS, Prompt([])], SamplingParams(1)), "args.prompts[3].tokens"),
+    "token": (Generate([Prompt([VOCAB])], SamplingParams(1)), "args.prompts[0].tokens"),
+    "too long": (Generate([Prompt([1] * 60)], SamplingParams(5)), "args.prompts[0].tokens"),
+    "no samples": (Generate(PROMPTS, SamplingParams(1), 0), "args.num_samples"),
+    "no new tokens": (Generate(PROMPTS, SamplingParams(0)), "args.sampling.max_tokens"),
+    "temperature": (Generate(PROMPTS, SamplingParams(1, -1.0)), "args.sampling.temperature"),
+    "stop": (Generate(PROMPTS, SamplingParams(1, 1.0, [VOCAB])), "args.sampling.stop_token_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_generate_names_the_field_at_fault(sampler: tuple[Backend, Heap], case: str) -> None:
+    args, field = BAD[case]
+    with pytest.raises(CallerError) as raised:
+        sampler[0].generate(args)
+    assert raised.value.info.field == field
+
+
+def test_sampler_refuses_to_train(sampler: tuple[Backend, Heap]) -> None:
+    args = ForwardBackward(batch(), Loss.PPO)
+    for call in (
+        lambda: sampler[0].check_forward_backward(args),
+        lambda: sampler[0].forward_backward(args),
+        lambda: sampler[0].optim_step(AdamParams(1.0)),
+    ):
+        with pytest.raises(CallerError, match="fsdp"):
+            call()
