@@ -142,6 +142,18 @@ async def test_operation_reaches_the_log_without_its_payload(
 
 
 @pytest.mark.usefixtures("router")
+async def test_trace_of_the_controller_goes_on_in_the_log(bus: Bus, tenant: Client) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {CONTENT_TYPE: MSGPACK, "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    payload = encode(Operation("a", 1, PublishWeights()))
+    await tenant.request(streams.op_subject(key(1)), payload, timeout=5, headers=headers)
+    async with asyncio.timeout(5), aclosing(bus.read_log()) as entries:
+        entry = await anext(entries)
+    assert entry.headers["traceparent"].split("-")[1] == trace_id
+
+
+@pytest.mark.usefixtures("router")
 async def test_sync_weights_names_the_version_it_brings(bus: Bus, tenant: Client) -> None:
     await show_job(bus)
     session = (await attach(tenant)).session

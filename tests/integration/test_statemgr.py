@@ -92,7 +92,10 @@ async def daemon(
         "HOST_MEMORY_BYTES": str(host_bytes),
         **extra,
     }
-    environment = os.environ | {f"PHASELOOM_STATEMGR_{k}": v for k, v in settings.items()}
+    environment = os.environ | {
+        name if name.startswith("PHASELOOM_") else f"PHASELOOM_STATEMGR_{name}": value
+        for name, value in settings.items()
+    }
 
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -581,7 +584,7 @@ async def test_prepared_seal_is_given_up_when_the_agent_is_gone(short_dir: Path)
         await asyncio.wait_for(d.agent.switch_out(POLICY, 1, 2), 10)
 
 
-async def test_two_newest_seals_and_the_committed_one_are_kept(short_dir: Path) -> None:
+async def test_newest_seal_the_one_before_and_the_committed_one_are_kept(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         rank = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -594,6 +597,24 @@ async def test_two_newest_seals_and_the_committed_one_are_kept(short_dir: Path) 
         assert _names(d) == ["seal-4.state", "seal-5.state"]
         await d.agent.drop_wpg(POLICY, 1, forget=True)
         assert _names(d) == []
+
+
+async def test_seals_of_an_abandoned_course_are_replaced_not_reused(short_dir: Path) -> None:
+    """A job of the same name starts from nothing where another's files were left behind."""
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        for seq in (4, 8):
+            rank.run(seq)
+            await d.agent.prepare_seal(POLICY, 1, seq)
+            await d.agent.write_seal(POLICY, 1, seq, [])
+        reborn = await start(d, POLICY, incarnation=2)
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        reborn.run(99)
+        content, reborn.seq = reborn.digest(), 4
+        await d.agent.prepare_seal(POLICY, 2, 4)
+        assert (await d.agent.write_seal(POLICY, 2, 4, [])).digest == content
+        assert _names(d) == ["seal-4.state"]
 
 
 @pytest.mark.parametrize("place", [20, 4096 + 1000, -1])
@@ -930,3 +951,200 @@ async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Pa
         assert _weights_of(sampler) == weights
         await train.agent.drop_versions([key])
         assert not list(train.files.rglob("version-*"))
+
+
+async def test_bad_version_file_is_replaced_from_another_node(short_dir: Path) -> None:
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as other:
+        policy = await _publishing(train)
+        key = VersionKey(POLICY, 2)
+        made = await policy.client.create_version(key, _weights(policy.slots))
+        sampler = await _sampling(other)
+        await sampler.client.load_version(key, [await train.endpoint()], sampler.slots)
+        await train.agent.prepare_seal(POLICY, 1, 1)
+        await train.agent.write_seal(POLICY, 1, 1, [2])
+        source = await other.endpoint()
+        # The node of the policy starts over, with a bad disk.
+        train.process.kill()
+        await train.process.wait()
+        (file,) = train.files.rglob("version-2.state")
+        await asyncio.to_thread(_flip_bit, file, -1)
+        async with daemon(short_dir / "a") as again:
+            sampler = await _sampling(again)
+            with pytest.raises(ResourceError, match="DATA_LOSS"):
+                await sampler.client.load_version(key, [], sampler.slots)
+            digest = await sampler.client.load_version(key, [source], sampler.slots)
+            assert digest == made.digest
+
+
+async def test_switch_leaves_offload_and_load_spans_in_the_caller_s_trace(short_dir: Path) -> None:
+    trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    spans = short_dir / "spans"
+    async with daemon(short_dir, PHASELOOM_TELEMETRY_SPANS_DIR=str(spans)) as d:
+        await start(d, POLICY)
+        await start(d, OTHER)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        await d.agent.switch_in(OTHER, 1, 2, [POLICY], f"00-{trace_id}-{parent}-01")
+    lines = await asyncio.to_thread(_json_lines, spans)
+    traced = {line["name"]: line for line in lines if line["trace_id"] == trace_id}
+    assert traced.keys() == {"offload", "load"}
+    assert traced["offload"]["parent_id"] == parent
+    assert traced["offload"]["attributes"]["deployment"] == "policy"
+    assert traced["load"]["attributes"]["num_bytes"] == MiB
+    assert traced["offload"]["end_unix_ns"] <= traced["load"]["start_unix_ns"]
+
+
+def _json_lines(directory: Path) -> list[dict[str, Any]]:
+    files = directory.iterdir()
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+async def test_daemon_imports_no_torch_and_idles_small(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        mapped = await asyncio.to_thread(Path(f"/proc/{d.process.pid}/maps").read_text)
+        assert "torch" not in mapped
+        assert "numpy" not in mapped
+        status = await asyncio.to_thread(Path(f"/proc/{d.process.pid}/status").read_text)
+        (rss_kb,) = [int(line.split()[1]) for line in status.splitlines() if "VmRSS" in line]
+        assert rss_kb < 75 * 1024  # an eighth of what eight idle services may take
+
+
+async def test_socket_of_a_killed_daemon_is_taken_over(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        d.process.kill()
+        await asyncio.wait_for(rank.client.closed, 10)
+        await asyncio.wait_for(d.agent.closed, 10)
+        with pytest.raises(ResourceError):
+            await d.agent.status()
+        await d.process.wait()
+    async with daemon(short_dir) as d:
+        await start(d, POLICY)
+
+
+# --- memory that goes bad ---
+
+
+def _flip_bit_in_host_memory(d: Daemon, what: str) -> None:
+    """As a stray write through some process's mapping would."""
+    for entry in os.listdir(f"/proc/{d.process.pid}/fd"):
+        path = f"/proc/{d.process.pid}/fd/{entry}"
+        if os.readlink(path).startswith(f"/memfd:phaseloom: {what}"):
+            fd = os.open(path, os.O_RDWR)
+            byte = os.pread(fd, 1, 100)[0]
+            os.pwrite(fd, bytes([byte ^ 1]), 100)
+            os.close(fd)
+            return
+    raise AssertionError(f"no extent for {what}")
+
+
+async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[MiB]) as d:
+        first, second = await start(d, POLICY), await start(d, OTHER)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = first.run(1)
+        _flip_bit_in_host_memory(d, f"the host copy of {OTHER}")
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.switch_in(OTHER, 1, 2, [POLICY])
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert second.heap.resident_bytes() == 0
+        assert first.digest() == content
+        assert (await d.agent.status()).device_used_bytes == [MiB]
+
+
+async def test_bad_host_copy_is_never_sealed(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await start(d, POLICY)
+        _flip_bit_in_host_memory(d, f"the host copy of {POLICY}")
+        await d.agent.prepare_seal(POLICY, 1, 0)
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.write_seal(POLICY, 1, 0, [])
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert _names(d) == []
+
+
+async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy, sampler = await _publishing(d), await _sampling(d)
+        before = sampler.digest()
+        key = VersionKey(POLICY, 2)
+        await policy.client.create_version(key, _weights(policy.slots))
+        _flip_bit_in_host_memory(d, f"version {key}")
+        with pytest.raises(ResourceError) as caught:
+            await sampler.client.load_version(key, [], sampler.slots)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert sampler.digest() == before
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        with pytest.raises(ResourceError, match="DATA_LOSS"):
+            await d.agent.write_seal(POLICY, 1, 1, [2])
+        assert _names(d) == []
+
+
+async def test_resident_rank_that_is_killed_leaves_nothing_counted(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        async with child(d, POLICY, MiB) as victim:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            victim.process.kill()
+        with pytest.raises(ResourceError, match="lost"):
+            await d.agent.switch_out(POLICY, 1, 2)
+        status = await d.agent.status()
+        assert (status.device_used_bytes, status.host_used_bytes) == ([0], 0)
+
+
+async def test_load_that_the_backend_cannot_take_gives_its_memory_back(short_dir: Path) -> None:
+    def broken() -> None:
+        raise RuntimeError("derived tensors cannot be rebuilt")
+
+    async with daemon(short_dir) as d:
+        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        heap = Heap(MiB)
+        client = await RankStateClient.connect(d.socket, "t", applied=lambda: 0, on_loaded=broken)
+        d.ranks.append(client)
+        await client.register_heap(heap, slots_of(MiB))
+        await client.commit_initial()
+        with pytest.raises(PhaseloomError, match="derived tensors"):
+            await d.agent.switch_in(POLICY, 1, 1, [])
+        assert heap.resident_bytes() == 0
+        assert (await d.agent.status()).device_used_bytes == [0]
+
+
+async def test_event_loop_of_a_rank_goes_on_while_it_copies(short_dir: Path) -> None:
+    """Heartbeats, progress and cancellation must not wait for 256 MiB."""
+    size = 256 * MiB
+    async with daemon(short_dir, devices=[size], host_bytes=size) as d:
+        await start(d, POLICY, size)
+        switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 1, []))
+        ticks = 0
+        while not switch.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        await switch
+        assert ticks > 5
+
+
+async def test_fetch_goes_to_the_next_source_when_one_is_silent(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b", PEER_TIMEOUT_S="0.3") as rollout,
+    ):
+        policy, sampler = await _publishing(train), await _sampling(rollout)
+        key = VersionKey(POLICY, 2)
+        made = await policy.client.create_version(key, _weights(policy.slots))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            sources = [f"127.0.0.1:{silent.getsockname()[1]}", await train.endpoint()]
+            assert await sampler.client.load_version(key, sources, sampler.slots) == made.digest
+        with pytest.raises(ResourceError, match="Connection refused"):
+            await sampler.client.load_version(VersionKey(POLICY, 3), sources[:1], sampler.slots)
+        with pytest.raises(CallerError, match="NOT_FOUND"):
+            await rollout.agent.write_seal(SAMPLER, 9, 1, [])
+
+
+async def test_switches_of_two_devices_do_not_wait_for_each_other(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[MiB, MiB]) as d, child(d, POLICY, MiB) as hung:
+        await start(d, OTHER, device=1)
+        hung.process.send_signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(d.agent.switch_in(POLICY, 1, 1, []))
+        await d.agent.switch_in(OTHER, 1, 2, [])
+        assert not waiting.done()
+        hung.process.send_signal(signal.SIGCONT)
+        await waiting
+        assert (await d.agent.status()).device_used_bytes == [MiB, MiB]

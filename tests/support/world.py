@@ -146,7 +146,7 @@ class World:
                 self._obey(command)
             case outputs.SetTimer(timer, due_s):
                 self.later(max(0.0, due_s - self.now_s), TimerFired(timer))
-            case outputs.WriteCompletion(key, completion):
+            case outputs.WriteCompletion(key, completion, _):
                 self.done.setdefault(str(key), completion.outcome)
             case outputs.DeleteOperations(keys):
                 for key in keys:

@@ -61,20 +61,21 @@ def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqs", "committed", "superseded"),
+    ("seqs", "written", "committed", "superseded"),
     [
-        ([], 0, []),
-        ([4], 0, []),
-        ([4, 8], 0, []),
-        ([12, 4, 8], 0, [4]),
-        ([4, 8, 12, 16], 4, [8]),
-        ([4, 8, 12, 16], 16, [4, 8]),
+        ([4], 4, 0, []),
+        ([4, 8], 8, 0, []),
+        ([12, 4, 8], 12, 0, [4]),
+        ([4, 8, 12, 16], 16, 4, [8]),
+        ([4, 8, 12, 16], 16, 16, [4, 8]),
+        ([4, 50, 60], 4, 0, [50, 60]),
+        ([4, 50, 60], 4, 50, [60]),
     ],
 )
-def test_newest_two_seals_and_the_committed_one_stay(
-    seqs: list[int], committed: int, superseded: list[int]
+def test_the_seal_written_the_one_before_and_the_committed_one_stay(
+    seqs: list[int], written: int, committed: int, superseded: list[int]
 ) -> None:
-    assert superseded_seals(seqs, committed) == superseded
+    assert superseded_seals(seqs, written, committed) == superseded
 
 
 def test_seal_of_another_layout_is_refused() -> None:

@@ -51,8 +51,7 @@ async def demo(
     steps: int | None = None,
     seed: int = 0,
     run_dir: Path | None = None,
-    jobs: Sequence[str] = TASKS,
-    console: Console | None = None,
+    jobs: tuple[str, ...] = TASKS,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -62,7 +61,7 @@ async def demo(
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
     Raises: CallerError: the example or its packages are not there; says what to do.
     """
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     check_prerequisites()
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)

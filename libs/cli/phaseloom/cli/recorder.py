@@ -9,12 +9,13 @@ from it. A line is written whole, so a file cut off by a crash is readable up to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.bus import Bus
+from phaseloom.common.bus import Bus, LogEntry
 from phaseloom.common.errors import CallerError, InternalError
 from phaseloom.common.messages import Event
 
@@ -45,8 +46,13 @@ class Recorder:
 
     async def run(self) -> None:
         """Record until cancelled."""
+        async with aclosing(self._bus.read_log()) as entries:
+            await self._record(entries)
+        raise InternalError("the decision log's subscription ended")
+
+    async def _record(self, entries: AsyncIterator[LogEntry]) -> None:
         with self._path.open("wb", buffering=0) as file:
-            async for entry in self._bus.read_log():
+            async for entry in entries:
                 recorded = Recorded(entry.sequence, entry.time_s, entry.event)
                 file.write(msgspec.json.encode(recorded) + b"\n")
                 if self._watch:
@@ -54,7 +60,6 @@ class Recorder:
                 async with self._advanced:
                     self._sequence = entry.sequence
                     self._advanced.notify_all()
-        raise InternalError("the decision log's subscription ended")
 
     async def drained(self) -> None:
         """Returns when everything that is in the log now is in the file."""

@@ -262,8 +262,7 @@ class Child:
                     async with asyncio.timeout(wait_s):
                         await self._stopping.wait()
         finally:
-            if self.process is not None:
-                self.process.kill()
+            self.send(signal.SIGKILL)
             self._stopped.set()
 
     async def stop(self, timeout_s: float) -> None:
@@ -305,6 +304,9 @@ class Child:
         if self._stopping.is_set():  # it was told to stop while it was being started
             self.send(signal.SIGTERM)
         exit_code = await self.process.wait()
+        # It leads a process group: what it started and left behind must not meet its successor.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None
         return Ended(exit_code, time.monotonic() - started_s)
 

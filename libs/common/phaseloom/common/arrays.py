@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from array import array
 
-from phaseloom.common.messages import Float32s, Int32s
+from phaseloom.common.messages import (
+    Float32s,
+    ForwardResult,
+    GenerateResult,
+    Int32s,
+    Result,
+    Sequence,
+)
 
 
 def _little_endian(values: array[int] | array[float]) -> bytes:
@@ -34,6 +41,22 @@ def float32s(values: Float32s) -> list[float]:
     if isinstance(values, list):
         return values
     return _unpack("f", values).tolist()
+
+
+def as_lists(result: Result) -> Result:
+    """The same result with lists instead of packed arrays, for JSON."""
+    match result:
+        case GenerateResult(groups):
+            return GenerateResult([[_unpacked(sequence) for sequence in g] for g in groups])
+        case ForwardResult(logprobs):
+            return ForwardResult([float32s(values) for values in logprobs])
+        case _:
+            return result
+
+
+def _unpacked(sequence: Sequence) -> Sequence:
+    tokens, logprobs = int32s(sequence.tokens), float32s(sequence.logprobs)
+    return Sequence(tokens, logprobs, sequence.stop_reason)
 
 
 def length(values: Int32s | Float32s) -> int:

@@ -134,13 +134,12 @@ async def connect(
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error
-        last_error = error
+        is_news, last_error = repr(error) != repr(last_error), error
         if "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
-        elif isinstance(error, nats.errors.Error | NatsTimeoutError):
-            log.warning("NATS: %r", error)
-        elif isinstance(error, OSError):  # ten times a second while the server is away
-            log.debug("NATS: %r", error)
+        elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
+            # The same ten times a second, while the server is away.
+            log.log(logging.WARNING if is_news else logging.DEBUG, "NATS: %r", error)
         else:
             log.error("a message handler failed: %r", error, exc_info=error)
 
@@ -258,17 +257,19 @@ class Bus:
         *,
         msg_id: str | None = None,
         headers: dict[str, str] | None = None,
+        content_type: str = MSGPACK,
     ) -> int:
         """Publish to a stream; returns the stream sequence after the server has stored it.
 
         Raises: AlreadyStored: one message per subject, and another was first.
                 ResourceError: not stored within the timeout, or the stream is full.
         """
-        all_headers = {CONTENT_TYPE: MSGPACK, **(headers or {})}
+        all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
         if msg_id:
             all_headers["Nats-Msg-Id"] = msg_id
         try:
-            ack = await self.js.publish(subject, encode(message), headers=all_headers)
+            payload = encode(message, content_type)
+            ack = await self.js.publish(subject, payload, headers=all_headers)
         except APIError as error:
             if is_subject_taken(error.err_code, error.description):
                 raise AlreadyStored(subject) from None

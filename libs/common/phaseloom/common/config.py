@@ -71,9 +71,9 @@ def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return dict(os.environ if environ is None else environ)
 
 
-def forget(variable: str) -> None:
-    """Take a variable out of the environment, where child processes must not inherit it."""
-    os.environ.pop(variable, None)
+def hand_down(variable: str, value: str) -> None:
+    """Set a variable for the processes that this one starts from now on."""
+    os.environ[variable] = value
 
 
 def _named_file(environ: Mapping[str, str]) -> Path | None:

@@ -390,11 +390,12 @@ async def serve(
     async with asyncio.TaskGroup() as tasks:
         while True:
             await slots.acquire()
-            sock = await _accept(listener)
+            sock = await accept(listener)
             tasks.create_task(host(Peer(sock, body_type, max_fds=max_fds)))
 
 
-async def _accept(listener: socket.socket) -> socket.socket:
+async def accept(listener: socket.socket) -> socket.socket:
+    """The next connection; one that was given up while it waited is passed over."""
     while True:
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)

@@ -52,6 +52,14 @@ def run(service: str, serve: Serve) -> NoReturn:
     sys.exit(_run(service, serve))
 
 
+def die_with_parent() -> None:
+    """Die with the parent if it asked for that, and ask the same of our own children."""
+    parent_pid = config.load(ProcessConfig, "").die_with_parent
+    if parent_pid:
+        diewithparent.arm(parent_pid)
+    config.hand_down(DIE_WITH_PARENT, str(os.getpid()))
+
+
 def log_to_stderr(service: str, level: str) -> None:
     """Structured logging: one JSON object a line, with the trace that is current.
 
@@ -99,9 +107,7 @@ def _run(service: str, serve: Serve) -> int:
     log_to_stderr(service, "INFO")
     try:
         process = config.load(ProcessConfig, "")
-        if process.die_with_parent:
-            diewithparent.arm(process.die_with_parent)
-            config.forget(DIE_WITH_PARENT)  # our own children have another parent
+        die_with_parent()
         log_to_stderr(service, process.log_level)
         flush_telemetry = telemetry.setup(service)
     except PhaseloomError as error:

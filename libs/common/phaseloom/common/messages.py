@@ -397,6 +397,8 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     """Of `sync_weights`: what it will bring."""
     size: int = 0
     """Tokens at most: to estimate a duration with (prompt and new tokens, over all samples)."""
+    content_type: str = "application/msgpack"
+    """As the operation came, so is its outcome written."""
     error: ErrorInfo | None = None
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 

@@ -67,7 +67,7 @@ def setup(service: str, settings: TelemetryConfig | None = None) -> Callable[[],
     if settings.otlp_endpoint:
         exporters.append(_otlp_exporter(settings.otlp_endpoint))
     provider = TracerProvider(
-        sampler=_sampler(settings.sample_ratio if exporters else 0.0),
+        sampler=_sampler(settings.sample_ratio, has_target=bool(exporters)),
         resource=Resource.create({"service.name": service}),
         shutdown_on_exit=False,
     )
@@ -227,7 +227,7 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
     )
 
 
-def _sampler(ratio: float) -> Sampler:
+def _sampler(ratio: float, *, has_target: bool) -> Sampler:
     if not 0.0 <= ratio <= 1.0:
         raise CallerError(
             f"{ratio} is no share of traces",
@@ -235,7 +235,7 @@ def _sampler(ratio: float) -> Sampler:
             remedy="use a number from 0 to 1",
         )
     # Whoever began a trace decided for all services: a trace is recorded whole or not at all.
-    return ParentBased(TraceIdRatioBased(ratio) if ratio else ALWAYS_OFF)
+    return ParentBased(TraceIdRatioBased(ratio) if has_target else ALWAYS_OFF)
 
 
 def _nanoseconds(unix_s: float) -> int:

@@ -7,7 +7,9 @@ said now, the newest of each job only.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import aclosing
 
 import msgspec
 
@@ -36,19 +38,23 @@ class Shell:
         if history_end == 0:
             log.info("the decision log is empty")
         caught_up = history_end == 0
-        async for entry in self._bus.read_log():
-            emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
-            if caught_up:
-                await self._tell(emission)
-                continue
-            self._remember(entry, emission)
-            if entry.sequence >= history_end:
-                caught_up = True
-                log.info("caught up with the decision log at %d", entry.sequence)
-                for missed in self._missed.values():
-                    await self._tell(missed)
-                self._missed.clear()
+        async with aclosing(self._bus.read_log()) as entries:
+            async for entry in entries:
+                emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
+                if caught_up:
+                    await self._tell(emission)
+                    continue
+                self._remember(entry, emission)
+                if entry.sequence >= history_end:
+                    caught_up = True
+                    await self._tell_missed(entry.sequence)
         raise InternalError("the decision log's subscription ended")
+
+    async def _tell_missed(self, sequence: int) -> None:
+        log.info("caught up with the decision log at %d", sequence)
+        for emission in self._missed.values():
+            await self._tell(emission)
+        self._missed.clear()
 
     def _remember(self, entry: LogEntry, emission: Emission | None) -> None:
         if isinstance(entry.event, JobFinished):
@@ -65,3 +71,7 @@ class Shell:
         trace = emission.trace
         await self._bus.append(trace, msg_id=emission.msg_id)
         await self._bus.kv_put(Bucket.PROFILES, str(trace.job), msgspec.json.encode(trace))
+        # A publish that is answered in the moment of its cancellation swallows it.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError

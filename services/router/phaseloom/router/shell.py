@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import nats.errors
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import Error as JetStreamError
@@ -20,7 +21,7 @@ from nats.js.errors import Error as JetStreamError
 from phaseloom.common import streams, telemetry
 from phaseloom.common.api import serve_api
 from phaseloom.common.bus import Bus, Conflict
-from phaseloom.common.codec import content_type_of, decode
+from phaseloom.common.codec import JSON, MSGPACK, content_type_of, decode
 from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError
 from phaseloom.common.ids import (
     DeploymentKey,
@@ -210,8 +211,10 @@ class Router:
             newest = await self._sessions.newest(key.job_key, operation.session)
             validate.check_session(operation.session, newest)
         except (CallerError, validate.SessionOver, InternalError) as error:
-            return validate.refused(key, message.data, content_type, error.info)
-        return validate.queued(key, operation)
+            header = validate.refused(key, message.data, content_type, error.info)
+        else:
+            header = validate.queued(key, operation)
+        return replace(header, content_type=JSON if content_type == JSON else MSGPACK)
 
     # --- API ------------------------------------------------------------------------------------
 

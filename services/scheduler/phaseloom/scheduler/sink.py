@@ -46,10 +46,12 @@ class BusSink:
                     msg_id=f"cmd:{command.id}",
                     headers=telemetry.inject({}, context) if context else {},
                 )
-            case WriteCompletion(key, completion):
+            case WriteCompletion(key, completion, content_type):
                 # The first stored outcome decides; a refusal is a restart's second try.
                 with contextlib.suppress(AlreadyStored):
-                    await self._bus.publish(streams.done_subject(key), completion)
+                    await self._bus.publish(
+                        streams.done_subject(key), completion, content_type=content_type
+                    )
             case DeleteOperations(keys):
                 for key in keys:
                     self._deletions.put_nowait(key)

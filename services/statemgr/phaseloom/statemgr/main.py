@@ -52,7 +52,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. The socket file stays: the next life replaces it."""
-    node = Node(config.devices, config.host_memory_bytes, config.transfer_timeout_s)
+    node = Node(config.node, config.devices, config.host_memory_bytes, config.transfer_timeout_s)
     directory = StateDirectory(Path(config.directory))
     sealer = Sealer(node, directory)
     weights = Weights(node, directory, config.secret, config.peer_timeout_s)

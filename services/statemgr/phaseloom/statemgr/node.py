@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import Peer
+from phaseloom.common.ids import NodeId
 from phaseloom.common.statewire import Copied, CopyIn, CopyOut, StateMessage
 from phaseloom.statemgr.core.residency import Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
@@ -20,8 +21,13 @@ class Node:
     """One node's state: pure books in `residency` and `versions`, bytes in `memory`."""
 
     def __init__(
-        self, device_budget_bytes: list[int], host_budget_bytes: int, transfer_timeout_s: float
+        self,
+        name: NodeId,
+        device_budget_bytes: list[int],
+        host_budget_bytes: int,
+        transfer_timeout_s: float,
     ) -> None:
+        self.name = name
         self.residency = Residency(device_budget_bytes)
         self.versions = Versions()
         self.memory = HostMemory(host_budget_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, VersionKey
@@ -16,15 +17,23 @@ from phaseloom.statemgr.node import Node
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    sealed: Sealed
+    incarnation: int | None
+    """Life that wrote it; None: found at start."""
+
+
 class Sealer:
     def __init__(self, node: Node, directory: StateDirectory) -> None:
         self._node = node
         self._directory = directory
-        self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
+        self._seals: dict[DeploymentKey, dict[int, _OnDisk]] = {}
 
     def found(self, header: StateHeader, file: str) -> None:
         """A seal that was on disk at start."""
-        self._add(header.deployment, header.seq, Sealed(file, header.digest, header.num_bytes))
+        sealed = Sealed(file, header.digest, header.num_bytes)
+        self._add(header.deployment, header.seq, _OnDisk(sealed, None))
 
     async def prepare(self, request: PrepareSeal) -> None:
         """Make the host copy whole at `seq` and keep it so. Nothing to do where it is sealed.
@@ -35,7 +44,7 @@ class Sealer:
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
         async with node.device_locks[wpg.device]:
-            if self._find(wpg.key, request.seq) is not None:
+            if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
                 return
@@ -57,7 +66,7 @@ class Sealer:
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
         await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
-        stored = self._find(wpg.key, request.seq)
+        stored = self._find(wpg, request.seq)
         if stored is not None:
             await self._persist_versions(wpg, request.versions)
             return stored
@@ -68,8 +77,8 @@ class Sealer:
         finally:
             node.residency.end_seal(wpg)
             node.settle(wpg)
-        self._add(wpg.key, request.seq, sealed)
-        await self._remove_superseded(wpg.key, request.committed)
+        self._add(wpg.key, request.seq, _OnDisk(sealed, wpg.incarnation))
+        await self._remove_superseded(wpg.key, request.seq, request.committed)
         return sealed
 
     async def restore(self, wpg: Wpg, seq: int) -> None:
@@ -132,8 +141,8 @@ class Sealer:
             if version.is_dropped:
                 await asyncio.to_thread(self._directory.remove, path)
 
-    async def _remove_superseded(self, key: DeploymentKey, committed: int) -> None:
-        for seq in superseded_seals(list(self._seals[key]), committed):
+    async def _remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
+        for seq in superseded_seals(list(self._seals[key]), written, committed):
             del self._seals[key][seq]
             path = self._directory.seal(key, seq)
             try:
@@ -141,8 +150,12 @@ class Sealer:
             except OSError as error:
                 log.warning("the old seal %s stays: %s", path, error)
 
-    def _find(self, key: DeploymentKey, seq: int) -> Sealed | None:
-        return self._seals.get(key, {}).get(seq)
+    def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
+        """The seal at `seq` that this life wrote or began from; an older life's may differ."""
+        found = self._seals.get(wpg.key, {}).get(seq)
+        if found is None or (found.incarnation != wpg.incarnation and seq != wpg.seal_seq):
+            return None
+        return found.sealed
 
-    def _add(self, key: DeploymentKey, seq: int, sealed: Sealed) -> None:
-        self._seals.setdefault(key, {})[seq] = sealed
+    def _add(self, key: DeploymentKey, seq: int, found: _OnDisk) -> None:
+        self._seals.setdefault(key, {})[seq] = found

@@ -32,6 +32,7 @@ from phaseloom.common.errors import (
     ResourceError,
     to_exception,
 )
+from phaseloom.common.framing import accept
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot
 
@@ -88,14 +89,13 @@ class VersionServer:
 
     async def serve(self, listener: socket.socket) -> None:
         """Until cancelled."""
-        loop = asyncio.get_running_loop()
         slots = asyncio.Semaphore(_MAX_STREAMS)
 
-        async def host(sock: socket.socket, peer: Any) -> None:
+        async def host(sock: socket.socket) -> None:
             try:
                 await self._serve_one(sock)
             except (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError) as error:
-                log.warning("a weights version could not be served to %s: %r", peer, error)
+                log.warning("a weights version could not be served: %r", error)
             finally:
                 sock.close()
                 slots.release()
@@ -103,8 +103,7 @@ class VersionServer:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await slots.acquire()
-                sock, peer = await loop.sock_accept(listener)
-                tasks.create_task(host(sock, peer))
+                tasks.create_task(host(await accept(listener)))
 
     async def _serve_one(self, sock: socket.socket) -> None:
         sock.setblocking(False)

@@ -144,12 +144,18 @@ class Weights:
         lock = self._bringing.setdefault(key, asyncio.Lock())
         async with lock:
             version = self._node.versions.find(key)
-            if version is not None and version.is_committed:
-                if version.extent is None:
-                    await self._read(version)
-                return version
-            if version is not None:
+            if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
+            if version is not None and version.extent is None:
+                try:
+                    await self._read(version)
+                except PhaseloomError as error:
+                    if not (version.is_dropped and sources):
+                        raise
+                    log.warning("%s; bringing it from another node", error)
+                    version = None
+            if version is not None:
+                return version
             return await self._fetch_from_any(key, sources)
 
     async def _read(self, version: Version) -> None:

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from opentelemetry.context import Context
 
 from phaseloom.common import streams, telemetry
+from phaseloom.common.arrays import as_lists
 from phaseloom.common.bus import AlreadyStored, Bus, Stored
-from phaseloom.common.codec import CONTENT_TYPE, JSON, decode
+from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode
 from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import (
@@ -72,7 +74,7 @@ class Leader:
                 streams.ops_stream(permit.operation.tenant), streams.op_subject(permit.operation)
             ),
         )
-        done: Completion | None = decode(stored.payload, Completion) if stored else None
+        done = _decoded(stored)
         if done is not None and not (permit.replay and done.outcome is Outcome.COMPLETED):
             await self._append_finished(permit, done, parent)
             return
@@ -81,7 +83,7 @@ class Leader:
         if done is not None:
             await self._compare(permit, done, ran.completion)
         else:
-            await self._store(permit, ran, parent)
+            await self._store(permit, ran.completion, _content_type(payload), parent)
         await self._append_finished(permit, done or ran.completion, parent, ran)
 
     def _check_order(self, permit: Permit) -> None:
@@ -118,8 +120,7 @@ class Leader:
             raise ResourceError(
                 f"the payload of {permit.operation} is not in its stream", code=Code.DATA_LOSS
             )
-        content_type = payload.headers.get(CONTENT_TYPE, JSON)
-        operation: Operation = decode(payload.payload, Operation, content_type)
+        operation: Operation = decode(payload.payload, Operation, _content_type(payload))
         return operation
 
     async def _run(self, permit: Permit, args: Args) -> Result:
@@ -155,11 +156,17 @@ class Leader:
 
     # --- telling --------------------------------------------------------------------------------
 
-    async def _store(self, permit: Permit, ran: _Ran, parent: Context) -> None:
-        headers = telemetry.inject({}, parent)
+    async def _store(
+        self, permit: Permit, completion: Completion, content_type: str, parent: Context
+    ) -> None:
+        if content_type == JSON and completion.result is not None:
+            completion = replace(completion, result=as_lists(completion.result))
         try:
             await self.bus.publish(
-                streams.done_subject(permit.operation), ran.completion, headers=headers
+                streams.done_subject(permit.operation),
+                completion,
+                headers=telemetry.inject({}, parent),
+                content_type=content_type,
             )
         except AlreadyStored:
             await self.bus.notice(
@@ -207,6 +214,18 @@ class Leader:
             "device": self.settings.device,
             "epoch": permit.epoch,
         }
+
+
+def _content_type(payload: Stored | None) -> str:
+    """As the operation came, so is its outcome written."""
+    return content_type_of(payload.headers if payload else {CONTENT_TYPE: MSGPACK})
+
+
+def _decoded(stored: Stored | None) -> Completion | None:
+    if stored is None:
+        return None
+    done: Completion = decode(stored.payload, Completion, content_type_of(stored.headers))
+    return done
 
 
 def _failed(permit: Permit, error: ErrorInfo) -> Completion:

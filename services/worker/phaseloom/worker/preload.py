@@ -5,6 +5,11 @@ Never initialise CUDA here: a forked child could not use it.
 
 import importlib
 
+from phaseloom.common import lifecycle
+
+# The fork server watches its agent only after these imports, which take seconds.
+lifecycle.die_with_parent()
+
 for _module in (
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",

@@ -39,6 +39,7 @@ def main(config_json: str) -> None:
     """Entry point of the process; returns only by exiting."""
     settings = msgspec.json.decode(config_json, type=RankConfig)
     lifecycle.log_to_stderr(f"worker:{settings.deployment}", "INFO")
+    log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
     flush = telemetry.setup("worker")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

@@ -270,27 +270,28 @@ class RankStateClient:
 
     def _copy_out(self, *, release: bool) -> Copied:
         heap, extent = self._registered()
-        started = time.monotonic()
+        started, applied = time.monotonic(), self._applied()
         digest = copy_hashed(heap.buffer, extent.buffer)
         if release:
             heap.release()
-        return self._copied(heap, digest, started)
+        return Copied(digest, applied, _resident_bytes(heap), time.monotonic() - started)
 
     def _copy_in(self, expected: str) -> Copied:
         heap, extent = self._registered()
         started = time.monotonic()
-        digest = copy_hashed(extent.buffer, heap.buffer)
-        if digest != expected:
+        try:
+            digest = copy_hashed(extent.buffer, heap.buffer)
+            if digest != expected:
+                raise ResourceError(
+                    f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
+                )
+            self._on_loaded()
+            applied = self._applied()
+        except BaseException:
+            # A failed load counts as not resident.
             heap.release()
-            raise ResourceError(
-                f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
-            )
-        self._on_loaded()
-        return self._copied(heap, digest, started)
-
-    def _copied(self, heap: Heap, digest: str, started: float) -> Copied:
-        resident_bytes = heap.resident_bytes()
-        return Copied(digest, self._applied(), resident_bytes, time.monotonic() - started)
+            raise
+        return Copied(digest, applied, _resident_bytes(heap), time.monotonic() - started)
 
     def _map_version(self, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
         """This extent's memory: through the known mapping where it was mapped before."""
@@ -337,19 +338,31 @@ class _Mapping:
             os.close(fd)
 
 
-def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy `source` over `target`; the xxh3-128 of what was written, in hex.
+def _resident_bytes(heap: Heap) -> int:
+    """What is not known counts as resident: the state manager then loads the copy back."""
+    try:
+        return heap.resident_bytes()
+    except OSError:
+        return heap.num_bytes
 
-    Each chunk is hashed where it was written, while it is still in the cache. Cost: one memcpy and
-    one pass of the hash; neither holds the GIL.
-    """
+
+def copy_hashed(source: memoryview, target: memoryview) -> str:
+    """Copy `source` over `target`; the xxh3-128 of what was written, in hex. As fast as memcpy."""
     digest = xxhash.xxh3_128()
+    _copy(source, target, digest)
+    return digest.hexdigest()
+
+
+def _copy(source: memoryview, target: memoryview, digest: xxhash.xxh3_128) -> None:
+    """Each chunk is hashed where it was written, while it is still in the cache.
+
+    Neither the copy nor the hash holds the GIL; slice assignment would.
+    """
     source_address, target_address = _address(source), _address(target)
     for start in range(0, len(source), _CHUNK_BYTES):
         end = min(start + _CHUNK_BYTES, len(source))
         ctypes.memmove(target_address + start, source_address + start, end - start)
         digest.update(target[start:end])
-    return digest.hexdigest()
 
 
 def _address(view: memoryview) -> int:
@@ -359,15 +372,23 @@ def _address(view: memoryview) -> int:
 def _gather(
     target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> str:
-    """Copy heap slots to their places in a version; the gaps between become zeroes."""
-    target_address, heap_address = _address(target), _address(heap)
+    """Copy heap slots to their places in a version; the gaps between become zeroes.
+
+    So that equal weights have equal digests, whatever the extent held before.
+    """
+    digest = xxhash.xxh3_128()
     end = 0
     for slot, place in pairs:
-        ctypes.memset(target_address + end, 0, place.offset - end)
-        ctypes.memmove(target_address + place.offset, heap_address + slot.offset, slot.num_bytes)
+        _clear(target[end : place.offset], digest)
         end = place.offset + place.num_bytes
-    ctypes.memset(target_address + end, 0, len(target) - end)
-    return xxhash.xxh3_128(target).hexdigest()
+        _copy(heap[slot.offset : slot.offset + slot.num_bytes], target[place.offset : end], digest)
+    _clear(target[end:], digest)
+    return digest.hexdigest()
+
+
+def _clear(gap: memoryview, digest: xxhash.xxh3_128) -> None:
+    gap[:] = bytes(len(gap))
+    digest.update(gap)
 
 
 def _scatter(

@@ -10,14 +10,14 @@ import pytest
 from phaseloom.common.arrays import pack_float32s, pack_int32s
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.messages import Datum, Forward, ForwardBackward, Loss
-from phaseloom.worker.backends.batch import forward_samples, loss_samples
+from phaseloom.worker.backends.batch import forward_batch, loss_batch
 
 GOOD = Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [-1.0] * 3, [0.5] * 3)
 
 
 def _bad(**changes: object) -> Callable[[Loss], ForwardBackward]:
     fields = {name: getattr(GOOD, name) for name in GOOD.__struct_fields__}
-    datum = Datum(**{**fields, **changes})  # type: ignore[arg-type]
+    datum = Datum(**{**fields, **changes})
     return lambda loss: ForwardBackward([GOOD, datum], loss)
 
 
@@ -26,6 +26,8 @@ CASES = {
     "no tokens": (_bad(tokens=[]), Loss.PPO, "args.batch[1].tokens"),
     "token too large": (_bad(tokens=[1, 9, 3]), Loss.PPO, "args.batch[1].tokens"),
     "token negative": (_bad(tokens=[1, -1, 3]), Loss.PPO, "args.batch[1].tokens"),
+    "no int32": (_bad(tokens=[1, 2**40, 3]), Loss.PPO, "args.batch[1].tokens"),
+    "no int64": (_bad(targets=[1, 2**70, 3]), Loss.PPO, "args.batch[1].targets"),
     "target too large": (_bad(targets=[2, 3, 9]), Loss.PPO, "args.batch[1].targets"),
     "odd bytes": (_bad(tokens=b"12345"), Loss.PPO, "args.batch[1].tokens"),
     "no weights": (_bad(weights=None), Loss.CROSS_ENTROPY, "args.batch[1].weights"),
@@ -40,31 +42,29 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_samples_name_the_field_at_fault(case: str) -> None:
+def test_loss_batch_names_the_field_at_fault(case: str) -> None:
     make, loss, field = CASES[case]
     with pytest.raises(CallerError) as raised:
-        loss_samples(make(loss), vocab_size=9)
+        loss_batch(make(loss), vocab_size=9)
     assert raised.value.info.code is Code.INVALID_ARGUMENT
     assert raised.value.info.field == field
 
 
-def test_samples_refuse_an_empty_batch() -> None:
-    for check in (
-        lambda: loss_samples(ForwardBackward([], Loss.PPO), 9),
-        lambda: forward_samples(Forward([]), 9),
-    ):
-        with pytest.raises(CallerError) as raised:
-            check()
-        assert raised.value.info.field == "args.batch"
+def test_batch_refuses_an_empty_batch() -> None:
+    with pytest.raises(CallerError) as trained:
+        loss_batch(ForwardBackward([], Loss.PPO), 9)
+    with pytest.raises(CallerError) as scored:
+        forward_batch(Forward([]), 9)
+    assert trained.value.info.field == scored.value.info.field == "args.batch"
 
 
-def test_loss_samples_refuse_a_clip_range_upside_down() -> None:
+def test_loss_batch_refuses_a_clip_range_upside_down() -> None:
     with pytest.raises(CallerError) as raised:
-        loss_samples(ForwardBackward([GOOD], Loss.PPO, clip_low=1.2, clip_high=0.8), 9)
+        loss_batch(ForwardBackward([GOOD], Loss.PPO, clip_low=1.2, clip_high=0.8), 9)
     assert raised.value.info.field == "args.clip_low"
 
 
-def test_loss_samples_take_lists_and_bytes_alike() -> None:
+def test_loss_batch_takes_lists_and_bytes_alike() -> None:
     packed = Datum(
         pack_int32s([1, 2, 3]),
         pack_int32s([2, 3, 4]),
@@ -73,7 +73,9 @@ def test_loss_samples_take_lists_and_bytes_alike() -> None:
         pack_float32s([0.5] * 3),
     )
     for loss in Loss:
-        (a,) = loss_samples(ForwardBackward([GOOD], loss), 9)
-        (b,) = loss_samples(ForwardBackward([packed], loss), 9)
-        for name in ("tokens_T", "targets_T", "q_T", "coefficient_T"):
+        a = loss_batch(ForwardBackward([GOOD], loss), 9)
+        b = loss_batch(ForwardBackward([packed], loss), 9)
+        mixed = loss_batch(ForwardBackward([packed, GOOD], loss), 9)
+        for name in ("starts", "tokens_N", "targets_N", "q_N", "coefficient_N"):
             assert np.array_equal(getattr(a, name), getattr(b, name))
+            assert np.array_equal(getattr(mixed, name)[: len(getattr(a, name))], getattr(a, name))

@@ -104,9 +104,10 @@ class Profiler:
 
     def step(self, sequence: int, time_s: float, event: Event) -> Emission | None:
         """Fold one entry of the decision log, in its order."""
-        is_operation = isinstance(event, QueuedOperation | OperationFinished)
-        if is_operation and event.key.job_key in self._finished:
-            return None
+        match event:
+            case QueuedOperation(key=key) | OperationFinished(key=key):
+                if key.job_key in self._finished:
+                    return None
         ready = self._readiness.step(event)
         emission = None
         match event:

@@ -91,6 +91,7 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
         after=[],
         version=deployment.holds if mutation.kind == "sync_weights" else None,
         size=0,
+        content_type="",
         arrival=0,
         queued_s=step.now_s,
         eligible_s=step.now_s,

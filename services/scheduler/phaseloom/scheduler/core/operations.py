@@ -43,6 +43,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         after=event.after,
         version=event.version,
         size=event.size,
+        content_type=event.content_type,
         arrival=step.sequence,
         queued_s=step.now_s,
     )
@@ -72,7 +73,11 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
         field="subject.deployment",
         remedy="submit the job with this deployment first",
     )
-    step.emit(outputs.WriteCompletion(event.key, Completion(event.id, Outcome.FAILED, error=error)))
+    step.emit(
+        outputs.WriteCompletion(
+            event.key, Completion(event.id, Outcome.FAILED, error=error), event.content_type
+        )
+    )
 
 
 def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
@@ -108,7 +113,8 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
 def end_unrun(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> None:
     """An operation that will never run fails now; the scheduler writes its outcome."""
     step.move_op(op, OpState.FAILED)
-    step.emit(outputs.WriteCompletion(op.key, Completion(op.id, Outcome.FAILED, error=error)))
+    completion = Completion(op.id, Outcome.FAILED, error=error)
+    step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
     step.emit(outputs.DeleteOperations([op.key]))
     close(step, deployment, op, completed=False)
 

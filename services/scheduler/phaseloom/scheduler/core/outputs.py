@@ -20,6 +20,7 @@ class WriteCompletion(msgspec.Struct, frozen=True):
 
     key: OperationKey
     completion: Completion
+    content_type: str
 
 
 class SetTimer(msgspec.Struct, frozen=True):

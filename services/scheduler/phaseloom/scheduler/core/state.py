@@ -110,6 +110,7 @@ class Op(msgspec.Struct):
     after: list[After]
     version: VersionKey | None
     size: int
+    content_type: str
     arrival: int
     """Log sequence of its QueuedOperation: breaks ties."""
     queued_s: float

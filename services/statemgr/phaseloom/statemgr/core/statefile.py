@@ -21,7 +21,6 @@ MAGIC = b"PLSTATE1"
 DATA_ALIGNMENT_BYTES = 4096
 _PREFIX = struct.Struct("<8sI16s")
 MAX_HEADER_BYTES = 64 * 1024 * 1024
-KEPT_SEALS = 2
 
 
 class StateHeader(msgspec.Struct, frozen=True):
@@ -87,9 +86,13 @@ def check_restorable(
         )
 
 
-def superseded_seals(seqs: list[int], committed: int) -> list[int]:
-    """Seals that may be deleted: all but the newest two and the committed one."""
-    return [seq for seq in sorted(seqs)[:-KEPT_SEALS] if seq != committed]
+def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]:
+    """Seals that may be deleted once one was written: all but it, the one before, the committed.
+
+    Those above it are of an abandoned course of events: this life has not come so far.
+    """
+    before = max((seq for seq in seqs if seq < written), default=0)
+    return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]
 
 
 def data_loss(file: str, why: str) -> ResourceError:

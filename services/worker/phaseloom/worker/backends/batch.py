@@ -1,133 +1,165 @@
-"""Data of the contract as numpy arrays, checked against the model and the loss."""
+"""Data of the contract as numpy arrays, checked against the model and the loss.
+
+Samples lie end to end in one array a field, and checks run over all of them at once: an operation
+may have thousands of short samples, where a few numpy calls for each would cost more than training.
+
+Shapes: S samples, N positions of all samples together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from phaseloom.common.arrays import length
 from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import Datum, Float32s, Forward, ForwardBackward, Int32s, Loss
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+FieldOf = Callable[[int], str]
+"""Path of an array's field, from its place in the request."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One datum of T positions; `coefficient`: weights or advantages. Zeroes without a loss."""
+class Batch:
+    """Sample i has the positions `starts[i]` to `starts[i + 1]`.
 
-    tokens_T: Ints
-    targets_T: Ints
-    q_T: Floats
-    coefficient_T: Floats
+    `coefficient`: weights or advantages. It and `q` are zeroes where there is no loss.
+    """
+
+    starts: Ints
+    tokens_N: Ints
+    targets_N: Ints
+    q_N: Floats
+    coefficient_N: Floats
+
+    @property
+    def lengths_S(self) -> Ints:
+        return np.diff(self.starts)
 
 
-def ints(values: Int32s, field: str) -> Ints:
-    """Raises: CallerError: bytes that are no whole number of int32."""
-    if isinstance(values, list):
-        return np.array(values, dtype=np.int64)
-    if len(values) % 4:
-        raise CallerError(f"{len(values)} bytes are no whole number of int32", field=field)
-    return np.frombuffer(values, dtype="<i4").astype(np.int64)
+def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
+    """All arrays end to end. Raises: CallerError: one is not of int32."""
+    try:
+        return _joined(values, "<i4", field).astype(np.int64)
+    except OverflowError:
+        i = next(i for i, array in enumerate(values) if any(abs(v) >= 2**31 for v in array))
+        raise CallerError("it holds a value that is no int32", field=field(i)) from None
 
 
-def floats(values: Float32s, field: str) -> Floats:
-    """Raises: CallerError: bytes that are no whole number of float32, or a value not finite."""
-    if isinstance(values, list):
-        with np.errstate(over="ignore"):
-            array = np.array(values, dtype=np.float32)
-    elif len(values) % 4:
-        raise CallerError(f"{len(values)} bytes are no whole number of float32", field=field)
-    else:
-        array = np.frombuffer(values, dtype="<f4").astype(np.float32)
-    if not np.isfinite(array).all():
+def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
+    """All arrays end to end. Raises: CallerError: one is not of finite float32."""
+    with np.errstate(over="ignore"):
+        joined_N = _joined(values, "<f4", field).astype(np.float32)
+    finite_N = np.isfinite(joined_N)
+    if not finite_N.all():
         raise CallerError(
-            "it holds a value that is not a finite float32", field=field, remedy="mask it out"
+            "it holds a value that is not a finite float32",
+            field=field(_owner(values, ~finite_N)),
+            remedy="mask it out",
         )
-    return array
+    return joined_N
 
 
-def check_tokens(tokens_T: Ints, vocab_size: int, field: str) -> None:
-    """Raises: CallerError: a token id outside [0, vocab_size)."""
-    if tokens_T.size and (tokens_T.min() < 0 or tokens_T.max() >= vocab_size):
-        worst = tokens_T.max() if tokens_T.max() >= vocab_size else tokens_T.min()
+def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], field: FieldOf) -> None:
+    """Raises: CallerError: a token id outside [0, vocab_size); `tokens_N` are `values` joined."""
+    bad_N = (tokens_N < 0) | (tokens_N >= vocab_size)
+    if bad_N.any():
         raise CallerError(
-            f"token id {worst} is out of the vocabulary",
-            field=field,
+            f"token id {tokens_N[bad_N.argmax()]} is out of the vocabulary",
+            field=field(_owner(values, bad_N)),
             remedy=f"use ids from 0 to {vocab_size - 1}",
         )
 
 
-def forward_samples(args: Forward, vocab_size: int) -> list[Sample]:
+def forward_batch(args: Forward, vocab_size: int) -> Batch:
     """Raises: CallerError: naming the field that is at fault."""
-    _check_not_empty(args.batch)
-    return [
-        _tokens_and_targets(datum, vocab_size, f"args.batch[{i}]")
-        for i, datum in enumerate(args.batch)
-    ]
+    return _tokens_and_targets(args.batch, vocab_size)
 
 
-def loss_samples(args: ForwardBackward, vocab_size: int) -> list[Sample]:
+def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     """Raises: CallerError: naming the field that is at fault."""
-    _check_not_empty(args.batch)
     if args.loss is Loss.PPO and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
             f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
             field="args.clip_low",
             remedy="use bounds around 1, e.g. 0.8 and 1.2",
         )
-    return [
-        _loss_sample(args.loss, datum, vocab_size, f"args.batch[{i}]")
-        for i, datum in enumerate(args.batch)
-    ]
+    batch = _tokens_and_targets(args.batch, vocab_size)
+    if args.loss is Loss.CROSS_ENTROPY:
+        weights = [datum.weights for datum in args.batch]
+        coefficient_N, q_N = _required("weights", weights, batch, args.loss), batch.q_N
+    else:
+        q_N = _required("logprobs", [d.logprobs for d in args.batch], batch, args.loss)
+        advantages = [datum.advantages for datum in args.batch]
+        coefficient_N = _required("advantages", advantages, batch, args.loss)
+    return Batch(batch.starts, batch.tokens_N, batch.targets_N, q_N, coefficient_N)
 
 
-def _check_not_empty(batch: Sequence[Datum]) -> None:
-    if not batch:
-        raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
+def _field(name: str) -> FieldOf:
+    return lambda i: f"args.batch[{i}].{name}"
 
 
-def _tokens_and_targets(datum: Datum, vocab_size: int, field: str) -> Sample:
-    tokens_T = ints(datum.tokens, f"{field}.tokens")
-    if tokens_T.size == 0:
-        raise CallerError("it has no tokens", field=f"{field}.tokens")
-    targets_T = ints(datum.targets, f"{field}.targets")
-    _check_length(targets_T.size, tokens_T.size, f"{field}.targets")
-    check_tokens(tokens_T, vocab_size, f"{field}.tokens")
-    check_tokens(targets_T, vocab_size, f"{field}.targets")
-    zeroes_T = np.zeros(tokens_T.size, dtype=np.float32)
-    return Sample(tokens_T, targets_T, zeroes_T, zeroes_T)
+def _joined(
+    values: Sequence[Int32s] | Sequence[Float32s], dtype: str, field: FieldOf
+) -> npt.NDArray[Any]:
+    lists = [array for array in values if isinstance(array, list)]
+    if len(lists) == len(values):
+        return np.array(list(chain.from_iterable(lists)), dtype=dtype)
+    for i, array in enumerate(values):
+        if isinstance(array, bytes) and len(array) % 4:
+            raise CallerError(f"{len(array)} bytes are no whole number of values", field=field(i))
+    packed = (a if isinstance(a, bytes) else np.array(a, dtype=dtype).tobytes() for a in values)
+    return np.frombuffer(b"".join(packed), dtype=dtype)
 
 
-def _check_length(size: int, expected: int, field: str) -> None:
-    if size != expected:
+def _owner(values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]) -> int:
+    """Which array the first bad value is in."""
+    ends = np.cumsum([length(array) for array in values])
+    return int(np.searchsorted(ends, bad_N.argmax(), side="right"))
+
+
+def _check_lengths(lengths_S: Ints, expected_S: Ints, field: FieldOf) -> None:
+    differing_S = np.flatnonzero(lengths_S != expected_S)
+    if differing_S.size:
+        i = int(differing_S[0])
         raise CallerError(
-            f"it has length {size} and not that of tokens, {expected}",
-            field=field,
+            f"it has length {lengths_S[i]} and not that of tokens, {expected_S[i]}",
+            field=field(i),
             remedy="give one value a token",
         )
 
 
-def _loss_sample(loss: Loss, datum: Datum, vocab_size: int, field: str) -> Sample:
-    sample = _tokens_and_targets(datum, vocab_size, field)
-    num_tokens = sample.tokens_T.size
+def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
+    if not data:
+        raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
+    tokens, targets = [datum.tokens for datum in data], [datum.targets for datum in data]
+    tokens_N = joined_ints(tokens, _field("tokens"))
+    targets_N = joined_ints(targets, _field("targets"))
+    lengths_S = np.array([length(array) for array in tokens])
+    if not lengths_S.all():
+        raise CallerError("it has no tokens", field=_field("tokens")(int(lengths_S.argmin())))
+    _check_lengths(np.array([length(a) for a in targets]), lengths_S, _field("targets"))
+    check_tokens(tokens_N, vocab_size, tokens, _field("tokens"))
+    check_tokens(targets_N, vocab_size, targets, _field("targets"))
+    zeroes_N = np.zeros(tokens_N.size, dtype=np.float32)
+    starts = np.concatenate(([0], np.cumsum(lengths_S)))
+    return Batch(starts, tokens_N, targets_N, zeroes_N, zeroes_N)
 
-    def required(name: str, values: Float32s | None) -> Floats:
-        if values is None:
-            raise CallerError(
-                f"the loss {loss} needs {name}", field=f"{field}.{name}", remedy=f"send {name}"
-            )
-        array_T = floats(values, f"{field}.{name}")
-        _check_length(array_T.size, num_tokens, f"{field}.{name}")
-        return array_T
 
-    if loss is Loss.CROSS_ENTROPY:
-        return replace(sample, coefficient_T=required("weights", datum.weights))
-    return replace(
-        sample,
-        q_T=required("logprobs", datum.logprobs),
-        coefficient_T=required("advantages", datum.advantages),
-    )
+def _required(name: str, values: Sequence[Float32s | None], batch: Batch, loss: Loss) -> Floats:
+    given = [array for array in values if array is not None]
+    if len(given) < len(values):
+        i = next(i for i, array in enumerate(values) if array is None)
+        raise CallerError(
+            f"the loss {loss} needs {name}", field=_field(name)(i), remedy=f"send {name}"
+        )
+    joined_N = joined_floats(given, _field(name))
+    _check_lengths(np.array([length(a) for a in given]), batch.lengths_S, _field(name))
+    return joined_N

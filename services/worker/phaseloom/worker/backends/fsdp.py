@@ -38,7 +38,7 @@ from phaseloom.common.messages import (
     OptimStepResult,
 )
 from phaseloom.worker.backends import checkpoint, scoring
-from phaseloom.worker.backends.batch import loss_samples
+from phaseloom.worker.backends.batch import loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.losses import loss_sum
@@ -104,13 +104,13 @@ class FsdpBackend:
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
-        loss_samples(args, self.vocab_size)
+        loss_batch(args, self.vocab_size)
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         self._trained()
         loss = 0.0
         num_tokens = 0
-        for packed in passes(loss_samples(args, self.vocab_size), only_used=True):
+        for packed in passes(loss_batch(args, self.vocab_size), only_used=True):
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})

@@ -11,13 +11,13 @@ Shapes: B rows, T columns, N positions that are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from phaseloom.worker.backends.batch import Floats, Ints, Sample
+from phaseloom.worker.backends.batch import Batch, Floats, Ints
 
 ROW_TOKENS = 256
 """Longest row that another branch is added to: attention computes all pairs within a row."""
@@ -48,11 +48,11 @@ class Pass:
     """0: prefix, then 1, 2, …; -1: padding."""
     index_N: Ints
     """row × T + column"""
+    source_N: Ints
+    """Place in the batch's arrays."""
     targets_N: Ints
     q_N: Floats
     coefficient_N: Floats
-    members: list[tuple[int, int]]
-    """(sample, how many of the N positions are its), in order."""
 
     @property
     def visible_BTT(self) -> npt.NDArray[np.bool_] | None:
@@ -65,43 +65,48 @@ class Pass:
         return visible
 
 
-def passes(samples: Sequence[Sample], *, only_used: bool) -> Iterator[Pass]:
+def passes(batch: Batch, *, only_used: bool) -> Iterator[Pass]:
     """Args: only_used: ask only for positions with a nonzero coefficient."""
-    for rows in _passes_of_rows(_rows(samples)):
-        packed = _pack(rows, samples, only_used=only_used)
+    for rows in _grouped(_rows(batch)):
+        packed = _pack(rows, batch, only_used=only_used)
         if packed.index_N.size:
             yield packed
 
 
-def _common_prefix(a_T: Ints, b_T: Ints) -> int:
-    length = min(a_T.size, b_T.size)
-    differing = np.flatnonzero(a_T[:length] != b_T[:length])
-    return int(differing[0]) if differing.size else length
-
-
-def _rows(samples: Sequence[Sample]) -> list[Row]:
+def _rows(batch: Batch) -> list[Row]:
     """Greedy: a sample joins the row before it where that takes no more tokens than its own row."""
+    starts: list[int] = batch.starts.tolist()
     rows: list[Row] = []
-    for i, sample in enumerate(samples):
-        joined = _joined(rows[-1], i, samples) if rows else None
+    for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        tokens_T = batch.tokens_N[start:stop]
+        joined = None
+        if rows:
+            first = starts[rows[-1].members[0]]
+            joined = _joined(rows[-1], i, batch.tokens_N[first : first + rows[-1].prefix], tokens_T)
         if joined:
             rows[-1] = joined
         else:
-            rows.append(Row([i], sample.tokens_T.size, sample.tokens_T.size))
+            rows.append(Row([i], tokens_T.size, tokens_T.size))
     return rows
 
 
-def _joined(row: Row, i: int, samples: Sequence[Sample]) -> Row | None:
+def _joined(row: Row, i: int, prefix_T: Ints, tokens_T: Ints) -> Row | None:
     """The row with sample i in it, unless that costs tokens or makes it too long."""
-    tokens_T = samples[i].tokens_T
-    prefix = min(row.prefix, _common_prefix(samples[row.members[0]].tokens_T, tokens_T))
+    prefix = _common_prefix(prefix_T, tokens_T)
     count = len(row.members)
     length = row.length + (row.prefix - prefix) * (count - 1) + tokens_T.size - prefix
     saves = prefix > 0 and length <= row.length + tokens_T.size
     return Row([*row.members, i], prefix, length) if saves and length <= ROW_TOKENS else None
 
 
-def _passes_of_rows(rows: list[Row]) -> list[list[Row]]:
+def _common_prefix(a_T: Ints, b_T: Ints) -> int:
+    length = min(a_T.size, b_T.size)
+    differing_T = a_T[:length] != b_T[:length]
+    first = int(differing_T.argmax())
+    return first if differing_T[first] else length
+
+
+def _grouped(rows: list[Row]) -> list[list[Row]]:
     """Rows sorted by length, cut where padding would cost more than another pass."""
     groups: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: row.length):
@@ -117,41 +122,47 @@ def _fits(group: list[Row], row: Row) -> bool:
     return extra_padding <= PASS_OVERHEAD_TOKENS and row.length * (len(group) + 1) <= PASS_TOKENS
 
 
-def _pack(rows: list[Row], samples: Sequence[Sample], *, only_used: bool) -> Pass:
-    shape = (len(rows), rows[-1].length)
+def _pack(rows: list[Row], batch: Batch, *, only_used: bool) -> Pass:
+    """All samples' positions at once; those of a prefix are written once by each member."""
+    members = np.array([i for row in rows for i in row.members])
+    counts = [len(row.members) for row in rows]
+    lengths = batch.lengths_S[members]
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    prefix_of = np.repeat([row.prefix for row in rows], counts)
+    branch_of = np.concatenate([np.arange(1, count + 1) for count in counts])
+    # Branches lie behind the prefix one after the other; the first of a row starts at its end.
+    ends = np.cumsum(lengths - prefix_of)
+    before_row = np.repeat(np.concatenate(([0], ends))[np.cumsum([0, *counts[:-1]])], counts)
+    branch_start_of = ends - (lengths - prefix_of) - before_row + prefix_of
+
+    def each(values: npt.NDArray[np.int64]) -> Ints:
+        return np.repeat(values, lengths)
+
+    position = np.arange(lengths.sum()) - each(np.cumsum(lengths) - lengths)
+    source = position + each(batch.starts[members])
+    is_prefix = position < each(prefix_of)
+    column = np.where(is_prefix, position, position + each(branch_start_of - prefix_of))
+    row = each(row_of)
+
+    shape = (len(rows), max(row.length for row in rows))
     tokens_BT = np.zeros(shape, dtype=np.int64)
     positions_BT = np.zeros(shape, dtype=np.int64)
     branches_BT = np.full(shape, -1, dtype=np.int64)
-    index: list[Ints] = []
-    used: list[tuple[int, Ints]] = []
-    for b, row in enumerate(rows):
-        prefix_T = np.arange(row.prefix)
-        tokens_BT[b, : row.prefix] = samples[row.members[0]].tokens_T[: row.prefix]
-        positions_BT[b, : row.prefix] = prefix_T
-        branches_BT[b, : row.prefix] = 0
-        start = row.prefix
-        for branch, i in enumerate(row.members, 1):
-            sample = samples[i]
-            stop = start + sample.tokens_T.size - row.prefix
-            tokens_BT[b, start:stop] = sample.tokens_T[row.prefix :]
-            positions_BT[b, start:stop] = np.arange(row.prefix, sample.tokens_T.size)
-            branches_BT[b, start:stop] = branch
-            columns_T = np.concatenate((prefix_T, np.arange(start, stop)))
-            asked_T = _asked(sample, only_used=only_used)
-            index.append(b * shape[1] + columns_T[asked_T])
-            used.append((i, asked_T))
-            start = stop
+    tokens_BT[row, column] = batch.tokens_N[source]
+    positions_BT[row, column] = position
+    branches_BT[row, column] = np.where(is_prefix, 0, each(branch_of))
+
+    index = row * shape[1] + column
+    if only_used:
+        used = batch.coefficient_N[source] != 0
+        index, source = index[used], source[used]
     return Pass(
         tokens_BT,
         positions_BT,
         branches_BT,
-        np.concatenate(index),
-        np.concatenate([samples[i].targets_T[asked_T] for i, asked_T in used]),
-        np.concatenate([samples[i].q_T[asked_T] for i, asked_T in used]),
-        np.concatenate([samples[i].coefficient_T[asked_T] for i, asked_T in used]),
-        [(i, asked_T.size) for i, asked_T in used],
+        index,
+        source,
+        batch.targets_N[source],
+        batch.q_N[source],
+        batch.coefficient_N[source],
     )
-
-
-def _asked(sample: Sample, *, only_used: bool) -> Ints:
-    return np.flatnonzero(sample.coefficient_T) if only_used else np.arange(sample.tokens_T.size)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phaseloom.common.arrays import length
 from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import (
     AdamParams,
@@ -30,7 +31,7 @@ from phaseloom.common.messages import (
     Sequence,
 )
 from phaseloom.worker.backends import checkpoint, scoring
-from phaseloom.worker.backends.batch import Ints, check_tokens, ints
+from phaseloom.worker.backends.batch import Ints, check_tokens, joined_ints
 from phaseloom.worker.backends.decode import Decoder
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
@@ -125,22 +126,26 @@ class SamplerBackend:
         if args.num_samples < 1:
             raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
         _check_sampling(args.sampling, self.vocab_size)
-        return [self._checked_prompt(i, prompt, args) for i, prompt in enumerate(args.prompts)]
+        tokens = [prompt.tokens for prompt in args.prompts]
+        tokens_N = joined_ints(tokens, _prompt_field)
+        check_tokens(tokens_N, self.vocab_size, tokens, _prompt_field)
+        lengths = [length(array) for array in tokens]
+        self._check_lengths(lengths, args.sampling.max_tokens)
+        return np.split(tokens_N, np.cumsum(lengths)[:-1])
 
-    def _checked_prompt(self, i: int, prompt: Prompt, args: Generate) -> Ints:
-        field = f"args.prompts[{i}].tokens"
-        tokens_T = ints(prompt.tokens, field)
-        if tokens_T.size == 0:
-            raise CallerError("the prompt is empty", field=field, remedy="begin with some token")
-        check_tokens(tokens_T, self.vocab_size, field)
-        if tokens_T.size + args.sampling.max_tokens > self._max_positions:
-            raise CallerError(
-                f"{tokens_T.size} tokens and {args.sampling.max_tokens} new ones are more than the "
-                f"{self._max_positions} positions of the model",
-                field=field,
-                remedy="shorten the prompt or lower max_tokens",
-            )
-        return tokens_T
+    def _check_lengths(self, lengths: list[int], max_tokens: int) -> None:
+        for i, num_tokens in enumerate(lengths):
+            if num_tokens == 0:
+                raise CallerError(
+                    "the prompt is empty", field=_prompt_field(i), remedy="begin with some token"
+                )
+            if num_tokens + max_tokens > self._max_positions:
+                raise CallerError(
+                    f"{num_tokens} tokens and {max_tokens} new ones are more than the "
+                    f"{self._max_positions} positions of the model",
+                    field=_prompt_field(i),
+                    remedy="shorten the prompt or lower max_tokens",
+                )
 
     def _generate_wave(
         self, tokens: list[Ints], prompts: list[Prompt], args: Generate
@@ -264,8 +269,16 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             field="args.sampling.temperature",
             remedy="use 0 for greedy, or a positive number",
         )
-    stops = np.array(sampling.stop_token_ids, dtype=np.int64)
-    check_tokens(stops, vocab_size, "args.sampling.stop_token_ids")
+    stops = [sampling.stop_token_ids]
+
+    def field(_: int) -> str:
+        return "args.sampling.stop_token_ids"
+
+    check_tokens(joined_ints(stops, field), vocab_size, stops, field)
+
+
+def _prompt_field(i: int) -> str:
+    return f"args.prompts[{i}].tokens"
 
 
 def _does_not_train(kind: str) -> CallerError:

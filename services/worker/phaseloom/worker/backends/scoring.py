@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from phaseloom.common.messages import Float32s, Forward, ForwardResult
-from phaseloom.worker.backends.batch import forward_samples
+from phaseloom.worker.backends.batch import forward_batch
 from phaseloom.worker.backends.packing import Pass, passes
 
 
@@ -50,12 +51,10 @@ def _additive_mask(visible: torch.Tensor) -> torch.Tensor:
 
 def forward(scorer: Scorer, args: Forward, vocab_size: int) -> ForwardResult:
     """Raises: CallerError: naming the field that is at fault."""
-    samples = forward_samples(args, vocab_size)
-    results: list[Float32s] = [b""] * len(samples)
-    for packed in passes(samples, only_used=False):
-        lp_N = scorer(packed).numpy().astype("<f4", copy=False)
-        start = 0
-        for i, count in packed.members:
-            results[i] = lp_N[start : start + count].tobytes()
-            start += count
+    batch = forward_batch(args, vocab_size)
+    lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
+    for packed in passes(batch, only_used=False):
+        lp_N[packed.source_N] = scorer(packed).numpy()
+    ends = batch.starts[1:-1]
+    results: list[Float32s] = [lp_T.tobytes() for lp_T in np.split(lp_N, ends)]
     return ForwardResult(results)

@@ -1,0 +1,75 @@
+"""GRPO jobs over the whole mesh: what they learn does not depend on who shares their devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.messages import ActivationOpened, Event
+from tests.support.jobs import (
+    TASKS,
+    failures,
+    oracle,
+    run_job,
+    running_mesh,
+    short,
+    whole_log,
+)
+
+STEPS = 3
+IDLE_LIMIT_BYTES = 600e6
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """SHA-256 of each task's final weights where nothing is shared."""
+    root = tmp_path_factory.mktemp("oracle")
+    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
+
+
+async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    """Every change of job on a device is a real context switch: state leaves the worker's memory.
+
+    Bit for bit, and twice through the same mesh: what an ended job left behind disturbs nobody.
+    """
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, bus):
+        assert sum(map(_rss_bytes, _service_pids(mesh))) < IDLE_LIMIT_BYTES
+        task = TASKS[0]
+        assert await run_job(mesh, task, short(task, STEPS), "alone") == expected[task]
+        assert not _switches(await whole_log(bus), lambda job: job == "alone")
+
+        shared = await asyncio.gather(*(run_job(mesh, t, short(t, STEPS)) for t in TASKS))
+        assert dict(zip(TASKS, shared, strict=True)) == expected
+        events = await whole_log(bus)
+        for task in TASKS:
+            policy = _switches(events, lambda job, task=task: job == task)  # type: ignore[misc]
+            assert len(policy) > STEPS, f"{task} hardly ever displaced the other job"
+            assert all(s.bytes_out > 0 and s.bytes_in > 0 for s in policy)
+        assert failures(events) == []
+
+
+def _switches(events: list[Event], of_job: Callable[[str], bool]) -> list[ActivationOpened]:
+    """Activations of a job that displaced another one's state."""
+    return [
+        event
+        for event in events
+        if isinstance(event, ActivationOpened)
+        and of_job(event.deployment.job)
+        and any(other.job != event.deployment.job for other in event.displaced)
+    ]
+
+
+def _service_pids(mesh: Mesh) -> list[int]:
+    return [pid for name in ("scheduler", "router", "profiler", "worker", "statemgr")
+            for pid in mesh.pids(name)]
+
+
+def _rss_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)

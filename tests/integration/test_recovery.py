@@ -1,0 +1,119 @@
+"""kill -9 in the middle of a run: the jobs end with the weights that they have undisturbed.
+
+Where something is killed is told by the decision log, not by the clock: right after an operation
+has its outcome, the next of the same deployment is about to run or runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.bus import Bus
+from phaseloom.common.messages import NodeUp, SealCommitted
+from tests.support.jobs import (
+    TASKS,
+    failures,
+    kill_rank,
+    oracle,
+    policy_seq,
+    run_job,
+    running_mesh,
+    short,
+    starts,
+    until,
+    until_finished,
+    whole_log,
+)
+
+STEPS = 6
+A, B = TASKS
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """SHA-256 of each task's final weights, undisturbed."""
+    root = tmp_path_factory.mktemp("oracle")
+    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
+
+
+async def both_jobs(mesh: Mesh) -> dict[str, str]:
+    shas = await asyncio.gather(*(run_job(mesh, task, short(task, STEPS)) for task in TASKS))
+    return dict(zip(TASKS, shas, strict=True))
+
+
+async def test_killed_ranks_start_again_from_seeds_where_nothing_is_sealed(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, bus):
+        async with asyncio.TaskGroup() as group:
+            job = group.create_task(run_job(mesh, A, short(A, STEPS)))
+            await until_finished(bus, f"{A}.policy.4")
+            kill_rank(mesh, f"{A}.policy")
+            await until_finished(bus, f"{A}.policy.{policy_seq(2, 1)}")
+            kill_rank(mesh, f"{A}.policy")
+            await until_finished(bus, f"{A}.reference.3")
+            kill_rank(mesh, f"{A}.reference")
+        assert job.result() == expected[A]
+        events = await whole_log(bus)
+        assert [life.applied for life in starts(events, f"{A}.policy")] == [0, 0, 0]
+        assert len(starts(events, f"{A}.reference")) == 2
+        assert failures(events) == []
+
+
+async def test_whatever_is_killed_two_jobs_end_with_the_same_weights(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, bus):
+        async with asyncio.TaskGroup() as group:
+            jobs = group.create_task(both_jobs(mesh))
+            await until_sealed(bus, A)
+            await until_finished(bus, f"{A}.policy.{policy_seq(1, 1)}")
+            kill_rank(mesh, f"{A}.policy")
+            await until_finished(bus, f"{B}.policy.{policy_seq(2, 1)}")
+            mesh.kill("router-0")
+            await until_finished(bus, f"{A}.policy.{policy_seq(3, 1)}")
+            mesh.kill("scheduler")
+            await until_finished(bus, f"{B}.sampler.9")
+            kill_rank(mesh, f"{B}.sampler")
+            await until_finished(bus, f"{A}.policy.{policy_seq(5, 2)}")
+            mesh.kill("profiler")
+            kill_rank(mesh, f"{B}.policy")
+        assert jobs.result() == expected
+        events = await whole_log(bus)
+        lives = [life.applied for life in starts(events, f"{A}.policy")]
+        assert lives[0] == 0
+        assert lives[1] > 0, "not started from its seal"
+        assert len(starts(events, f"{B}.sampler")) == 2
+        assert failures(events) == []
+
+
+async def test_nodes_that_lose_their_daemons_come_back_with_what_they_held(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    """An agent's ranks go with it; a state manager's memory goes, and its agent starts over."""
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, bus):
+        async with asyncio.TaskGroup() as group:
+            jobs = group.create_task(both_jobs(mesh))
+            await until_sealed(bus, B)
+            await until_finished(bus, f"{B}.policy.{policy_seq(1, 1)}")
+            mesh.kill("worker-train-0")
+            await until_finished(bus, f"{A}.policy.{policy_seq(3, 1)}")
+            mesh.kill("statemgr-train-0")
+            await until_finished(bus, f"{A}.policy.{policy_seq(4, 2)}")
+            mesh.kill("statemgr-rollout-0")
+            await until_finished(bus, f"{A}.policy.{policy_seq(5, 2)}")
+            mesh.kill("nats")
+        assert jobs.result() == expected
+        events = await whole_log(bus)
+        nodes = [event.node for event in events if isinstance(event, NodeUp)]
+        assert nodes.count("train-0") == 3
+        assert nodes.count("rollout-0") == 2
+        assert failures(events) == []
+
+
+async def until_sealed(bus: Bus, job: str) -> None:
+    await until(bus, lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)

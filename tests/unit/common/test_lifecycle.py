@@ -1,0 +1,172 @@
+"""The lifecycle, seen from outside: a process of its own each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phaseloom.common.lifecycle import DIE_WITH_PARENT
+from tests.support.processes import until_gone
+
+PRELUDE = """
+import asyncio, sys, time
+from phaseloom.common import lifecycle, telemetry
+from phaseloom.common.errors import CallerError, InternalError
+def ready():
+    print("ready", flush=True)
+"""
+
+
+async def start(body: str, **environ: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PRELUDE + body,
+        env={**os.environ, **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    return process
+
+
+async def ended(process: asyncio.subprocess.Process) -> list[dict[str, Any]]:
+    """What it logged, once it has ended."""
+    _, errors = await process.communicate()
+    return [json.loads(line) for line in errors.decode().splitlines()]
+
+
+async def until_ready(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+
+
+SERVE = """
+async def serve(stop):
+    ready()
+    await stop.wait()
+lifecycle.run("example", serve)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_run_ends_in_order_when_signalled(number: signal.Signals) -> None:
+    process = await start(SERVE)
+    await until_ready(process)
+    process.send_signal(number)
+    lines = await ended(process)
+    assert process.returncode == 0
+    assert {line["service"] for line in lines} == {"example"}
+    assert f"example stops: {number.name}" in [line["message"] for line in lines]
+
+
+async def test_run_logs_one_line_without_traceback_when_the_caller_erred() -> None:
+    process = await start(
+        "async def serve(stop):\n"
+        "    async with asyncio.TaskGroup():\n"
+        "        raise CallerError('bad policy', field='ordering', remedy='use fcfs')\n"
+        "lifecycle.run('example', serve)"
+    )
+    critical = [line for line in await ended(process) if line["level"] == "CRITICAL"]
+    assert process.returncode == 1
+    assert [line["message"] for line in critical] == [
+        "example ends: INVALID_ARGUMENT: bad policy (field ordering); use fcfs"
+    ]
+    assert "exception" not in critical[0]
+
+
+async def test_run_logs_a_traceback_when_we_erred() -> None:
+    process = await start(
+        "async def serve(stop):\n    raise KeyError('x')\nlifecycle.run('example', serve)"
+    )
+    (critical,) = [line for line in await ended(process) if line["level"] == "CRITICAL"]
+    assert process.returncode == 1
+    assert "Traceback" in critical["exception"]
+
+
+async def test_run_fails_when_serve_ends_by_itself() -> None:
+    """A service that does nothing any more must not look healthy."""
+    process = await start(
+        "async def serve(stop):\n    return None\nlifecycle.run('example', serve)"
+    )
+    lines = await ended(process)
+    assert process.returncode == 1
+    assert "ended without having been told to stop" in lines[-1]["message"]
+
+
+async def test_run_exits_hard_when_stopping_takes_too_long() -> None:
+    """Also with a blocked event loop, which no task of its own could bound."""
+    process = await start(
+        "lifecycle.STOP_TIMEOUT_S = 0.3\n"
+        "async def serve(stop):\n"
+        "    ready()\n"
+        "    await stop.wait()\n"
+        "    time.sleep(60)\n"
+        "lifecycle.run('example', serve)"
+    )
+    await until_ready(process)
+    process.terminate()
+    async with asyncio.timeout(20):
+        lines = await ended(process)
+    assert process.returncode == 1
+    assert "exits hard" in lines[-1]["message"]
+
+
+async def test_run_writes_its_spans_before_it_ends(tmp_path: Path) -> None:
+    process = await start(
+        "async def serve(stop):\n"
+        "    with telemetry.span('execute', job='sums'):\n"
+        "        lifecycle.log.info('within')\n"
+        "    ready()\n"
+        "    await stop.wait()\n"
+        "lifecycle.run('example', serve)",
+        PHASELOOM_TELEMETRY_SPANS_DIR=str(tmp_path),
+    )
+    await until_ready(process)
+    process.terminate()
+    (within,) = [line for line in await ended(process) if line["message"] == "within"]
+    (span,) = [
+        json.loads(line)
+        for line in (tmp_path / f"example-{process.pid}.jsonl").read_text().splitlines()
+    ]
+    assert (within["trace_id"], within["span_id"]) == (span["trace_id"], span["span_id"])
+    assert span["attributes"] == {"job": "sums"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PHASELOOM_LOG_LEVEL", "LOUD"), ("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "7")],
+)
+async def test_run_does_not_start_with_a_bad_setting(variable: str, value: str) -> None:
+    process = await start(SERVE, **{variable: value})
+    lines = await ended(process)
+    assert process.returncode == 1
+    assert variable in lines[-1]["message"]
+
+
+async def test_run_dies_with_its_parent_when_asked_to() -> None:
+    parent = await start(
+        "import os, subprocess\n"
+        f"environ = {{**os.environ, {DIE_WITH_PARENT!r}: str(os.getpid())}}\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {PRELUDE + SERVE!r}], env=environ)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    await until_ready(parent)
+    parent.kill()
+    await parent.wait()
+    await until_gone([pid], timeout_s=5)
+
+
+async def test_run_dies_at_once_when_the_parent_is_gone_already() -> None:
+    """The parent was killed between starting this process and the request to the kernel."""
+    process = await start(SERVE, **{DIE_WITH_PARENT: "999999999"})
+    assert await process.wait() == -signal.SIGKILL

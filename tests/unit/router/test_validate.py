@@ -1,0 +1,251 @@
+"""What the router refuses, by the field that it names; and that nothing else trips it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.common.arrays import pack_float32s, pack_int32s
+from phaseloom.common.codec import JSON, MSGPACK, encode
+from phaseloom.common.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.messages import (
+    AdamParams,
+    After,
+    Args,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    Int32s,
+    LoadState,
+    Loss,
+    Operation,
+    OptimStep,
+    Prompt,
+    PublishWeights,
+    SamplingParams,
+    SaveState,
+    SyncWeights,
+    kind_of,
+)
+from phaseloom.router.core import validate
+
+KEY = OperationKey("acme", "sums", "policy", "5")
+UNORDERED = OperationKey("acme", "sums", "policy", "r1")
+DATUM = Datum([1, 2], [2, 3], weights=[0.0, 1.0], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+SAMPLING = SamplingParams(max_tokens=4)
+
+SOUND: list[Args] = [
+    Generate([Prompt([1]), Prompt(pack_int32s([1, 2]), seed=3)], SAMPLING, 4),
+    Generate([Prompt([1])], SamplingParams(1, temperature=0.0)),
+    Forward([Datum([1], [2])]),
+    *(ForwardBackward([DATUM], loss) for loss in Loss),
+    ForwardBackward(
+        [Datum(pack_int32s([1]), pack_int32s([2]), weights=pack_float32s([1.0]))],
+        Loss.CROSS_ENTROPY,
+    ),
+    OptimStep(AdamParams(learning_rate=1e-4)),
+    SaveState("step-1"),
+    LoadState("step-1"),
+    PublishWeights(),
+    SyncWeights("policy", 3),
+]
+
+
+def changed(datum: Datum = DATUM, /, **fields: object) -> ForwardBackward:
+    return ForwardBackward([datum, msgspec.structs.replace(datum, **fields)], Loss.PPO)
+
+
+def generate(tokens: Int32s | None = None, num_samples: int = 1, **sampling: Any) -> Generate:
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    return Generate([Prompt([1]), Prompt([1] if tokens is None else tokens)], params, num_samples)
+
+
+BAD: list[tuple[Args, str]] = [
+    (Generate([], SAMPLING), "args.prompts"),
+    (generate([]), "args.prompts[1].tokens"),
+    (generate([-1]), "args.prompts[1].tokens"),
+    (generate([2**31]), "args.prompts[1].tokens"),
+    (generate(b"\x01\x00\x00"), "args.prompts[1].tokens"),
+    (generate(pack_int32s([-5])), "args.prompts[1].tokens"),
+    (generate(num_samples=0), "args.num_samples"),
+    (generate(num_samples=100_000), "args.num_samples"),
+    (generate(max_tokens=0), "args.sampling.max_tokens"),
+    (generate(max_tokens=2**30), "args.sampling.max_tokens"),
+    (generate(max_tokens=600_000), "args.prompts"),
+    (generate(temperature=-0.1), "args.sampling.temperature"),
+    (generate(temperature=math.nan), "args.sampling.temperature"),
+    (generate(temperature=math.inf), "args.sampling.temperature"),
+    (Forward([]), "args.batch"),
+    (Forward([Datum([], [])]), "args.batch[0].tokens"),
+    (Forward([Datum([1, 2], [1])]), "args.batch[0].targets"),
+    (ForwardBackward([], Loss.PPO), "args.batch"),
+    (changed(targets=[1]), "args.batch[1].targets"),
+    (changed(logprobs=None), "args.batch[1].logprobs"),
+    (changed(advantages=None), "args.batch[1].advantages"),
+    (changed(advantages=[1.0]), "args.batch[1].advantages"),
+    (changed(advantages=[1.0, math.nan]), "args.batch[1].advantages"),
+    (changed(logprobs=pack_float32s([1.0, -math.inf])), "args.batch[1].logprobs"),
+    (changed(logprobs=b"12345"), "args.batch[1].logprobs"),
+    (changed(weights=[1.0]), "args.batch[1].weights"),
+    (ForwardBackward([Datum([1], [1])], Loss.CROSS_ENTROPY), "args.batch[0].weights"),
+    (ForwardBackward([Datum([1], [1])], Loss.IMPORTANCE_SAMPLING), "args.batch[0].logprobs"),
+    (ForwardBackward([DATUM], Loss.PPO, clip_low=1.3, clip_high=1.2), "args.clip_low"),
+    (ForwardBackward([DATUM], Loss.PPO, clip_high=math.inf), "args.clip_high"),
+    (OptimStep(AdamParams(-1.0)), "args.adam.learning_rate"),
+    (OptimStep(AdamParams(math.nan)), "args.adam.learning_rate"),
+    (OptimStep(AdamParams(1.0, beta1=1.0)), "args.adam.beta1"),
+    (OptimStep(AdamParams(1.0, beta2=-0.1)), "args.adam.beta2"),
+    (OptimStep(AdamParams(1.0, grad_clip_norm=math.inf)), "args.adam.grad_clip_norm"),
+    (SaveState("../escape"), "args.name"),
+    (LoadState(""), "args.name"),
+    (SyncWeights("policy", 0), "args.version"),
+    (SyncWeights("other.tenant", 1), "args.policy"),
+]
+
+
+@pytest.mark.parametrize("args", SOUND, ids=kind_of)
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_sound_operations_pass(args: Args, content_type: str) -> None:
+    operation = Operation("a", 1, args, [After("sampler", 9), After("policy", 4)])
+    assert validate.read(KEY, encode(operation, content_type), content_type) == operation
+
+
+@pytest.mark.parametrize(("args", "field"), BAD, ids=[field for _, field in BAD])
+def test_bad_arguments_are_refused_by_field(args: Args, field: str) -> None:
+    with pytest.raises(CallerError) as error:
+        validate.validate(KEY, Operation("a", 1, args))
+    assert error.value.info.field == field
+    assert error.value.info.remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "operation", "field"),
+    [
+        (UNORDERED, Operation("a", 1, PublishWeights()), "subject.seq"),
+        (UNORDERED, Operation("a", 1, OptimStep(AdamParams(1.0))), "subject.seq"),
+        (KEY, Operation("", 1, PublishWeights()), "id"),
+        (KEY, Operation("x" * 200, 1, PublishWeights()), "id"),
+        (KEY, Operation("a", 1, PublishWeights(), [After("policy", 5)]), "after[0].seq"),
+        (KEY, Operation("a", 1, PublishWeights(), [After("policy", 6)]), "after[0].seq"),
+        (
+            KEY,
+            Operation("a", 1, PublishWeights(), [After("sampler", 1), After("sampler", 0)]),
+            "after[1].seq",
+        ),
+        (KEY, Operation("a", 1, PublishWeights(), [After("a.b", 1)]), "after[0].deployment"),
+        (KEY, Operation("a", 1, PublishWeights(), [After("sampler", 1)] * 300), "after"),
+    ],
+)
+def test_bad_headers_are_refused_by_field(
+    key: OperationKey, operation: Operation, field: str
+) -> None:
+    with pytest.raises(CallerError) as error:
+        validate.validate(key, operation)
+    assert error.value.info.field == field
+
+
+def test_reading_operation_needs_no_seq_and_may_follow_any_of_its_own() -> None:
+    operation = Operation("a", 1, Forward([Datum([1], [1])]), [After("policy", 99)])
+    validate.validate(UNORDERED, operation)
+
+
+@given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK, "text/plain"]))
+def test_any_bytes_are_refused_with_a_typed_error(payload: bytes, content_type: str) -> None:
+    with pytest.raises(PhaseloomError) as error:
+        validate.read(KEY, payload, content_type)
+    assert error.value.info.code is Code.INVALID_ARGUMENT
+    refused = validate.refused(KEY, payload, content_type, error.value.info)
+    assert refused.error == error.value.info
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(SOUND), st.data())
+def test_any_damage_to_a_sound_operation_is_refused_or_harmless(
+    args: Args, data: st.DataObject
+) -> None:
+    """One value anywhere in the message replaced by any other: never an error of ours."""
+    tree = msgspec.to_builtins(Operation("a", 1, args, [After("sampler", 1)]))
+    places = list(_places(tree))
+    container, name = data.draw(st.sampled_from(places))
+    container[name] = data.draw(json_values)
+    payload = msgspec.msgpack.encode(tree) if _fits_msgpack(tree) else msgspec.json.encode(tree)
+    content_type = MSGPACK if _fits_msgpack(tree) else JSON
+    with suppress(CallerError):
+        validate.queued(KEY, validate.read(KEY, payload, content_type))
+    validate.identify(payload, content_type)
+
+
+def _places(tree: Any) -> Any:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, value in items:
+        yield tree, name
+        if isinstance(value, dict | list):
+            yield from _places(value)
+
+
+def _fits_msgpack(tree: object) -> bool:
+    try:
+        msgspec.msgpack.encode(tree)
+    except OverflowError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("args", "size"),
+    [
+        (Generate([Prompt([1, 2, 3]), Prompt(pack_int32s([1]))], SAMPLING, 5), 5 * (3 + 1 + 8)),
+        (Forward([Datum([1, 2], [1, 2]), Datum([1], [1])]), 3),
+        (ForwardBackward([DATUM], Loss.PPO), 2),
+        (PublishWeights(), 0),
+    ],
+)
+def test_size_counts_tokens_at_most(args: Args, size: int) -> None:
+    assert validate.estimate_size(args) == size
+
+
+def test_refused_operation_keeps_what_identity_can_be_read() -> None:
+    error = CallerError("no").info
+    cases: list[tuple[bytes, str, str]] = [
+        (b'{"id": "a", "args": {"type": "forward", "batch": 3}}', "a", "forward"),
+        (b'{"id": "a"}', "a", ""),
+        (b'{"args": {"type": "forward"}}', "", "forward"),
+        (b'{"id": 7}', "", ""),
+        (b"not json", "", ""),
+        (b'{"id": "%s"}' % (b"x" * 1000), "", ""),
+    ]
+    for payload, id, kind in cases:
+        refused = validate.refused(KEY, payload, JSON, error)
+        assert (refused.id, refused.kind, refused.error) == (id, kind, error)
+
+
+@pytest.mark.parametrize(
+    ("session", "newest", "code"),
+    [
+        (1, 2, Code.ABORTED),
+        (-1, 2, Code.ABORTED),
+        (3, 2, Code.FAILED_PRECONDITION),
+        (0, 0, Code.FAILED_PRECONDITION),
+        (1, 0, Code.FAILED_PRECONDITION),
+    ],
+)
+def test_only_the_newest_session_may_publish(session: int, newest: int, code: Code) -> None:
+    with pytest.raises(PhaseloomError) as error:
+        validate.check_session(session, newest)
+    assert error.value.info.code is code
+    assert error.value.info.field == "session"
+    validate.check_session(newest or 1, newest or 1)
