@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.bus import Bus
 from phaseloom.common.messages import NodeUp, SealCommitted
@@ -24,10 +25,12 @@ from tests.support.jobs import (
     running_mesh,
     short,
     starts,
+    tenant,
     until,
     until_finished,
     whole_log,
 )
+from tests.support.processes import until_gone
 
 STEPS = 6
 A, B = TASKS
@@ -117,3 +120,24 @@ async def test_nodes_that_lose_their_daemons_come_back_with_what_they_held(
 
 async def until_sealed(bus: Bus, job: str) -> None:
     await until(bus, lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)
+
+
+NOOP = [
+    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
+    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
+]
+
+
+async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir: Path) -> None:
+    """Its only copy was in the memory of the policy's node; the sync waits until it is back."""
+    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, bus), tenant(mesh) as t:
+        job = await t.submit_job("noop", NOOP)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await policy.optim_step(client.AdamParams(1e-3))
+        published = policy.publish_weights()
+        digest = (await published).digest
+        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=5)
+        synced = sampler.sync_weights(published)
+        assert (await synced).digest == digest
+        await sampler.generate([client.Prompt([1])], client.SamplingParams(1))
+        assert failures(await whole_log(bus)) == []

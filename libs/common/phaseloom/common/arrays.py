@@ -33,14 +33,18 @@ def int32s(values: Int32s) -> list[int]:
     """Raises: ValueError: bytes that are no whole number of int32."""
     if isinstance(values, list):
         return values
-    return _unpack("i", values).tolist()
+    unpacked = array("i")
+    _fill(unpacked, values)
+    return unpacked.tolist()
 
 
 def float32s(values: Float32s) -> list[float]:
     """Raises: ValueError: bytes that are no whole number of float32."""
     if isinstance(values, list):
         return values
-    return _unpack("f", values).tolist()
+    unpacked = array("f")
+    _fill(unpacked, values)
+    return unpacked.tolist()
 
 
 def as_lists(result: Result) -> Result:
@@ -63,9 +67,7 @@ def length(values: Int32s | Float32s) -> int:
     return len(values) if isinstance(values, list) else len(values) // 4
 
 
-def _unpack(code: str, data: bytes) -> array[int] | array[float]:
-    unpacked: array[int] | array[float] = array(code)
-    unpacked.frombytes(data)
+def _fill(target: array[int] | array[float], data: bytes) -> None:
+    target.frombytes(data)
     if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked
+        target.byteswap()

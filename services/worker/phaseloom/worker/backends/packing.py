@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,7 @@ def _rows(batch: Batch) -> list[Row]:
     """Greedy: a sample joins the row before it where that takes no more tokens than its own row."""
     starts: list[int] = batch.starts.tolist()
     rows: list[Row] = []
-    for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, stop) in enumerate(pairwise(starts)):
         tokens_T = batch.tokens_N[start:stop]
         joined = None
         if rows:
