@@ -440,3 +440,33 @@ async def test_nothing_is_lost_or_doubled_when_a_replica_is_killed_in_the_stream
         assert await bus.log_end() == total
         second.terminate()
         assert await second.wait() == 0
+
+
+async def test_replica_routes_on_after_a_restart_of_the_server_and_stops_without_one(
+    bus: Bus, tenant: Client, nats_server: EmbeddedServer
+) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    async with replica(nats_server, "a") as process:
+        await publish_all(tenant, [1])
+        await queued(bus, 1)
+        await nats_server.kill()
+        await nats_server.start()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await publish_all(tenant, [2])
+                    break
+                except (nats.errors.Error, AssertionError):  # not connected yet, or stored unheard
+                    if await _is_stored(bus, key(2)):
+                        break
+        assert [entry.id for entry in await queued(bus, 2)] == ["id1", "id2"]
+        await nats_server.kill()
+        process.terminate()
+        async with asyncio.timeout(8):
+            assert await process.wait() == 0
+    await nats_server.start()
+
+
+async def _is_stored(bus: Bus, where: OperationKey) -> bool:
+    stored = await bus.get_stored(streams.ops_stream(where.tenant), streams.op_subject(where))
+    return stored is not None

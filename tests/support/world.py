@@ -31,6 +31,7 @@ from phaseloom.common.messages import (
     Outcome,
     Permit,
     QueuedOperation,
+    ReleaseVersions,
     Residency,
     SchedulerConfig,
     SchedulerConfigured,
@@ -89,9 +90,14 @@ class World:
     payloads: dict[str, QueuedOperation] = field(default_factory=dict)
     ranks: dict[DeploymentKey, Ranks] = field(default_factory=dict)
     seals: dict[DeploymentKey, dict[int, State]] = field(default_factory=dict)
+    versions: dict[VersionKey, State] = field(default_factory=dict)
+    """In the memory of the policies' node, or on its disk."""
+    durable_versions: set[VersionKey] = field(default_factory=set)
     runs: list[tuple[float, float, str]] = field(default_factory=list)
     """(start, end, operation) as executed."""
     commands: list[Command] = field(default_factory=list)
+    revision: int = 1
+    """Of the train node's lease."""
     _pending: list[tuple[float, int, Event]] = field(default_factory=list)
     _counter: int = 0
 
@@ -177,10 +183,17 @@ class World:
                 ranks = self.ranks[command.deployment]
                 assert ranks.applied == command.seq, "sealed at another seq than the state's"
                 self.seals.setdefault(command.deployment, {})[command.seq] = ranks.state
+                self.durable_versions |= {
+                    VersionKey(command.deployment, seq) for seq in command.versions
+                }
                 sealed = SealCommitted(
                     command.deployment, command.seq, command.node, command.versions
                 )
                 self.later(self.random.uniform(0.01, 0.2), sealed)
+            case ReleaseVersions():
+                for version in command.versions:
+                    self.versions.pop(version, None)
+                    self.durable_versions.discard(version)
             case StopWpg():
                 self.ranks.pop(command.deployment, None)
                 self.later(0.05, lost(command.deployment, command.incarnation, command.node))
@@ -205,6 +218,9 @@ class World:
         assert str(key) in self.payloads, f"{key}: its payload is gone"
         if command.kind in MUTATING_KINDS:
             assert command.prev == ranks.applied, f"{key}: prev {command.prev}"
+        version = self.payloads[str(key)].version
+        if version is not None:
+            assert version in self.versions, f"{key}: version {version} is not there"
         ranks.run += 1
         duration_s = self.duration_s * self.random.uniform(0.5, 1.5)
         self.runs.append((self.now_s, self.now_s + duration_s, str(key)))
@@ -230,7 +246,11 @@ class World:
             ranks.applied = seq
             if event.kind == "sync_weights":
                 ranks.state = (str(self.payloads[str(event.key)].version),)
-            elif event.kind != "publish_weights":
+            elif event.kind == "publish_weights":
+                version = VersionKey(event.key.deployment_key, seq)
+                state = self.versions.setdefault(version, ranks.state)
+                assert state == ranks.state, f"{version} was cut again with another content"
+            else:
                 ranks.state = (*ranks.state, seq)
 
     # --- disturbing -----------------------------------------------------------------------------
@@ -253,6 +273,14 @@ class World:
         if after_done and running is not None:
             self.done.setdefault(str(running), Outcome.COMPLETED)
         self.feed(lost(key, ranks.incarnation, node))
+
+    def lose_train_node(self) -> None:
+        """kill -9 of its state manager: ranks and memory go, the disk stays; it comes back."""
+        placed = self.core.state.nodes["t0"].devices[0].placed
+        self.ranks = {k: r for k, r in self.ranks.items() if str(k) not in placed}
+        self.versions = {v: s for v, s in self.versions.items() if v in self.durable_versions}
+        self.revision += 1
+        self.feed(node_up("t0", "train", revision=self.revision))
 
     # --- what controllers do --------------------------------------------------------------------
 

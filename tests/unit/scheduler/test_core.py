@@ -23,7 +23,7 @@ from phaseloom.common.messages import (
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Answer
 from phaseloom.scheduler.core.state import JobState, WpgState
-from tests.support.world import CONFIG, World, deployment, node_up
+from tests.support.world import CONFIG, World, deployment
 
 STEPS = 4
 
@@ -173,10 +173,68 @@ def test_arrival_order_does_not_matter(seed: int) -> None:
 def test_node_that_comes_back_rebuilds_what_it_held() -> None:
     world = two_jobs(World(config=msgspec.structs.replace(CONFIG, seal_every=3)))
     world.run(until_s=world.now_s + 2.0)
-    world.ranks = {k: r for k, r in world.ranks.items() if k.deployment != "policy"}
-    world.feed(node_up("t0", "train", revision=2))
+    world.lose_train_node()
     world.run()
     assert world.states() == undisturbed().states()
+
+
+def test_sync_waits_for_a_version_that_was_lost_until_it_is_cut_again() -> None:
+    """Published and not yet synced: its only copy was in the memory of the node that died."""
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    world.queue("a", "policy", 1, "optim_step")
+    world.queue("a", "policy", 2, "publish_weights")
+    world.run()
+    world.lose_train_node()
+    world.queue("a", "sampler", 1, "sync_weights", after=(("policy", 2),), version=2)
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    order = [op.split(".", 1)[1] for _, _, op in world.runs]
+    assert order[2:] == ["b.sampler.1", "a.policy.1", "a.policy.2", "a.sampler.1"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    losses=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=3),
+    seal_every=st.sampled_from([0, 2, 4]),
+)
+def test_states_after_losses_of_a_node_equal_states_without(
+    seed: int, losses: list[float], seal_every: int
+) -> None:
+    config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
+    world = two_jobs(World(config=config, seed=seed))
+    start_s = world.now_s
+    for at_s in sorted(losses):
+        world.run(until_s=start_s + at_s)
+        world.now_s = max(world.now_s, start_s + at_s)
+        world.lose_train_node()
+    world.run()
+    assert world.done == undisturbed().done
+    assert world.states() == undisturbed().states()
+
+
+def test_permit_that_comes_back_is_given_again_after_a_pause() -> None:
+    """What the operation needs cannot be reached; the device is others' meanwhile."""
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    world.queue("a", "policy", 1, "publish_weights")
+    world.run()
+    world.queue("a", "sampler", 1, "sync_weights", after=(("policy", 1),), version=1)
+    world.run(until_s=world.now_s + 0.01)
+    world.return_permit(deployment("a", "sampler"))
+    returned_s = world.now_s
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert world.done["t.a.sampler.1"] is Outcome.COMPLETED
+    (_, _, first), (_, _, other), (start_s, _, again) = world.runs[-3:]
+    assert (first, other, again) == ("t.a.sampler.1", "t.b.sampler.1", "t.a.sampler.1")
+    assert start_s >= returned_s + RETRY_PAUSE_S
 
 
 def test_refused_operation_fails_and_leaves_no_gap() -> None:

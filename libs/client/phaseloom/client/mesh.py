@@ -99,7 +99,8 @@ class Mesh:
     ) -> MeshJob:
         """Submit a job and attach to it when all its deployments are ready.
 
-        Waits as long as the scheduler has no place for it; cancel to give up waiting.
+        Waits as long as the scheduler has no place for it. Who gives up waiting leaves the job
+        submitted: `attach` to it later, or `finish` it.
 
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why it failed.
         """

@@ -72,7 +72,6 @@ class Part:
         )
 
     def resolve(self, outcome: Result | PhaseloomError) -> None:
-        self.payload = b""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
@@ -206,6 +205,7 @@ class Outbox:
                     # What follows would wait behind the gap for ever.
                     self._resolve(part, error)
                     self.end(error)
+        part.payload = b""
         self._unstored_bytes -= num_bytes
 
     async def _publish(self, part: Part) -> None:

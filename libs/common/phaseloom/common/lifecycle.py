@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NoReturn
 
 import msgspec
 import uvloop
@@ -29,6 +29,7 @@ from phaseloom.common.errors import CallerError, InternalError, PhaseloomError
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+_CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
@@ -58,6 +59,19 @@ def die_with_parent() -> None:
     if parent_pid:
         diewithparent.arm(parent_pid)
     config.hand_down(DIE_WITH_PARENT, str(os.getpid()))
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once is not enough: on Python 3.11 a request to NATS that is answered in the moment of its
+    cancellation swallows it.
+    """
+    pending: set[asyncio.Task[Any]] = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
 
 
 def log_to_stderr(service: str, level: str) -> None:

@@ -442,6 +442,15 @@ class ActivationRefused(Message, frozen=True):
     error: ErrorInfo
 
 
+class PermitReturned(Message, frozen=True):
+    """WPG leader → scheduler. Not run, nothing changed: what it needs cannot be reached now."""
+
+    key: OperationKey
+    epoch: int
+    incarnation: int
+    error: ErrorInfo
+
+
 class SealCommitted(Message, frozen=True):
     """agent → scheduler. A whole-state copy at `seq` survives the loss of every process."""
 
@@ -507,6 +516,7 @@ Event = (
     | OperationFinished
     | ActivationOpened
     | ActivationRefused
+    | PermitReturned
     | SealCommitted
     | SealFailed
     | PhaseTrace

@@ -26,6 +26,7 @@ from phaseloom.common.messages import (
     NodeLost,
     NodeUp,
     OperationFinished,
+    PermitReturned,
     PhaseTrace,
     QueuedOperation,
     SchedulerConfigured,
@@ -111,6 +112,7 @@ LOG_SUBJECTS: dict[type, str] = {
     TimerFired: f"{PREFIX}.sched.timer",
     ActivationOpened: f"{PREFIX}.sched.progress",
     ActivationRefused: f"{PREFIX}.sched.progress",
+    PermitReturned: f"{PREFIX}.sched.progress",
 }
 
 

@@ -80,8 +80,7 @@ async def serve(stop: asyncio.Event) -> None:
                 tasks.create_task(_serve_api(bus, shell)),
             ]
             await stop.wait()
-            for task in running:
-                task.cancel()
+            await lifecycle.end(running)
     finally:
         await bus.close()
 

@@ -53,8 +53,7 @@ async def serve(stop: asyncio.Event) -> None:
             )
             await stop.wait()
             await agent.stop()
-            for task in running:
-                task.cancel()
+            await lifecycle.end(running)
         await lease.release()
     finally:
         await bus.close()
