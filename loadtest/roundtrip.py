@@ -102,7 +102,7 @@ async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Roun
 async def noop_mesh(directory: Path) -> AsyncIterator[Call]:
     """A mesh with one deployment on the backend `noop`; what it yields runs one operation."""
     config = MeshConfig(
-        nodes=[NodeConfig("bench-0", _POOL, [_DEVICE_BYTES])], tenants=[TENANT]
+        nodes=[NodeConfig("bench-0", _POOL, [_DEVICE_BYTES])], tenants=[TENANT], routers=1
     )
     async with Mesh(config, directory) as mesh:
         await mesh.ready()

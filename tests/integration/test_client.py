@@ -212,7 +212,8 @@ async def test_missed_completion_is_asked_for(nats_server: EmbeddedServer, bus: 
             while not all(part.outcome.done() for part in parts):
                 outbox.reconnected()
                 await asyncio.wait([part.outcome for part in parts], timeout=0.1)
-        watch.cancel()
+        outbox.end(ResourceError("done"))
+        await watch
     assert all(isinstance(part.outcome.result(), OptimStepResult) for part in parts)
     await client.close()
 
@@ -282,6 +283,9 @@ async def test_operations_fail_when_the_server_is_gone(
                 with pytest.raises(ResourceError):
                     await handle
     await nats_server.start()
+    async with asyncio.timeout(10):
+        while not leader.bus.client.is_connected:
+            await asyncio.sleep(0.01)
     leader.go.set()
 
 

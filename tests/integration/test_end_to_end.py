@@ -6,19 +6,16 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.messages import ActivationOpened, Event
 from tests.support.jobs import (
     TASKS,
-    failures,
     oracle,
     run_job,
     running_mesh,
     short,
-    whole_log,
 )
 
 STEPS = 3
@@ -39,20 +36,19 @@ async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
 
     Bit for bit, and twice through the same mesh: what an ended job left behind disturbs nobody.
     """
-    async with running_mesh(MeshConfig(), short_dir) as (mesh, bus):
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, log):
         assert sum(map(_rss_bytes, _service_pids(mesh))) < IDLE_LIMIT_BYTES
         task = TASKS[0]
         assert await run_job(mesh, task, short(task, STEPS), "alone") == expected[task]
-        assert not _switches(await whole_log(bus), lambda job: job == "alone")
+        assert not _switches(log.events, lambda job: job == "alone")
 
         shared = await asyncio.gather(*(run_job(mesh, t, short(t, STEPS)) for t in TASKS))
         assert dict(zip(TASKS, shared, strict=True)) == expected
-        events = await whole_log(bus)
         for task in TASKS:
-            policy = _switches(events, lambda job, task=task: job == task)  # type: ignore[misc]
+            policy = _switches(log.events, lambda job, task=task: job == task)  # type: ignore[misc]
             assert len(policy) > STEPS, f"{task} hardly ever displaced the other job"
             assert all(s.bytes_out > 0 and s.bytes_in > 0 for s in policy)
-        assert failures(events) == []
+        assert log.failures() == []
 
 
 def _switches(events: list[Event], of_job: Callable[[str], bool]) -> list[ActivationOpened]:
@@ -67,9 +63,14 @@ def _switches(events: list[Event], of_job: Callable[[str], bool]) -> list[Activa
 
 
 def _service_pids(mesh: Mesh) -> list[int]:
-    return [pid for name in ("scheduler", "router", "profiler", "worker", "statemgr")
-            for pid in mesh.pids(name)]
+    return [
+        pid
+        for name in ("scheduler", "router", "profiler", "worker", "statemgr")
+        for pid in mesh.pids(name)
+    ]
 
 
 def _rss_bytes(pid: int) -> int:
-    return int(psutil.Process(pid).memory_info().rss)
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kibibytes,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(kibibytes) * 1024

@@ -13,22 +13,17 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.bus import Bus
 from phaseloom.common.messages import NodeUp, SealCommitted
 from tests.support.jobs import (
     TASKS,
-    failures,
+    Log,
     kill_rank,
     oracle,
     policy_seq,
     run_job,
     running_mesh,
     short,
-    starts,
     tenant,
-    until,
-    until_finished,
-    whole_log,
 )
 from tests.support.processes import until_gone
 
@@ -51,75 +46,74 @@ async def both_jobs(mesh: Mesh) -> dict[str, str]:
 async def test_killed_ranks_start_again_from_seeds_where_nothing_is_sealed(
     expected: dict[str, str], short_dir: Path
 ) -> None:
-    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, bus):
+    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log):
         async with asyncio.TaskGroup() as group:
             job = group.create_task(run_job(mesh, A, short(A, STEPS)))
-            await until_finished(bus, f"{A}.policy.4")
+            await log.until_finished(f"{A}.policy.4")
             kill_rank(mesh, f"{A}.policy")
-            await until_finished(bus, f"{A}.policy.{policy_seq(2, 1)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(2, 1)}")
             kill_rank(mesh, f"{A}.policy")
-            await until_finished(bus, f"{A}.reference.3")
+            await log.until_finished(f"{A}.reference.3")
             kill_rank(mesh, f"{A}.reference")
         assert job.result() == expected[A]
-        events = await whole_log(bus)
-        assert [life.applied for life in starts(events, f"{A}.policy")] == [0, 0, 0]
-        assert len(starts(events, f"{A}.reference")) == 2
-        assert failures(events) == []
+        assert [life.applied for life in log.starts(f"{A}.policy")] == [0, 0, 0]
+        assert len(log.starts(f"{A}.reference")) == 2
+        assert log.failures() == []
 
 
 async def test_whatever_is_killed_two_jobs_end_with_the_same_weights(
-    expected: dict[str, str], short_dir: Path
+    expected: dict[str, str], short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, bus):
+    """The scheduler goes on from a snapshot, of which the log before is truncated."""
+    monkeypatch.setenv("PHASELOOM_SCHEDULER_SNAPSHOT_EVERY", "25")
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, log):
         async with asyncio.TaskGroup() as group:
             jobs = group.create_task(both_jobs(mesh))
-            await until_sealed(bus, A)
-            await until_finished(bus, f"{A}.policy.{policy_seq(1, 1)}")
+            await until_sealed(log, A)
+            await log.until_finished(f"{A}.policy.{policy_seq(1, 1)}")
             kill_rank(mesh, f"{A}.policy")
-            await until_finished(bus, f"{B}.policy.{policy_seq(2, 1)}")
+            await log.until_finished(f"{B}.policy.{policy_seq(2, 1)}")
             mesh.kill("router-0")
-            await until_finished(bus, f"{A}.policy.{policy_seq(3, 1)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(3, 1)}")
             mesh.kill("scheduler")
-            await until_finished(bus, f"{B}.sampler.9")
+            await log.until_finished(f"{B}.sampler.9")
             kill_rank(mesh, f"{B}.sampler")
-            await until_finished(bus, f"{A}.policy.{policy_seq(5, 2)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(5, 2)}")
             mesh.kill("profiler")
             kill_rank(mesh, f"{B}.policy")
         assert jobs.result() == expected
-        events = await whole_log(bus)
-        lives = [life.applied for life in starts(events, f"{A}.policy")]
+        lives = [life.applied for life in log.starts(f"{A}.policy")]
         assert lives[0] == 0
         assert lives[1] > 0, "not started from its seal"
-        assert len(starts(events, f"{B}.sampler")) == 2
-        assert failures(events) == []
+        assert len(log.starts(f"{B}.sampler")) == 2
+        assert log.failures() == []
 
 
 async def test_nodes_that_lose_their_daemons_come_back_with_what_they_held(
     expected: dict[str, str], short_dir: Path
 ) -> None:
     """An agent's ranks go with it; a state manager's memory goes, and its agent starts over."""
-    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, bus):
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, log):
         async with asyncio.TaskGroup() as group:
             jobs = group.create_task(both_jobs(mesh))
-            await until_sealed(bus, B)
-            await until_finished(bus, f"{B}.policy.{policy_seq(1, 1)}")
+            await until_sealed(log, B)
+            await log.until_finished(f"{B}.policy.{policy_seq(1, 1)}")
             mesh.kill("worker-train-0")
-            await until_finished(bus, f"{A}.policy.{policy_seq(3, 1)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(3, 1)}")
             mesh.kill("statemgr-train-0")
-            await until_finished(bus, f"{A}.policy.{policy_seq(4, 2)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(4, 2)}")
             mesh.kill("statemgr-rollout-0")
-            await until_finished(bus, f"{A}.policy.{policy_seq(5, 2)}")
+            await log.until_finished(f"{A}.policy.{policy_seq(5, 2)}")
             mesh.kill("nats")
         assert jobs.result() == expected
-        events = await whole_log(bus)
-        nodes = [event.node for event in events if isinstance(event, NodeUp)]
+        nodes = [str(event.node) for event in log.events if isinstance(event, NodeUp)]
         assert nodes.count("train-0") == 3
         assert nodes.count("rollout-0") == 2
-        assert failures(events) == []
+        assert log.failures() == []
 
 
-async def until_sealed(bus: Bus, job: str) -> None:
-    await until(bus, lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)
+async def until_sealed(log: Log, job: str) -> None:
+    await log.until(lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)
 
 
 NOOP = [
@@ -130,7 +124,7 @@ NOOP = [
 
 async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir: Path) -> None:
     """Its only copy was in the memory of the policy's node; the sync waits until it is back."""
-    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, bus), tenant(mesh) as t:
+    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:
         job = await t.submit_job("noop", NOOP)
         policy, sampler = job.deployment("policy"), job.deployment("sampler")
         await policy.optim_step(client.AdamParams(1e-3))
@@ -140,4 +134,4 @@ async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir
         synced = sampler.sync_weights(published)
         assert (await synced).digest == digest
         await sampler.generate([client.Prompt([1])], client.SamplingParams(1))
-        assert failures(await whole_log(bus)) == []
+        assert log.failures() == []

@@ -13,12 +13,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from grpo import deployments, train
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 from settings import SETTINGS, Settings
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.messages import Event, JobSpec, OperationFinished, Outcome, WpgStarted
+from phaseloom.common import streams
+from phaseloom.common.api import call_api, pub_ack
+from phaseloom.common.bus import Bus, connect
+from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.messages import (
+    Completion,
+    Event,
+    JobSpec,
+    Operation,
+    OperationFinished,
+    Outcome,
+    ResultReply,
+    ResultRequest,
+    WpgStarted,
+)
 from tests.support import inprocess
 
 TENANT = "demo"
@@ -61,7 +76,7 @@ class Reports:
 
     @property
     def weights_sha256(self) -> str:
-        return cast(str, self.values["done"]["weights_sha256"])
+        return cast("str", self.values["done"]["weights_sha256"])
 
 
 async def no_barrier(_: str) -> None:
@@ -73,20 +88,8 @@ def oracle(task: str, settings: Settings, root: Path) -> str:
     reports = Reports()
     with inprocess.Job(JobSpec(deployments=deployments(settings)), root) as job:
         # It offers what the controller uses of a mesh's job.
-        asyncio.run(train(cast(client.Job, job), task, settings, reports, no_barrier))
+        asyncio.run(train(cast("client.Job", job), task, settings, reports, no_barrier))
     return reports.weights_sha256
-
-
-@asynccontextmanager
-async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tuple[Mesh, Bus]]:
-    """A mesh that is up, and a connection to its account."""
-    async with Mesh(config, directory) as mesh:
-        await mesh.ready()
-        bus = await Bus.open(mesh.credentials.bus, "test")
-        try:
-            yield mesh, bus
-        finally:
-            await bus.close()
 
 
 @asynccontextmanager
@@ -107,45 +110,61 @@ async def run_job(mesh: Mesh, task: str, settings: Settings, name: str = "") -> 
     return reports.weights_sha256
 
 
-async def until(
-    bus: Bus, is_met: Callable[[Event], bool], timeout_s: float = 60.0, start_sequence: int = 1
-) -> LogEntry:
-    """The first entry of the decision log that meets a condition, there already or to come."""
-    async with asyncio.timeout(timeout_s), aclosing(bus.read_log(start_sequence)) as entries:
-        async for entry in entries:
-            if is_met(entry.event):
-                return entry
-    raise AssertionError("the log ended")
+class Log:
+    """The decision log so far, whatever is truncated of it. Made by `following`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._grown = asyncio.Condition()
+
+    async def follow(self, bus: Bus) -> None:
+        async with aclosing(bus.read_log()) as entries:
+            async for entry in entries:
+                async with self._grown:
+                    self.events.append(entry.event)
+                    self._grown.notify_all()
+
+    async def until(self, is_met: Callable[[Event], bool]) -> Event:
+        """The first event that meets a condition, there already or to come."""
+        num_seen = 0
+        async with self._grown:
+            while True:
+                for event in self.events[num_seen:]:
+                    if is_met(event):
+                        return event
+                num_seen = len(self.events)
+                await self._grown.wait()
+
+    async def until_finished(self, operation: str) -> None:
+        """Until an operation (`<job>.<deployment>.<seq>`) has run and has its outcome."""
+        key = f"{TENANT}.{operation}"
+        await self.until(lambda e: isinstance(e, OperationFinished) and str(e.key) == key)
+
+    def starts(self, deployment: str) -> list[WpgStarted]:
+        """The lives of a deployment (`<job>.<name>`), in order."""
+        key = f"{TENANT}.{deployment}"
+        return [e for e in self.events if isinstance(e, WpgStarted) and str(e.deployment) == key]
+
+    def failures(self) -> list[OperationFinished]:
+        """Operations that ran and did not complete."""
+        finished = [e for e in self.events if isinstance(e, OperationFinished)]
+        return [e for e in finished if e.outcome is not Outcome.COMPLETED]
 
 
-async def until_finished(bus: Bus, operation: str) -> LogEntry:
-    """Until an operation (`<job>.<deployment>.<seq>`) has its outcome."""
-    key = f"{TENANT}.{operation}"
-    return await until(bus, lambda e: isinstance(e, OperationFinished) and str(e.key) == key)
-
-
-async def whole_log(bus: Bus) -> list[Event]:
-    """Every event of the decision log so far."""
-    end = await bus.log_end()
-    events: list[Event] = []
-    async with aclosing(bus.read_log()) as entries:
-        async for entry in entries:
-            events.append(entry.event)
-            if entry.sequence >= end:
-                return events
-    raise AssertionError("the log ended")
-
-
-def starts(events: list[Event], deployment: str) -> list[WpgStarted]:
-    """The lives of a deployment (`<job>.<name>`), in order."""
-    key = f"{TENANT}.{deployment}"
-    return [e for e in events if isinstance(e, WpgStarted) and str(e.deployment) == key]
-
-
-def failures(events: list[Event]) -> list[OperationFinished]:
-    """Operations that ran and did not complete."""
-    finished = [e for e in events if isinstance(e, OperationFinished)]
-    return [e for e in finished if e.outcome is not Outcome.COMPLETED]
+@asynccontextmanager
+async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tuple[Mesh, Log]]:
+    """A mesh that is up, and its decision log."""
+    async with Mesh(config, directory) as mesh:
+        await mesh.ready()
+        bus = await Bus.open(mesh.credentials.bus, "test")
+        log = Log()
+        following = asyncio.create_task(log.follow(bus))
+        try:
+            yield mesh, log
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            await bus.close()
 
 
 def rank_pid(mesh: Mesh, deployment: str) -> int:
@@ -159,3 +178,67 @@ def rank_pid(mesh: Mesh, deployment: str) -> int:
 def kill_rank(mesh: Mesh, deployment: str) -> None:
     """As the kernel does when memory runs out."""
     os.kill(rank_pid(mesh, deployment), signal.SIGKILL)
+
+
+class Wire:
+    """A tenant without the client library: raw messages, as any NATS client would send them."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self.tenant = name
+        self._outcomes: dict[str, asyncio.Future[Completion]] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, mesh: Mesh, name: str = TENANT) -> AsyncIterator[Wire]:
+        credentials = mesh.credentials
+        client = await connect(
+            credentials.url, "wire", name, credentials.tenants[name], inbox_prefix=f"_INBOX_{name}"
+        )
+        wire = cls(client, name)
+        await client.subscribe(f"{streams.PREFIX}.out.{name}.>", cb=wire._take)
+        await client.flush()
+        try:
+            yield wire
+        finally:
+            await client.close()
+
+    async def send(
+        self, operation: str, payload: Operation | bytes, content_type: str = MSGPACK
+    ) -> dict[str, Any]:
+        """Publish on an operation's (`<job>.<deployment>.<slot>`) subject; the server's PubAck."""
+        data = payload if isinstance(payload, bytes) else encode(payload, content_type)
+        reply = await self._client.request(
+            f"{streams.PREFIX}.op.{self.tenant}.{operation}",
+            data,
+            timeout=5,
+            headers={CONTENT_TYPE: content_type},
+        )
+        return pub_ack(reply)
+
+    async def outcome(self, operation: str) -> Completion:
+        """What was first stored for it."""
+        return await asyncio.wait_for(asyncio.shield(self._outcome(operation)), 30)
+
+    def has_outcome(self, operation: str) -> bool:
+        return self._outcome(operation).done()
+
+    async def ask(self, operation: str) -> ResultReply:
+        """What the router knows of it."""
+        request = ResultRequest(*operation.split("."))
+        reply: ResultReply = await call_api(
+            self._client, self.tenant, "result.get", request, ResultReply
+        )
+        return reply
+
+    def _outcome(self, operation: str) -> asyncio.Future[Completion]:
+        key = f"{self.tenant}.{operation}"
+        if key not in self._outcomes:
+            self._outcomes[key] = asyncio.get_running_loop().create_future()
+        return self._outcomes[key]
+
+    async def _take(self, message: Msg) -> None:
+        key = message.subject.removeprefix(f"{streams.PREFIX}.out.{self.tenant}.")
+        future = self._outcome(key)
+        assert not future.done(), f"two outcomes of {key}"
+        future.set_result(decode(message.data, Completion, content_type_of(message.headers)))

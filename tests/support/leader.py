@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import nats.errors
 
-from phaseloom.common import streams
+from phaseloom.common import lifecycle, streams
 from phaseloom.common.api import serve_api
 from phaseloom.common.arrays import int32s, length, pack_float32s, pack_int32s
 from phaseloom.common.bus import AlreadyStored, Bus
@@ -75,7 +75,7 @@ class Leader:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(self._follow())
             yield self
-            task.cancel()
+            await lifecycle.end([task])
         await service.stop()
 
     def hold(self) -> None:

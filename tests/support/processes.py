@@ -43,4 +43,15 @@ async def until_gone(pids: Iterable[int], timeout_s: float) -> None:
             while left := {pid for pid in left if not gone(pid)}:
                 await asyncio.sleep(0.01)
     except TimeoutError:
-        raise TimeoutError(f"still running: {sorted(left)}") from None
+        raise TimeoutError("still running: " + ", ".join(map(description, left))) from None
+
+
+def description(pid: int) -> str:
+    """For a failed assertion: what this process is and who started it."""
+    directory = Path(f"/proc/{pid}")
+    try:
+        command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+        state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
+        return f"{pid} (state {state}, parent {parent}): {command}"
+    except (FileNotFoundError, ProcessLookupError):
+        return f"{pid} (ended meanwhile)"

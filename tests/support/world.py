@@ -30,6 +30,7 @@ from phaseloom.common.messages import (
     OperationFinished,
     Outcome,
     Permit,
+    PermitReturned,
     QueuedOperation,
     ReleaseVersions,
     Residency,
@@ -273,6 +274,19 @@ class World:
         if after_done and running is not None:
             self.done.setdefault(str(running), Outcome.COMPLETED)
         self.feed(lost(key, ranks.incarnation, node))
+
+    def return_permit(self, key: DeploymentKey) -> None:
+        """What this deployment's operation needs cannot be reached: it is not run."""
+        (_, _, finished) = next(
+            entry
+            for entry in self._pending
+            if isinstance(entry[2], OperationFinished) and entry[2].key.deployment_key == key
+        )
+        assert isinstance(finished, OperationFinished)
+        self._pending = [entry for entry in self._pending if entry[2] is not finished]
+        heapq.heapify(self._pending)
+        away = ErrorInfo(Code.UNAVAILABLE, "no source answers")
+        self.feed(PermitReturned(finished.key, finished.epoch, finished.incarnation, away))
 
     def lose_train_node(self) -> None:
         """kill -9 of its state manager: ranks and memory go, the disk stays; it comes back."""

@@ -170,3 +170,26 @@ async def test_run_dies_at_once_when_the_parent_is_gone_already() -> None:
     """The parent was killed between starting this process and the request to the kernel."""
     process = await start(SERVE, **{DIE_WITH_PARENT: "999999999"})
     assert await process.wait() == -signal.SIGKILL
+
+
+async def test_run_exits_hard_when_a_task_outlasts_the_failure_of_serve() -> None:
+    """A client that reconnects for ever swallowed its cancellation: the agent must still end."""
+    process = await start(
+        "lifecycle.STOP_TIMEOUT_S = 0.3\n"
+        "async def stubborn():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            await asyncio.sleep(60)\n"
+        "        except asyncio.CancelledError:\n"
+        "            continue\n"
+        "async def serve(stop):\n"
+        "    global kept\n"
+        "    kept = asyncio.create_task(stubborn())\n"
+        "    await asyncio.sleep(0)\n"
+        "    raise CallerError('lease lost')\n"
+        "lifecycle.run('example', serve)"
+    )
+    async with asyncio.timeout(20):
+        lines = await ended(process)
+    assert process.returncode == 1
+    assert any("lease lost" in line["message"] for line in lines)

@@ -20,7 +20,7 @@ from phaseloom.common.messages import (
     PhaseTrace,
     StartWpg,
 )
-from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import Answer
 from phaseloom.scheduler.core.state import JobState, WpgState
 from tests.support.world import CONFIG, World, deployment

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +22,7 @@ from phaseloom.common.messages import (
     TimerFired,
     WpgStarted,
 )
-from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import SendCommand
 from phaseloom.scheduler.memory import MemoryLog, MemorySink
 from phaseloom.scheduler.shell import Shell
@@ -28,9 +30,11 @@ from tests.support.world import CONFIG, deployment, node_up, spec
 
 
 class Harness:
-    def __init__(self, snapshot_every: int = 1000) -> None:
+    def __init__(
+        self, snapshot_every: int = 1000, clock: Callable[[], float] | None = None
+    ) -> None:
         ticks = itertools.count(1)
-        self.log = MemoryLog(lambda: float(next(ticks)))
+        self.log = MemoryLog(clock or (lambda: float(next(ticks))))
         self.sink = MemorySink()
         self.snapshot_every = snapshot_every
 
@@ -41,6 +45,10 @@ class Harness:
         """Fold until the log is at rest."""
         while shell.core.state.sequence < len(self.log.entries):
             await shell.take(self.log.entries[shell.core.state.sequence])
+
+    def fired(self) -> list[float]:
+        """When timers fired, by the log's clock."""
+        return [e.time_s for e in self.log.entries if isinstance(e.event, TimerFired)]
 
     async def start_job(self, shell: Shell) -> None:
         await self.log.append(SchedulerConfigured(CONFIG))
@@ -145,7 +153,46 @@ async def test_timer_is_appended_when_it_is_due() -> None:
         deployment("a", "policy"), 0, "t0", ErrorInfo(Code.UNAVAILABLE, "not now")
     )
     await harness.log.append(refused)  # asks for another look after a pause
-    while not any(isinstance(e.event, TimerFired) for e in harness.log.entries):
+    while not harness.fired():
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_timers_that_have_fired_do_not_fire_again_after_a_restart() -> None:
+    harness = Harness(clock=time.time)
+    await harness.start_job(harness.shell())
+    refused = ActivationRefused(
+        deployment("a", "policy"), 0, "t0", ErrorInfo(Code.UNAVAILABLE, "not now")
+    )
+    await harness.log.append(refused)
+    for _ in range(2):
+        shell = harness.shell()
+        running = asyncio.create_task(shell.run())
+        async with asyncio.timeout(10):
+            while not harness.fired() or shell.core.state.timers:
+                await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert len(harness.fired()) == 1
+
+
+async def test_timer_fires_when_it_is_due_by_the_logs_clock() -> None:
+    """The server's clock is behind ours: the timer comes early once, and then about in time."""
+    harness = Harness(clock=lambda: time.time() - 0.2)
+    await harness.start_job(harness.shell())
+    refused = ActivationRefused(
+        deployment("a", "policy"), 0, "t0", ErrorInfo(Code.UNAVAILABLE, "not now")
+    )
+    await harness.log.append(refused)
+    due_s = harness.log.entries[-1].time_s + REFUSAL_PAUSE_S
+    shell = harness.shell()
+    running = asyncio.create_task(shell.run())
+    async with asyncio.timeout(10):
+        while not harness.fired() or shell.core.state.timers:
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    *early, last_s = harness.fired()
+    assert 1 <= len(early) <= 3
+    assert max(early) < due_s <= last_s

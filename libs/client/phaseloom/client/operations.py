@@ -141,6 +141,8 @@ class Outbox:
         self._answered_s = time.monotonic()
         self._wake = asyncio.Event()
         self._ended: PhaseloomError | None = None
+        """Why nothing more can be submitted."""
+        self._is_closed = False
 
     def check_room(self, num_bytes: int) -> None:
         """Refuse more before a `seq` is taken.
@@ -167,6 +169,8 @@ class Outbox:
         self._ended = self._ended or error
         for part in list(self._open.values()):
             self._resolve(part, error)
+        self._is_closed = True
+        self._wake.set()
 
     def reconnected(self) -> None:
         """Completions may have been missed: ask at once."""
@@ -263,8 +267,12 @@ class Outbox:
     # --- outcomes -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Ask for what stays open, until cancelled."""
-        while True:
+        """Ask for what stays open, until `end`.
+
+        Not only until cancelled: on Python 3.11 a request that is answered in the moment of its
+        cancellation swallows it.
+        """
+        while not self._is_closed:
             try:
                 async with asyncio.timeout(_CHECK_EVERY_S):
                     await self._wake.wait()

@@ -222,8 +222,10 @@ class Bus:
     async def close(self) -> None:
         """Let handlers that run finish, for a few seconds; without a server, close at once."""
         try:
-            await self.client.drain()
-        except nats.errors.Error:
+            # A drain that meets the server's death waits for an answer that never comes.
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S + 1):
+                await self.client.drain()
+        except (TimeoutError, nats.errors.Error, NatsTimeoutError):
             await close_client(self.client)
 
     # --- provisioning ---------------------------------------------------------------------------

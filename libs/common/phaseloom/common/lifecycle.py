@@ -128,16 +128,13 @@ def _run(service: str, serve: Serve) -> int:
         log.critical("%s cannot start: %s", service, error)
         return 1
     try:
-        uvloop.run(_serve(service, serve))
-    except Exception as error:
-        _log_end(service, error)
-        return 1
+        return uvloop.run(_serve(service, serve))
     finally:
         flush_telemetry()
-    return 0
 
 
-async def _serve(service: str, serve: Serve) -> None:
+async def _serve(service: str, serve: Serve) -> int:
+    """Serve; the exit code."""
     stop = asyncio.Event()
     begin_stop = _StopSignal(service, stop)
     loop = asyncio.get_running_loop()
@@ -145,10 +142,18 @@ async def _serve(service: str, serve: Serve) -> None:
         loop.add_signal_handler(number, begin_stop, number)
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
-    await serve(stop)
-    if not stop.is_set():
-        raise InternalError(f"{service} ended without having been told to stop")
+    try:
+        await serve(stop)
+        if not stop.is_set():
+            raise InternalError(f"{service} ended without having been told to stop")
+    except Exception as error:
+        _log_end(service, error)
+        return 1
+    finally:
+        # What is left on the event loop may outlast its cancellation: a client that reconnects.
+        begin_stop.bound()
     log.info("%s stopped after %.1f s", service, time.monotonic() - started)
+    return 0
 
 
 class _StopSignal:
@@ -166,6 +171,10 @@ class _StopSignal:
             return
         log.info("%s stops: %s", self._service, number.name)
         self._stop.set()
+        self.bound()
+
+    def bound(self) -> None:
+        """From now on the process has `STOP_TIMEOUT_S` to end."""
         timer = threading.Timer(STOP_TIMEOUT_S, self._give_up)
         timer.daemon = True
         timer.start()

@@ -613,13 +613,7 @@ class ReleaseVersions(NodeCommand, frozen=True):
 
 
 Command = (
-    StartWpg
-    | StopWpg
-    | OpenActivation
-    | Permit
-    | CloseActivation
-    | SealState
-    | ReleaseVersions
+    StartWpg | StopWpg | OpenActivation | Permit | CloseActivation | SealState | ReleaseVersions
 )
 
 

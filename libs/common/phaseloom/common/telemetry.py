@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
 import msgspec
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -40,6 +42,7 @@ Attribute = str | bool | int | float
 _QUEUE_SPANS = 65_536
 _EXPORT_EVERY_MS = 500
 _BATCH_SPANS = 4096
+_SHUTDOWN_TIMEOUT_S = 3.0
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True):
@@ -81,11 +84,26 @@ def setup(service: str, settings: TelemetryConfig | None = None) -> Callable[[],
             )
         )
     trace.set_tracer_provider(provider)
-    return provider.shutdown
+    return partial(_shut_down, provider)
+
+
+def _shut_down(provider: TracerProvider) -> None:
+    """Bounded: a receiver that does not answer must not keep a process that wants to end."""
+    ending = threading.Thread(target=provider.shutdown, daemon=True)
+    ending.start()
+    ending.join(_SHUTDOWN_TIMEOUT_S)
+    if ending.is_alive():
+        log.warning("the last spans could not be exported within %.0f s", _SHUTDOWN_TIMEOUT_S)
 
 
 def tracer() -> Tracer:
-    return trace.get_tracer("phaseloom")
+    return _tracer_of(trace.get_tracer_provider())
+
+
+@lru_cache(maxsize=1)
+def _tracer_of(provider: trace.TracerProvider) -> Tracer:
+    # Asking the provider costs a third of a span.
+    return provider.get_tracer("phaseloom")
 
 
 def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[str, str]:
@@ -119,20 +137,23 @@ def span(
     Args: parent: the context that the span belongs under; the current one where None.
           start_unix_s: when it began, if not now.
     """
-    with tracer().start_as_current_span(
+    current = tracer().start_span(
         name,
         parent,
         attributes=_attributes(attributes),
         links=_links(links),
         start_time=None if start_unix_s is None else _nanoseconds(start_unix_s),
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as current:
-        try:
-            yield current
-        except Exception as error:
-            current.set_status(Status(StatusCode.ERROR, str(error)))
-            raise
+    )
+    # As `start_as_current_span` does, without its three context managers.
+    token = attach(trace.set_span_in_context(current))
+    try:
+        yield current
+    except Exception as error:
+        current.set_status(Status(StatusCode.ERROR, str(error)))
+        raise
+    finally:
+        detach(token)
+        current.end()
 
 
 def record(

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import Error as JetStreamError
 
-from phaseloom.common import streams, telemetry
+from phaseloom.common import lifecycle, streams, telemetry
 from phaseloom.common.api import serve_api
 from phaseloom.common.bus import Bus, Conflict
 from phaseloom.common.codec import JSON, MSGPACK, content_type_of, decode
@@ -138,7 +138,7 @@ class Router:
                     for subscription in subscriptions:
                         await self._stop_taking(subscription)
             await service.stop()
-            watch.cancel()
+            await lifecycle.end([watch])
 
     async def _stop_taking(self, subscription: Subscription) -> None:
         """Take what was delivered already, and no more."""

@@ -72,6 +72,8 @@ class Shell:
         self._snapshot_every = snapshot_every
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
+        self._ahead_s = 0.0
+        """How far this clock runs ahead of the log's: a timer that comes early is set again."""
         self._answers: dict[str, asyncio.Future[JobStatus]] = {}
         self._traces: dict[str, tuple[Context, float]] = {}
         """Of open operations: trace context, and when it was queued."""
@@ -126,8 +128,13 @@ class Shell:
         """Fold one entry and perform what comes of it."""
         self._note_trace(entry)
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
-        context = self._trace(outputs, entry)
+        if isinstance(entry.event, TimerFired):
+            self._note_clock(entry.event, entry.time_s)
+        permit = _permit_in(outputs)
+        context = self._trace_permit(permit, entry) if permit else None
         await asyncio.gather(*(self._perform(output, context) for output in outputs))
+        if permit:
+            self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if isinstance(entry.event, OperationFinished):
             self._traces.pop(str(entry.event.key), None)
 
@@ -153,15 +160,22 @@ class Shell:
     # --- timers ---------------------------------------------------------------------------------
 
     async def _fire_timers(self) -> None:
+        await self.caught_up.wait()
         while True:
             self._timer_set.clear()
-            delay_s = self._timers[0][0] - time.time() if self._timers else None
+            delay_s = self._timers[0][0] + self._ahead_s - time.time() if self._timers else None
             if delay_s is None or delay_s > 0:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._timer_set.wait(), delay_s)
                 continue
             due_s, timer = heapq.heappop(self._timers)
-            await self._log.append(TimerFired(timer), msg_id=f"timer:{timer}:{due_s}")
+            # Of an earlier life, most have fired already.
+            if self.core.state.timers.get(timer) == due_s:
+                await self._log.append(TimerFired(timer))
+
+    def _note_clock(self, event: TimerFired, time_s: float) -> None:
+        due_s = self.core.state.timers.get(event.timer, 0.0)
+        self._ahead_s = max(self._ahead_s, due_s - time_s)
 
     # --- tracing --------------------------------------------------------------------------------
 
@@ -170,27 +184,36 @@ class Shell:
             context = telemetry.extract(entry.headers)
             self._traces.setdefault(str(entry.event.key), (context, entry.time_s))
 
-    def _trace(self, outputs: list[Output], entry: LogEntry) -> Context | None:
-        """Spans `queue` and `permit` of the operation that this step permits, if it does.
+    def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
+        """Span `permit`; returns the context that the step's commands travel under."""
+        parent, _ = self._queued(permit, entry)
+        span = telemetry.record("permit", entry.time_s, time.time(), parent, **_attributes(permit))
+        return telemetry.child_context(span)
 
-        Returns: the context that its commands travel under: that of `permit`.
-        """
-        for output in outputs:
-            if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
-                continue
-            key = output.command.operation
-            parent, queued_s = self._traces.get(str(key), (None, entry.time_s))
-            attributes: dict[str, Any] = {
-                "tenant": key.tenant,
-                "job": key.job,
-                "deployment": key.deployment,
-                "seq": key.slot,
-                "kind": output.command.kind,
-                "node": output.command.node,
-                "epoch": output.command.epoch,
-            }
-            telemetry.record("queue", queued_s, entry.time_s, parent, **attributes)
-            now_s = time.time()
-            permit = telemetry.record("permit", entry.time_s, now_s, parent, **attributes)
-            return telemetry.child_context(permit)
-        return None
+    def _trace_queue(self, permit: Permit, entry: LogEntry) -> None:
+        """Span `queue`: from the log's entry of the operation to the one that permits it."""
+        parent, queued_s = self._queued(permit, entry)
+        telemetry.record("queue", queued_s, entry.time_s, parent, **_attributes(permit))
+
+    def _queued(self, permit: Permit, entry: LogEntry) -> tuple[Context | None, float]:
+        return self._traces.get(str(permit.operation), (None, entry.time_s))
+
+
+def _permit_in(outputs: list[Output]) -> Permit | None:
+    for output in outputs:
+        if isinstance(output, SendCommand) and isinstance(output.command, Permit):
+            return output.command
+    return None
+
+
+def _attributes(permit: Permit) -> dict[str, Any]:
+    key = permit.operation
+    return {
+        "tenant": key.tenant,
+        "job": key.job,
+        "deployment": key.deployment,
+        "seq": key.slot,
+        "kind": permit.kind,
+        "node": permit.node,
+        "epoch": permit.epoch,
+    }

@@ -33,6 +33,7 @@ from phaseloom.common.messages import (
     OperationFinished,
     Outcome,
     Permit,
+    PermitReturned,
     PublishWeights,
     PublishWeightsResult,
     Result,
@@ -45,6 +46,9 @@ from phaseloom.worker.stateclient import RankStateClient
 
 log = logging.getLogger(__name__)
 
+_AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+"""How a weights version's source fails that is restarted, or that the network hides."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
@@ -52,6 +56,14 @@ class _Ran:
     dirty: bool
     started_unix_s: float
     duration_s: float
+
+
+class _NotNow(Exception):
+    """What the operation needs cannot be reached; nothing was changed."""
+
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -63,7 +75,7 @@ class Leader:
     device_thread: ThreadPoolExecutor
 
     async def run(self, permit: Permit, traceparent: str) -> None:
-        """Returns once the outcome is stored and in the decision log.
+        """Returns once the outcome is stored and in the decision log, or the permit's return is.
 
         Raises: ResourceError: this permit is not for this rank's state; nothing happened.
         """
@@ -79,7 +91,11 @@ class Leader:
             await self._append_finished(permit, done, parent)
             return
         self._check_order(permit)
-        ran = await self._execute(permit, payload, parent)
+        try:
+            ran = await self._execute(permit, payload, parent)
+        except _NotNow as later:
+            await self._return(permit, later.error)
+            return
         if done is not None:
             await self._compare(permit, done, ran.completion)
         else:
@@ -110,6 +126,8 @@ class Leader:
                 try:
                     result = await self._run(permit, operation.args)
                     completion = Completion(operation.id, Outcome.COMPLETED, result=result)
+                except _NotNow:
+                    raise
                 except Exception as error:
                     dirty = permit.kind in MUTATING_KINDS
                     completion = _failed(permit, _info(permit, error))
@@ -147,12 +165,25 @@ class Leader:
     async def _sync(self, permit: Permit, args: SyncWeights) -> SyncWeightsResult:
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        digest = await self.state.load_version(version, permit.sources, self.executor.weight_slots)
+        slots = self.executor.weight_slots
+        try:
+            digest = await self.state.load_version(version, permit.sources, slots)
+        except ResourceError as error:
+            if error.info.code in _AWAY:
+                raise _NotNow(error.info) from error
+            raise
         await self._in_device_thread(self.executor.backend.weights_changed)
         return SyncWeightsResult(args.version, digest)
 
     async def _in_device_thread(self, call: Callable[..., Any], *args: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.device_thread, call, *args)
+
+    async def _return(self, permit: Permit, error: ErrorInfo) -> None:
+        log.warning("permit of %s returned: %s", permit.operation, error.message)
+        await self.bus.append(
+            PermitReturned(permit.operation, permit.epoch, permit.incarnation, error),
+            msg_id=f"returned:{permit.operation}:{permit.id}",
+        )
 
     # --- telling --------------------------------------------------------------------------------
 

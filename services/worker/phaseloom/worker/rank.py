@@ -42,12 +42,17 @@ def main(config_json: str) -> None:
     log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
     flush = telemetry.setup("worker")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    try:
-        uvloop.run(_run(settings))
-    finally:
-        flush()
-    # The device thread may be in a long call, which no exit handler may wait for.
-    os._exit(0)
+
+    async def run_and_exit() -> None:
+        try:
+            await _run(settings)
+        finally:
+            flush()
+            # Nothing may keep a rank whose agent is gone: not the device thread, which may be in a
+            # long call, nor the bus connection, whose reconnecting can outlast a cancellation.
+            os._exit(0)
+
+    uvloop.run(run_and_exit())
 
 
 async def _run(settings: RankConfig) -> None:

@@ -221,8 +221,12 @@ class Agent:
         stopped = ErrorInfo(Code.ABORTED, "stopped by the scheduler")
         was_alive = wpg is not None and wpg.incarnation <= command.incarnation
         if wpg is not None and was_alive:
-            wpg.kill(stopped)
-            await wpg.ended()
+            wpg.reason = stopped
+            if command.forget:
+                await wpg.stop(_STOP_S)
+            else:
+                wpg.kill()
+                await wpg.ended()
         async with self._deployment_locks[command.deployment], self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget

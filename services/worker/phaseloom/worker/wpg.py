@@ -53,6 +53,7 @@ class Wpg:
         """Why it ended, where more is known than that it did."""
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[RankUp] = loop.create_future()
+        self._is_killed = False
         self._dead: asyncio.Future[None] = loop.create_future()
         self._process: BaseProcess | None = None
         self._config = RankConfig(
@@ -76,6 +77,8 @@ class Wpg:
         # The first start waits for the fork server to import torch.
         await asyncio.to_thread(process.start)
         self._process = process
+        if self._is_killed:
+            process.kill()
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, process)
 
     def _on_death(self, process: BaseProcess) -> None:
@@ -109,6 +112,7 @@ class Wpg:
     def kill(self, reason: ErrorInfo | None = None) -> None:
         if reason is not None:
             self.reason = reason
+        self._is_killed = True
         if self._process is not None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)

@@ -278,6 +278,33 @@ def test_check_forward_backward_names_the_field_and_touches_nothing(
     assert bytes(heap.buffer) == before
 
 
+def test_forward_backward_raises_when_the_loss_overflows(policy: tuple[Backend, Heap]) -> None:
+    huge = Datum([1, 2], [2, 3], logprobs=[0.0, -1e4], advantages=[0.0, 1.0])
+    with pytest.raises(CallerError, match="not finite"):
+        policy[0].forward_backward(ForwardBackward([huge], Loss.IMPORTANCE_SAMPLING))
+
+
+@pytest.mark.parametrize(
+    ("adam", "field"),
+    [
+        (AdamParams(float("nan")), "args.adam.learning_rate"),
+        (AdamParams(-1.0), "args.adam.learning_rate"),
+        (AdamParams(1e-3, beta2=1.0), "args.adam.beta2"),
+        (AdamParams(1e-3, grad_clip_norm=float("inf")), "args.adam.grad_clip_norm"),
+    ],
+)
+def test_optim_step_refuses_and_touches_nothing_when_a_number_is_out_of_range(
+    policy: tuple[Backend, Heap], adam: AdamParams, field: str
+) -> None:
+    backend, heap = policy
+    backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
+    before = bytes(heap.buffer)
+    with pytest.raises(CallerError) as raised:
+        backend.optim_step(adam)
+    assert raised.value.info.field == field
+    assert bytes(heap.buffer) == before
+
+
 def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
     with running(spec("fsdp", trainable=False)) as (backend, _):
         assert {slot.role for slot in backend.slots} == {Role.WEIGHT}
@@ -287,6 +314,16 @@ def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
         with pytest.raises(CallerError):
             backend.optim_step(ADAM)
         assert backend.forward(Forward(batch())).logprobs
+
+
+def test_operations_leave_the_global_generator_alone(policy: tuple[Backend, Heap]) -> None:
+    before = torch.get_rng_state()
+    policy[0].forward_backward(ForwardBackward(batch(), Loss.PPO))
+    policy[0].optim_step(ADAM)
+    policy[0].forward(Forward(batch()))
+    with running(spec("sampler")) as (sampler, _):
+        sampler.generate(Generate([Prompt([1, 2])], SamplingParams(5), 3))
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_policy_does_not_generate(policy: tuple[Backend, Heap]) -> None:

@@ -24,6 +24,7 @@ from phaseloom.common.messages import (
     NodeLost,
     NodeUp,
     OperationFinished,
+    PermitReturned,
     PhaseTrace,
     QueuedOperation,
     SchedulerConfigured,
@@ -48,6 +49,8 @@ from phaseloom.scheduler.core.step import Step
 REFUSAL_PAUSE_S = 0.5
 """Before an activation that was refused is tried again."""
 MAX_REFUSALS = 3
+RETRY_PAUSE_S = 0.5
+"""Before an operation whose permit came back unused is permitted again."""
 
 
 class Core:
@@ -108,6 +111,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
             step.state.switch_s[str(event.deployment)] = (event.offload_s, event.load_s)
         case ActivationRefused():
             _refused(step, event)
+        case PermitReturned():
+            _returned(step, event)
         case TimerFired():
             _timer(step, event)
         case PhaseTrace():
@@ -158,6 +163,25 @@ def _refused(step: Step, event: ActivationRefused) -> None:
             operations.end_unrun(step, deployment, op, _given_up(event.error, op.refusals))
     timer = f"refused/{event.node}/{deployment.device}/{step.sequence}"
     step.set_timer(timer, step.now_s + REFUSAL_PAUSE_S)
+
+
+def _returned(step: Step, event: PermitReturned) -> None:
+    """As often as it takes: a node that is away may come back, and others use the device."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    device = step.device_of(deployment)
+    if device.running != event.key:
+        return
+    step.tell("permit returned", event.error.message, str(event.key))
+    step.free(device, event.key, "")
+    op = deployment.open_operation(event.key)
+    if op is not None and op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+    deployment.retry_at_s = step.now_s + RETRY_PAUSE_S
+    timer = f"retry/{deployment.node}/{deployment.device}/{step.sequence}"
+    step.set_timer(timer, deployment.retry_at_s)
+    step.touch(deployment)
 
 
 def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:

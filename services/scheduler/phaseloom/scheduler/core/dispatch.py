@@ -65,19 +65,33 @@ def _within_quantum(
 
 
 def _ready(step: Step, device: Device) -> list[tuple[Deployment, Op]]:
-    found = []
-    for name in device.placed:
-        deployment = step.state.deployments[name]
-        if deployment.replay and deployment.state is WpgState.RECOVERING:
-            found.append((deployment, _replay_op(step, deployment)))
-            continue
-        if deployment.state is not WpgState.READY:
-            continue
-        head = deployment.operations.get(deployment.next_seq)
-        for op in [*([head] if head else []), *deployment.unordered.values()]:
-            if op.state is OpState.QUEUED and op.eligible_s >= 0:
-                found.append((deployment, op))
-    return found
+    deployments = [step.state.deployments[name] for name in device.placed]
+    return [(d, op) for d in deployments for op in _next_of(step, d) if _is_reachable(step, d, op)]
+
+
+def _next_of(step: Step, deployment: Deployment) -> list[Op]:
+    if deployment.replay and deployment.state is WpgState.RECOVERING:
+        return [_replay_op(step, deployment)]
+    if deployment.state is not WpgState.READY:
+        return []
+    head = deployment.operations.get(deployment.next_seq)
+    ops = [*([head] if head else []), *deployment.unordered.values()]
+    return [op for op in ops if op.state is OpState.QUEUED and op.eligible_s >= 0]
+
+
+def _is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
+    """Whether the weights version that it brings can be had, as far as is known.
+
+    A version lives in the memory of its policy's node and may be gone with it: it is then cut again
+    when the policy is rebuilt, unless it is on disk.
+    """
+    policy = step.deployment(op.version.policy) if op.version else None
+    if policy is None or op.version is None:
+        return True
+    if deployment.retry_at_s > step.now_s or policy.state is WpgState.LOST:
+        return False
+    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
+    return not is_rebuilding or op.version.seq in policy.durable_versions
 
 
 def _replay_op(step: Step, deployment: Deployment) -> Op:

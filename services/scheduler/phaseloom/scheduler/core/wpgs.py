@@ -94,7 +94,7 @@ def started(step: Step, event: WpgStarted) -> None:
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
-    step.touch(deployment)
+    _touch_job(step, deployment)
 
 
 def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
@@ -116,9 +116,16 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     deployment.replay.pop(0)
     deployment.applied = seq
+    _touch_job(step, deployment)
     if not deployment.replay and deployment.state is WpgState.RECOVERING:
         step.move_wpg(deployment, WpgState.READY)
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
+
+
+def _touch_job(step: Step, deployment: Deployment) -> None:
+    """Others of the job may wait for a weights version that is there again."""
+    for other in step.deployments_of(deployment.key.job_key):
+        step.touch(other)
 
 
 def lost(step: Step, event: WpgLost) -> None:

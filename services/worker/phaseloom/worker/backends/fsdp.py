@@ -107,16 +107,25 @@ class FsdpBackend:
         loss_batch(args, self.vocab_size)
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        self._trained()
+        """Raises: CallerError: loss or gradients are not finite; the gradients are spoilt then."""
+        training = self._trained()
         loss = 0.0
         num_tokens = 0
         for packed in passes(loss_batch(args, self.vocab_size), only_used=True):
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
+        if not (math.isfinite(loss) and math.isfinite(training.gradients.sum().item())):
+            raise CallerError(
+                f"the loss ({loss}) or a gradient of it is not finite",
+                field="args.batch",
+                remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
+            )
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        """Raises: CallerError, before anything happened."""
         training = self._trained()
+        _check_adam(adam)
         norm = self._grad_norm(training.gradients)
         if 0 < adam.grad_clip_norm < norm:
             training.gradients.mul_(adam.grad_clip_norm / norm)
@@ -196,6 +205,18 @@ class FsdpBackend:
         square = gradients.square().sum()
         dist.all_reduce(square)
         return math.sqrt(square.item())
+
+
+def _check_adam(adam: AdamParams) -> None:
+    limits = {"beta1": 1.0, "beta2": 1.0}
+    for name in adam.__struct_fields__:
+        value = getattr(adam, name)
+        if not 0 <= value < limits.get(name, math.inf):
+            raise CallerError(
+                f"{value} is out of range",
+                field=f"args.adam.{name}",
+                remedy="use a finite number from 0 on, below 1 for betas",
+            )
 
 
 def _layout(spec: DeploymentSpec) -> Layout:

@@ -1,0 +1,380 @@
+"""What the contract promises to those who err: a typed outcome for them, and peace for all others.
+
+One mesh for all tests: each has a job of its own and leaves the mesh as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import nats
+import pytest
+import pytest_asyncio
+from settings import MODEL
+
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.api import call_api
+from phaseloom.common.codec import JSON, MSGPACK, encode
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.messages import (
+    AdamParams,
+    After,
+    Args,
+    Generate,
+    JobRequest,
+    JobStatus,
+    LoadState,
+    Operation,
+    OperationFinished,
+    OptimStep,
+    Outcome,
+    Prompt,
+    PublishWeights,
+    SamplingParams,
+    SaveState,
+    SyncWeights,
+)
+from tests.support.jobs import TENANT, Log, Wire, running_mesh, tenant
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OTHER = "globex"
+NOOP = [
+    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
+    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
+]
+STEP = OptimStep(AdamParams(1e-3))
+GENERATE = Generate([Prompt([1, 2])], SamplingParams(2))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh_and_log() -> AsyncIterator[tuple[Mesh, Log]]:
+    config = MeshConfig(tenants=[TENANT, OTHER], seal_every=0)
+    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
+        async with running_mesh(config, Path(directory)) as both:
+            yield both
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def log(mesh_and_log: tuple[Mesh, Log]) -> Log:
+    return mesh_and_log[1]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def mesh(mesh_and_log: tuple[Mesh, Log]) -> Mesh:
+    return mesh_and_log[0]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def wire(mesh: Mesh) -> AsyncIterator[Wire]:
+    async with Wire.connected(mesh) as wire:
+        yield wire
+
+
+@asynccontextmanager
+async def running_job(
+    mesh: Mesh, name: str, specs: list[client.DeploymentSpec] = NOOP
+) -> AsyncIterator[client.MeshJob]:
+    async with tenant(mesh) as connection:
+        job = await connection.submit_job(name, specs)
+        yield job
+        await job.finish()
+
+
+def operation(job: client.MeshJob, args: Args, id: str = "mine") -> Operation:
+    return Operation(id, job.session, args)
+
+
+# --- messages that are wrong ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("payload", "content_type", "field"),
+    [
+        (b"\x00\xff not a message", MSGPACK, ""),
+        (b"{'id': 1}", JSON, ""),
+        (b'{"id": "x", "session": "one", "args": {"type": "optim_step"}}', JSON, "session"),
+        (b'{"id": "x", "session": 1, "args": {"type": "optim_step"}}', JSON, "args"),
+        (b'{"id": "x", "session": 1, "args": {"type": "explode"}}', JSON, "args.type"),
+        (b"\x80\x04]\x94.", "application/x-python-pickle", "headers.Content-Type"),
+    ],
+    ids=["garbage", "text", "wrong-type", "missing", "unknown-kind", "pickle"],
+)
+async def test_malformed_message_is_a_failed_operation_and_disturbs_nobody(
+    mesh: Mesh,
+    wire: Wire,
+    payload: bytes,
+    content_type: str,
+    field: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.callspec.id
+    async with running_job(mesh, f"bad-{name}") as job, running_job(mesh, f"good-{name}") as good:
+        steps = [good.deployment("policy").optim_step(STEP.adam) for _ in range(3)]
+        await wire.send(f"{job.name}.policy.1", payload, content_type)
+        await wire.send(f"{job.name}.policy.2", operation(job, STEP))
+        refused = await wire.outcome(f"{job.name}.policy.1")
+        assert refused.outcome is Outcome.FAILED
+        assert refused.error is not None
+        assert refused.error.code is Code.INVALID_ARGUMENT
+        assert refused.error.field == field
+        assert refused.error.remedy
+        assert (await wire.outcome(f"{job.name}.policy.2")).outcome is Outcome.COMPLETED
+        for step in steps:
+            await step
+        assert [d.incarnation for d in (await job.status()).deployments] == [1, 1]
+
+
+async def test_batch_with_arrays_of_different_lengths_fails_alone(mesh: Mesh) -> None:
+    async with running_job(mesh, "lengths") as job:
+        policy = job.deployment("policy")
+        before = policy.optim_step(STEP.adam)
+        bad = policy.forward_backward(
+            [client.Datum([1, 2], [2, 3], weights=[1.0, 1.0, 1.0])], "cross_entropy"
+        )
+        after = policy.optim_step(STEP.adam)
+        with pytest.raises(CallerError) as refused:
+            await bad
+        assert refused.value.info.field == "args.batch[0].weights"
+        assert refused.value.info.remedy
+        await before
+        await after
+
+
+async def test_operation_for_a_deployment_that_is_not_there_fails(mesh: Mesh, wire: Wire) -> None:
+    async with running_job(mesh, "unknown") as job:
+        await wire.send("unknown.critic.1", operation(job, STEP))
+        outcome = await wire.outcome("unknown.critic.1")
+        assert outcome.error is not None
+        assert outcome.error.code is Code.NOT_FOUND
+        assert outcome.error.field == "subject.deployment"
+
+
+# --- order and repetition ------------------------------------------------------------------------
+
+
+async def test_second_publish_of_a_seq_is_refused_and_the_first_outcome_stands(
+    mesh: Mesh, wire: Wire
+) -> None:
+    async with running_job(mesh, "twice") as job:
+        first = await wire.send("twice.policy.1", operation(job, STEP, "first"))
+        assert "error" not in first
+        second = await wire.send("twice.policy.1", operation(job, PublishWeights(), "second"))
+        assert "per subject exceeded" in second["error"]["description"]
+        assert (await wire.outcome("twice.policy.1")).id == "first"
+        reply = await wire.ask("twice.policy.1")
+        assert reply.stored_id == "first"
+        assert reply.completion is not None
+        await wire.send("twice.policy.2", operation(job, STEP))
+        assert (await wire.outcome("twice.policy.2")).outcome is Outcome.COMPLETED
+
+
+async def test_copy_of_a_reading_operation_that_is_done_runs_no_second_time(
+    mesh: Mesh, wire: Wire, log: Log
+) -> None:
+    """Its payload goes off the stream when it is done: the server then takes the copy."""
+    async with running_job(mesh, "again") as job:
+        await wire.send("again.sampler.1", operation(job, GENERATE, "first"))
+        assert (await wire.outcome("again.sampler.1")).id == "first"
+        async with asyncio.timeout(10):
+            while "error" in await wire.send("again.sampler.1", operation(job, GENERATE, "second")):
+                pass  # until the first one's payload is deleted
+        await wire.send("again.sampler.2", operation(job, GENERATE))
+        assert (await wire.outcome("again.sampler.2")).outcome is Outcome.COMPLETED
+        assert (await wire.ask("again.sampler.1")).stored_id == "first"
+    await log.until_finished("again.sampler.2")
+    assert finished(log, "again.sampler") == ["1", "2"]
+
+
+async def test_operations_after_a_gap_wait_until_it_is_filled(
+    mesh: Mesh, wire: Wire, log: Log
+) -> None:
+    async with running_job(mesh, "gap") as job:
+        for seq in (3, 2):
+            await wire.send(f"gap.policy.{seq}", operation(job, STEP))
+        await wire.send("gap.sampler.1", operation(job, GENERATE))
+        assert (await wire.outcome("gap.sampler.1")).outcome is Outcome.COMPLETED
+        assert not wire.has_outcome("gap.policy.2")
+        await wire.send("gap.policy.1", operation(job, STEP))
+        for seq in (1, 2, 3):
+            assert (await wire.outcome(f"gap.policy.{seq}")).outcome is Outcome.COMPLETED
+    await log.until_finished("gap.policy.3")
+    assert finished(log, "gap.policy") == ["1", "2", "3"]
+
+
+async def test_reading_operation_without_order_runs_beside_a_gap(mesh: Mesh, wire: Wire) -> None:
+    async with running_job(mesh, "loose") as job:
+        await wire.send("loose.sampler.2", operation(job, GENERATE))
+        await wire.send("loose.sampler.rabc", operation(job, GENERATE))
+        assert (await wire.outcome("loose.sampler.rabc")).outcome is Outcome.COMPLETED
+        assert not wire.has_outcome("loose.sampler.2")
+        await wire.send("loose.policy.rabc", operation(job, STEP))
+        refused = await wire.outcome("loose.policy.rabc")
+        assert refused.error is not None
+        assert refused.error.field == "subject.seq"
+
+
+async def test_operation_after_one_that_failed_fails_too(mesh: Mesh, wire: Wire) -> None:
+    async with running_job(mesh, "chain") as job:
+        generate = Operation("mine", job.session, GENERATE, [After("policy", 1)])
+        await wire.send("chain.sampler.1", generate)
+        await wire.send("chain.policy.1", b"{}", JSON)
+        outcome = await wire.outcome("chain.sampler.1")
+        assert outcome.error is not None
+        assert outcome.error.code is Code.FAILED_PRECONDITION
+        assert outcome.error.field == "after"
+
+
+def finished(log: Log, deployment: str) -> list[str]:
+    """Slots of a deployment's operations in the order in which they ran."""
+    prefix = f"{TENANT}.{deployment}"
+    return [
+        event.key.slot
+        for event in log.events
+        if isinstance(event, OperationFinished) and str(event.key.deployment_key) == prefix
+    ]
+
+
+# --- who may -------------------------------------------------------------------------------------
+
+
+async def test_operation_of_a_session_that_is_over_is_aborted(mesh: Mesh, wire: Wire) -> None:
+    async with running_job(mesh, "sessions") as old, tenant(mesh) as connection:
+        new = await connection.attach("sessions")
+        await wire.send("sessions.policy.1", operation(old, STEP))
+        outcome = await wire.outcome("sessions.policy.1")
+        assert outcome.error is not None
+        assert outcome.error.code is Code.ABORTED
+        assert outcome.error.field == "session"
+        await wire.send("sessions.policy.2", operation(new, STEP))
+        assert (await wire.outcome("sessions.policy.2")).outcome is Outcome.COMPLETED
+
+
+async def test_tenant_reaches_nothing_of_another(mesh: Mesh, wire: Wire, log: Log) -> None:
+    credentials = mesh.credentials
+    violations: asyncio.Queue[str] = asyncio.Queue()
+
+    async def on_error(error: Exception) -> None:
+        violations.put_nowait(str(error).lower())
+
+    async with running_job(mesh, "secret") as job:
+        intruder = await nats.connect(
+            credentials.url,
+            user=OTHER,
+            password=credentials.tenants[OTHER],
+            inbox_prefix=f"_INBOX_{OTHER}".encode(),
+            error_cb=on_error,
+        )
+        try:
+            for subject in (f"pl.v1.out.{TENANT}.>", "pl.v1.permit.>", "pl.v1.sched.>"):
+                await intruder.subscribe(subject)
+                assert "permissions violation for subscription" in await soon(violations)
+            heard = await intruder.subscribe(f"pl.v1.out.{OTHER}.>")
+            forged = encode(operation(job, STEP, "forged"))
+            for subject in (
+                f"pl.v1.op.{TENANT}.secret.policy.1",
+                f"pl.v1.done.{TENANT}.secret.policy.1",
+                f"pl.v1.api.{TENANT}.job.finish",
+                "pl.v1.sched.queued",
+                "pl.v1.permit.train-0",
+                "$JS.API.STREAM.PURGE.SCHED",
+            ):
+                await intruder.publish(subject, forged)
+                assert "permissions violation for publish" in await soon(violations)
+            await wire.send("secret.policy.1", operation(job, STEP, "own"))
+            assert (await wire.outcome("secret.policy.1")).id == "own"
+            await intruder.flush()
+            assert heard.pending_msgs == 0
+            with pytest.raises(CallerError) as unknown:
+                await call_api(intruder, OTHER, "job.status", JobRequest("secret"), JobStatus)
+            assert unknown.value.info.code is Code.NOT_FOUND
+        finally:
+            await intruder.close()
+    await log.until_finished("secret.policy.1")
+    assert finished(log, "secret.policy") == ["1"]
+
+
+async def soon(queue: asyncio.Queue[str]) -> str:
+    return await asyncio.wait_for(queue.get(), 10)
+
+
+# --- what cannot run -----------------------------------------------------------------------------
+
+
+async def test_job_that_does_not_fit_is_rejected_with_the_numbers(mesh: Mesh) -> None:
+    large = client.ModelSpec({**MODEL, "hidden_size": 256, "intermediate_size": 768})
+    specs = [client.DeploymentSpec("policy", "train", "fsdp", large, trainable=True)]
+    async with tenant(mesh) as connection:
+        with pytest.raises(ResourceError) as refused:
+            await connection.submit_job("large", specs)
+        error = refused.value.info
+        assert error.code is Code.RESOURCE_EXHAUSTED
+        assert int(error.details["needed_bytes"]) > int(error.details["budget_bytes"]) == 16 * 2**20
+        assert (await connection.status("large")).state == "rejected"
+    async with running_job(mesh, "small") as job:
+        await job.deployment("policy").optim_step(STEP.adam)
+
+
+async def test_backend_refuses_what_its_model_cannot_do_and_goes_on(mesh: Mesh) -> None:
+    model = client.ModelSpec({**MODEL, "num_hidden_layers": 1})
+    specs = [
+        client.DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
+        client.DeploymentSpec("sampler", "rollout", "sampler", model),
+    ]
+    async with running_job(mesh, "backends", specs) as job:
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        strange = sampler.generate([client.Prompt([10_000])], client.SamplingParams(2))
+        step = sampler.optim_step(STEP.adam)
+        fine = sampler.generate([client.Prompt([1])], client.SamplingParams(2))
+        with pytest.raises(CallerError) as token:
+            await strange
+        assert token.value.info.field.startswith("args.prompts[0]")
+        with pytest.raises(CallerError) as kind:
+            await step
+        assert kind.value.info.field == "args.type"
+        assert len((await fine).sequences) == 1
+        bad = policy.forward_backward([client.Datum([1], [10_000], weights=[1.0])], "cross_entropy")
+        with pytest.raises(CallerError) as target:
+            await bad
+        assert target.value.info.field.startswith("args.batch[0]")
+        good = policy.forward_backward([client.Datum([1], [2], weights=[1.0])], "cross_entropy")
+        assert (await good).metrics["num_tokens:sum"] == 1.0
+        assert [d.incarnation for d in (await job.status()).deployments] == [1, 1]
+
+
+async def test_mutation_that_fails_half_way_is_left_out_of_the_rebuilt_state(
+    mesh: Mesh, wire: Wire
+) -> None:
+    async with running_job(mesh, "torn") as job:
+        await wire.send("torn.policy.1", operation(job, STEP))
+        await wire.send("torn.policy.2", operation(job, SaveState("first")))
+        assert (await wire.outcome("torn.policy.2")).outcome is Outcome.COMPLETED
+        await wire.send("torn.policy.3", operation(job, SaveState("first")))
+        exists = await wire.outcome("torn.policy.3")
+        assert exists.error is not None
+        assert exists.error.code is Code.ALREADY_EXISTS
+        saved = mesh.run_dir / "checkpoints" / TENANT / "torn" / "policy" / "first"
+        for file in saved.iterdir():
+            file.write_bytes(b"torn")
+        await wire.send("torn.policy.4", operation(job, LoadState("first")))
+        await wire.send("torn.policy.5", operation(job, STEP))
+        assert (await wire.outcome("torn.policy.4")).outcome is Outcome.FAILED
+        assert (await wire.outcome("torn.policy.5")).outcome is Outcome.COMPLETED
+        assert [d.incarnation for d in (await job.status()).deployments] == [2, 1]
+
+
+async def test_version_that_was_never_published_cannot_be_synced(mesh: Mesh, wire: Wire) -> None:
+    async with running_job(mesh, "nothing") as job:
+        await wire.send("nothing.policy.1", operation(job, STEP))
+        assert (await wire.outcome("nothing.policy.1")).outcome is Outcome.COMPLETED
+        await wire.send("nothing.sampler.1", operation(job, SyncWeights("policy", 1)))
+        await wire.send("nothing.sampler.2", operation(job, GENERATE))
+        outcome = await wire.outcome("nothing.sampler.1")
+        assert outcome.error is not None
+        assert outcome.error.code is Code.NOT_FOUND
+        assert (await wire.outcome("nothing.sampler.2")).outcome is Outcome.COMPLETED

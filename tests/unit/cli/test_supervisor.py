@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom.cli.supervisor import (
+    Ended,
+    MeshConfig,
+    NodeConfig,
+    child_specs,
+    new_run_dir,
+    pause_s,
+    socket_directory,
+)
+from phaseloom.common import config
+from phaseloom.common.errors import CallerError
+from phaseloom.common.natsserver import Credentials
+
+CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
+
+
+def environments(settings: MeshConfig) -> dict[str, dict[str, str]]:
+    specs = child_specs(settings, Path("/run"), Path("/s"), CREDENTIALS, "secret")
+    return {spec.name: spec.environment for spec in specs}
+
+
+def test_child_specs_give_each_service_its_own_settings() -> None:
+    by_name = environments(MeshConfig(ordering="fcfs", tenants=["demo", "acme"]))
+    assert list(by_name) == [
+        "scheduler",
+        "router-0",
+        "router-1",
+        "profiler",
+        "statemgr-rollout-0",
+        "worker-rollout-0",
+        "statemgr-train-0",
+        "worker-train-0",
+    ]
+    assert by_name["scheduler"]["PHASELOOM_SCHEDULER_ORDERING"] == "fcfs"
+    assert by_name["router-1"]["PHASELOOM_ROUTER_TENANTS"] == '["demo","acme"]'
+    assert by_name["worker-train-0"]["PHASELOOM_WORKER_DEVICES"] == "[16777216]"
+    assert by_name["worker-train-0"]["PHASELOOM_WORKER_EXCLUSIVE_RESIDENCY"] == "job"
+    assert by_name["statemgr-train-0"]["PHASELOOM_STATEMGR_SOCKET"] == "/s/train-0.sock"
+    for environment in by_name.values():
+        assert environment["PHASELOOM_BUS_PASSWORD"] == "word"
+        assert environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> None:
+    has_secret = {
+        name for name, environ in environments(MeshConfig()).items() if "secret" in environ.values()
+    }
+    assert has_secret == {
+        "statemgr-rollout-0",
+        "worker-rollout-0",
+        "statemgr-train-0",
+        "worker-train-0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (MeshConfig(nodes=[]), "mesh.nodes"),
+        (MeshConfig(nodes=[NodeConfig("a", "train", [1])] * 2), "mesh.nodes"),
+        (MeshConfig(nodes=[NodeConfig("a.b", "train", [1])]), "mesh.nodes"),
+        (MeshConfig(tenants=[]), "mesh.tenants"),
+        (MeshConfig(tenants=["a", "a"]), "mesh.tenants"),
+        (MeshConfig(tenants=["*"]), "mesh.tenants"),
+        (MeshConfig(routers=0), "mesh.routers"),
+    ],
+)
+def test_check_refuses_what_cannot_run(settings: MeshConfig, field: str) -> None:
+    with pytest.raises(CallerError) as refused:
+        settings.check()
+    assert refused.value.info.field == field
+
+
+def test_mesh_config_is_read_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text(
+        "[mesh]\nrouters = 1\n"
+        '[[mesh.nodes]]\nname = "big"\npool = "train"\ndevices = [1024, 1024]\n'
+        'exclusive_residency = "shared"\n'
+    )
+    settings = config.load(MeshConfig, "mesh", {}, file=file)
+    assert [node.name for node in settings.nodes] == ["big"]
+    assert settings.nodes[0].devices == [1024, 1024]
+    assert settings.routers == 1
+    assert msgspec.structs.replace(settings, nodes=[], routers=2) == MeshConfig(nodes=[])
+
+
+def test_pause_doubles_up_to_a_limit() -> None:
+    assert [pause_s(failures) for failures in (1, 2, 3, 4)] == [0.1, 0.2, 0.4, 0.8]
+    assert pause_s(7) == pause_s(60) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(1, "exit code 1 after 2.0 s"), (-9, "SIGKILL after 2.0 s")]
+)
+def test_ended_says_how(code: int, text: str) -> None:
+    assert str(Ended(code, 2.0)) == text
+
+
+def test_socket_directory_is_in_the_run_where_its_name_leaves_room(short_dir: Path) -> None:
+    assert socket_directory(short_dir, ["train-0"]) == short_dir / "s"
+
+
+def test_socket_directory_is_elsewhere_when_the_name_is_too_long(tmp_path: Path) -> None:
+    directory = socket_directory(tmp_path / ("x" * 100), ["train-0"])
+    assert len(os.fsencode(directory / "agent-train-0.sock")) <= 107
+    directory.rmdir()
+
+
+def test_new_run_dir_makes_another_each_time_and_latest_follows(tmp_path: Path) -> None:
+    runs = [new_run_dir(tmp_path / "runs") for _ in range(3)]
+    assert len(set(runs)) == 3
+    assert (tmp_path / "runs" / "latest").resolve() == runs[-1].resolve()
