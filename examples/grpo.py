@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import sys
@@ -90,11 +91,13 @@ async def train(job: Job, name: str, settings: Settings, report: Report, barrier
     rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
     for number in range(1, settings.steps + 1):
         groups = (await rollout).sequences
-        answers = [(asked[i], sample) for i, group in enumerate(groups) for sample in group]
-        referred = reference.forward([scored(p, s) for p, s in answers])
         rewards = [[task.reward(asked[i], answer(s)) for s in g] for i, g in enumerate(groups)]
-        drifted_from = [float32s(values) for values in (await referred).logprobs]
-        batch = with_advantages(answers, rewards, drifted_from, settings.kl)
+        # A group whose answers are all as good teaches nothing: train on those that differ most.
+        chosen = most_varied(rewards, settings.train_groups)
+        answers = [(asked[i], sample) for i in chosen for sample in groups[i]]
+        referred = (await reference.forward([scored(p, s) for p, s in answers])).logprobs
+        drifted_from = [float32s(values) for values in referred]
+        batch = with_advantages(answers, [rewards[i] for i in chosen], drifted_from, settings.kl)
 
         # The whole update at once, then the next rollout, which waits for the new weights.
         size = -(-len(batch) // settings.micro_batches)
@@ -166,8 +169,20 @@ def with_advantages(
 
 
 def normalised(rewards: list[float]) -> list[float]:
-    mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
-    return [(reward - mean) / (spread + 1e-6) for reward in rewards]
+    mean = statistics.fmean(rewards)
+    return [(reward - mean) / (spread(rewards) + 1e-6) for reward in rewards]
+
+
+def spread(rewards: list[float]) -> float:
+    """Standard deviation in floats; `statistics.pstdev` reckons with exact fractions."""
+    mean = statistics.fmean(rewards)
+    return math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards]))
+
+
+def most_varied(rewards: list[list[float]], count: int) -> list[int]:
+    """Indices of the `count` groups with the largest spread, in their own order."""
+    ranked = sorted(range(len(rewards)), key=lambda i: -spread(rewards[i]))
+    return sorted(ranked[:count])
 
 
 def scored(problem: Problem, sample: Sequence, advantages: list[float] | None = None) -> Datum:

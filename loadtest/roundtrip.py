@@ -8,6 +8,7 @@ meets both; a ratio is the median over rounds of that round's ratio.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -50,7 +51,7 @@ class Round:
 
 def quantile(ordered: list[float], share: float) -> float:
     """The smallest value that at least this share of the sorted values does not exceed."""
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def figures(rounds: list[Round]) -> list[Record]:

@@ -187,7 +187,7 @@ async def test_copy_of_a_reading_operation_that_is_done_runs_no_second_time(
         await wire.send("again.sampler.2", operation(job, GENERATE))
         assert (await wire.outcome("again.sampler.2")).outcome is Outcome.COMPLETED
         assert (await wire.ask("again.sampler.1")).stored_id == "first"
-    await log.until_finished("again.sampler.2")
+        await log.until_finished("again.sampler.2")
     assert finished(log, "again.sampler") == ["1", "2"]
 
 
@@ -203,7 +203,7 @@ async def test_operations_after_a_gap_wait_until_it_is_filled(
         await wire.send("gap.policy.1", operation(job, STEP))
         for seq in (1, 2, 3):
             assert (await wire.outcome(f"gap.policy.{seq}")).outcome is Outcome.COMPLETED
-    await log.until_finished("gap.policy.3")
+        await log.until_finished("gap.policy.3")
     assert finished(log, "gap.policy") == ["1", "2", "3"]
 
 
@@ -295,7 +295,7 @@ async def test_tenant_reaches_nothing_of_another(mesh: Mesh, wire: Wire, log: Lo
             assert unknown.value.info.code is Code.NOT_FOUND
         finally:
             await intruder.close()
-    await log.until_finished("secret.policy.1")
+        await log.until_finished("secret.policy.1")
     assert finished(log, "secret.policy") == ["1"]
 
 

@@ -42,6 +42,7 @@ WARMUP_STEPS = 3
 MICRO_BATCHES = 2
 FIRST_GRPO_SEQ = 2 * WARMUP_STEPS + 2
 """Of the policy: after the warm-up's updates and the version that is cut from them."""
+_PATIENCE_S = 60.0
 SEQS_PER_STEP = MICRO_BATCHES + 2
 
 
@@ -51,6 +52,7 @@ def short(task: str, steps: int) -> Settings:
     return Settings(
         steps=steps,
         prompts=4,
+        train_groups=3,
         micro_batches=MICRO_BATCHES,
         max_tokens=base.max_tokens,
         warmup_steps=WARMUP_STEPS,
@@ -127,7 +129,7 @@ class Log:
     async def until(self, is_met: Callable[[Event], bool]) -> Event:
         """The first event that meets a condition, there already or to come."""
         num_seen = 0
-        async with self._grown:
+        async with asyncio.timeout(_PATIENCE_S), self._grown:
             while True:
                 for event in self.events[num_seen:]:
                     if is_met(event):

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MIN_SERVER_VERSION = (2, 12)
 _STORE_FAILED = 10077
+_NOT_FOUND = "404"
 _SUBJECT_TAKEN = "per subject exceeded"
 _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_EXISTS = frozenset({10013, 10148})
@@ -42,6 +43,7 @@ _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
+_REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 
 Handler = Callable[[Msg], Awaitable[None]]
@@ -105,6 +107,21 @@ def _can_consume_soon(error: nats.js.errors.Error) -> bool:
     if isinstance(error, APIError):
         return error.err_code in _CONSUMER_EXISTS
     return "already bound" in str(error)
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    err_code: int = 0
+    description: str = ""
+
+
+class _PubAck(msgspec.Struct, frozen=True):
+    seq: int = 0
+    error: _Refusal | None = None
+
+
+_pub_ack = msgspec.json.Decoder(_PubAck)
+"""What is on the path of every operation goes without nats-py's JetStream layer, which parses and
+reflects for a tenth to a third of a request's time."""
 
 
 class AlreadyStored(Exception):
@@ -200,7 +217,7 @@ class Bus:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.js: JetStreamContext = client.jetstream(timeout=10.0)
+        self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
 
     @classmethod
     async def open(cls, config: BusConfig, name: str) -> Bus:
@@ -271,16 +288,19 @@ class Bus:
             all_headers["Nats-Msg-Id"] = msg_id
         try:
             payload = encode(message, content_type)
-            ack = await self.js.publish(subject, payload, headers=all_headers)
-        except APIError as error:
-            if is_subject_taken(error.err_code, error.description):
-                raise AlreadyStored(subject) from None
-            raise ResourceError(
-                f"{subject} was not stored: {error.description}", code=Code.RESOURCE_EXHAUSTED
-            ) from error
+            answer = await self.client.request(
+                subject, payload, timeout=_REQUEST_TIMEOUT_S, headers=all_headers
+            )
         except (NatsTimeoutError, nats.errors.Error) as error:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
-        return ack.seq
+        ack = _pub_ack.decode(answer.data)
+        if ack.error is None:
+            return ack.seq
+        if is_subject_taken(ack.error.err_code, ack.error.description):
+            raise AlreadyStored(subject)
+        raise ResourceError(
+            f"{subject} was not stored: {ack.error.description}", code=Code.RESOURCE_EXHAUSTED
+        )
 
     async def append(
         self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
@@ -407,18 +427,29 @@ class Bus:
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
         """
         try:
-            message = await self._last_message(stream, subject)
+            message = await self.client.request(
+                f"$JS.API.DIRECT.GET.{stream}.{subject}", timeout=_REQUEST_TIMEOUT_S
+            )
+        except NoRespondersError:
+            return await self._get_by_api(stream, subject)
+        headers = dict(message.headers or {})
+        sequence = headers.get("Nats-Sequence")
+        if sequence is not None:
+            return Stored(message.data, int(sequence), headers)
+        if headers.get("Status") == _NOT_FOUND:
+            return None
+        raise APIError.from_msg(message)
+
+    async def _get_by_api(self, stream: str, subject: str) -> Stored | None:
+        """Of no such stream, one without direct get, or a server that is starting.
+
+        Absence must not be concluded from silence: the JetStream API tells them apart.
+        """
+        try:
+            message = await self.js.get_last_msg(stream, subject)
         except NotFoundError:
             return None
         return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
-
-    async def _last_message(self, stream: str, subject: str) -> api.RawStreamMsg:
-        try:
-            return await self.js.get_last_msg(stream, subject, direct=True)
-        except NoRespondersError:
-            # No such stream, one without direct get, or a server that is starting: absence must
-            # not be concluded from silence. The JetStream API tells them apart.
-            return await self.js.get_last_msg(stream, subject)
 
     async def delete_subject(self, stream: str, subject: str) -> None:
         await self.js.purge_stream(stream, subject=subject)

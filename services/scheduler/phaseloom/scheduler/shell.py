@@ -132,7 +132,10 @@ class Shell:
             self._note_clock(entry.event, entry.time_s)
         permit = _permit_in(outputs)
         context = self._trace_permit(permit, entry) if permit else None
-        await asyncio.gather(*(self._perform(output, context) for output in outputs))
+        if len(outputs) == 1:  # mostly: a permit, which needs no task of its own
+            await self._perform(outputs[0], context)
+        else:
+            await asyncio.gather(*(self._perform(output, context) for output in outputs))
         if permit:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if isinstance(entry.event, OperationFinished):
