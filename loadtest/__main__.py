@@ -32,6 +32,7 @@ def bench(*, rounds: int = 10, operations: int = 2000, file: Path = LATEST) -> N
     """
     directory = file.parent / "work"
     shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     measured = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
     records = record(roundtrip.figures(measured), file)
     Console().print(_table(records))
@@ -39,6 +40,7 @@ def bench(*, rounds: int = 10, operations: int = 2000, file: Path = LATEST) -> N
 
 def _table(records: list[Record]) -> Table:
     table = Table("figure", "measured", "limit", "ratio", "what the limit is")
+    table.columns[0].no_wrap = True
     for entry in records:
         table.add_row(
             entry.name,

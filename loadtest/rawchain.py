@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -79,7 +80,7 @@ class Controller:
 async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller]:
     """A chain on a server of its own; everything ends with the block.
 
-    Args: directory: for the server's store and the rank's socket.
+    Args: directory: for the server's store.
           payload: of every operation.
     """
     async with AsyncExitStack() as stack:
@@ -88,8 +89,11 @@ async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller
         bus = await Bus.open(credentials.bus, "raw")
         stack.push_async_callback(bus.close)
         await bus.provision_tenant(TENANT, _STREAM_BYTES)
+        # A Unix socket's path has at most 107 bytes, which the directory's may have already.
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-"))
         for role in ROLES:
-            await stack.enter_async_context(_process(role, directory / "rank.sock", credentials))
+            socket = Path(sockets) / "rank.sock"
+            await stack.enter_async_context(_process(role, socket, credentials))
         client = await connect(
             credentials.url,
             "raw controller",
@@ -129,7 +133,7 @@ async def _process(role: str, socket: Path, credentials: Credentials) -> AsyncIt
         await process.wait()
 
 
-# --- the other processes ----------------------------------------------------------------------------
+# --- the other processes --------------------------------------------------------------------------
 
 
 async def _rank(js: JetStreamContext, socket: Path) -> None:

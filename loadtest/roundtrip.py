@@ -1,9 +1,9 @@
 """Round trip of one operation through the whole mesh, against a raw chain of the same hops.
 
 One operation in flight: client library → OPS → router → decision log → scheduler → PERMITS → agent
-→ rank with the backend `noop` → DONE → `out` → client library, beside `rawchain`. Both are up at the
-same time and are measured in short rounds that alternate, so that whatever else the machine does
-meets both; a ratio is the median over rounds of that round's ratio.
+→ rank with the backend `noop` → DONE → `out` → client library, beside `rawchain`. Both are up at
+the same time and are measured in short rounds that alternate, so that whatever else the machine
+does meets both; a ratio is the median over rounds of that round's ratio.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ def figures(rounds: list[Round]) -> list[Record]:
 async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Round]:
     """Both sides in alternating rounds.
 
-    Args: directory: for the servers' stores, logs and sockets; must not exist.
+    Args: directory: exists; for the servers' stores, logs and sockets.
     """
     payload = encode(Operation("0" * 32, 1, ForwardBackward([_datum()], Loss.CROSS_ENTROPY)))
-    directory.mkdir(parents=True)
     async with (
         noop_mesh(directory / "mesh") as mesh,
         raw_chain(directory / "raw", payload) as controller,

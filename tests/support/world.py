@@ -46,6 +46,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import Output
 from phaseloom.scheduler.core.validate import validate
 
 CONFIG = SchedulerConfig(
@@ -86,7 +87,7 @@ class World:
     core: Core = field(default_factory=Core)
     now_s: float = 1000.0
     log: list[tuple[float, Event]] = field(default_factory=list)
-    outputs: list[list[outputs.Output]] = field(default_factory=list)
+    outputs: list[list[Output]] = field(default_factory=list)
     done: dict[str, Outcome] = field(default_factory=dict)
     payloads: dict[str, QueuedOperation] = field(default_factory=dict)
     ranks: dict[DeploymentKey, Ranks] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class World:
             return ranks is None or ranks.incarnation != event.incarnation
         return False
 
-    def feed(self, event: Event) -> list[outputs.Output]:
+    def feed(self, event: Event) -> list[Output]:
         self.log.append((self.now_s, event))
         if isinstance(event, OperationFinished):
             self._effect(event)
@@ -146,7 +147,7 @@ class World:
 
     # --- obeying --------------------------------------------------------------------------------
 
-    def _perform(self, output: outputs.Output) -> None:
+    def _perform(self, output: Output) -> None:
         match output:
             case outputs.SendCommand(command):
                 self.commands.append(command)
@@ -251,6 +252,8 @@ class World:
                 version = VersionKey(event.key.deployment_key, seq)
                 state = self.versions.setdefault(version, ranks.state)
                 assert state == ranks.state, f"{version} was cut again with another content"
+            elif event.kind == "load_state":
+                ranks.state = (f"loaded by {seq}",)
             else:
                 ranks.state = (*ranks.state, seq)
 

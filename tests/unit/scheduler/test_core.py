@@ -196,6 +196,23 @@ def test_sync_waits_for_a_version_that_was_lost_until_it_is_cut_again() -> None:
     assert order[2:] == ["b.sampler.1", "a.policy.1", "a.policy.2", "a.sampler.1"]
 
 
+def test_version_is_cut_again_though_the_state_was_replaced_since() -> None:
+    """The sampler holds what the policy published before it loaded a checkpoint."""
+    world = World()
+    world.submit("a")
+    world.run()
+    for seq, kind in enumerate(("optim_step", "publish_weights", "load_state", "optim_step"), 1):
+        world.queue("a", "policy", seq, kind)
+    world.queue("a", "sampler", 1, "sync_weights", after=(("policy", 2),), version=2)
+    world.run()
+    expected = world.states()
+    world.lose_train_node()
+    world.run()
+    world.kill(deployment("a", "sampler"))
+    world.run()
+    assert world.states() == expected
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -387,8 +404,10 @@ def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
     world.submit("b")
     world.run()
     jobs = world.core.state.jobs
-    assert jobs["t.a"].state is JobState.ACTIVE
-    assert jobs["t.b"].state is JobState.SUBMITTED
+    assert {n: j.state for n, j in jobs.items()} == {
+        "t.a": JobState.ACTIVE,
+        "t.b": JobState.SUBMITTED,
+    }
     world.queue("a", "policy", 2, "optim_step")  # never to run: 1 is missing
     world.run()
     world.feed(JobFinished(JobKey("t", "a"), "x"))

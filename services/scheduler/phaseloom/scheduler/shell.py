@@ -74,6 +74,8 @@ class Shell:
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
         """How far this clock runs ahead of the log's: a timer that comes early is set again."""
+        self._fired_with: dict[str, float] = {}
+        """`_ahead_s` as it was when a timer fired that the log has not shown yet."""
         self._answers: dict[str, asyncio.Future[JobStatus]] = {}
         self._traces: dict[str, tuple[Context, float]] = {}
         """Of open operations: trace context, and when it was queued."""
@@ -174,11 +176,15 @@ class Shell:
             due_s, timer = heapq.heappop(self._timers)
             # Of an earlier life, most have fired already.
             if self.core.state.timers.get(timer) == due_s:
+                self._fired_with[timer] = self._ahead_s
                 await self._log.append(TimerFired(timer))
 
     def _note_clock(self, event: TimerFired, time_s: float) -> None:
-        due_s = self.core.state.timers.get(event.timer, 0.0)
-        self._ahead_s = max(self._ahead_s, due_s - time_s)
+        """Of a timer that is still set, because it came early: by how much, beyond what we knew."""
+        known_s = self._fired_with.pop(event.timer, 0.0)
+        due_s = self.core.state.timers.get(event.timer)
+        if due_s is not None:
+            self._ahead_s = max(self._ahead_s, known_s + due_s - time_s)
 
     # --- tracing --------------------------------------------------------------------------------
 

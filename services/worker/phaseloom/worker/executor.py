@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.errors import CallerError, Code, ErrorInfo
 from phaseloom.common.ids import check_name
 from phaseloom.common.messages import (
     Args,
@@ -29,6 +29,14 @@ from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.rankwire import RankConfig
 
 
+class Refused(Exception):
+    """The operation cannot be done; no state was touched."""
+
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 @dataclass(slots=True)
 class Executor:
     settings: RankConfig
@@ -41,10 +49,13 @@ class Executor:
         return [slot for slot in self.backend.slots if slot.role is Role.WEIGHT]
 
     def check(self, args: Args) -> None:
-        """What can be refused before any state is touched.
+        """Raises: Refused: names the field."""
+        try:
+            self._check(args)
+        except CallerError as error:
+            raise Refused(error.info) from error
 
-        Raises: CallerError: names the field.
-        """
+    def _check(self, args: Args) -> None:
         if kind_of(args) not in self.backend.kinds:
             raise CallerError(
                 f"backend {self.settings.spec.backend!r} cannot do {kind_of(args)}",
@@ -76,7 +87,11 @@ class Executor:
                 pass
 
     def run(self, args: Args) -> Result:
-        """Every kind that moves no weights between deployments."""
+        """Check, then do, every kind that moves no weights between deployments.
+
+        Raises: Refused. Anything else: it failed half-way.
+        """
+        self.check(args)
         match args:
             case Generate():
                 return self.backend.generate(args)

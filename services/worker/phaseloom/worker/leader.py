@@ -40,7 +40,7 @@ from phaseloom.common.messages import (
     SyncWeights,
     SyncWeightsResult,
 )
-from phaseloom.worker.executor import Executor
+from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.rankwire import RankConfig
 from phaseloom.worker.stateclient import RankStateClient
 
@@ -92,7 +92,7 @@ class Leader:
             return
         self._check_order(permit)
         try:
-            ran = await self._execute(permit, payload, parent)
+            ran = await self._execute(permit, payload)
         except _NotNow as later:
             await self._return(permit, later.error)
             return
@@ -100,6 +100,9 @@ class Leader:
             await self._compare(permit, done, ran.completion)
         else:
             await self._store(permit, ran.completion, _content_type(payload), parent)
+        end_s = ran.started_unix_s + ran.duration_s
+        attributes = self._attributes(permit)
+        telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
         await self._append_finished(permit, done or ran.completion, parent, ran)
 
     def _check_order(self, permit: Permit) -> None:
@@ -112,26 +115,28 @@ class Leader:
 
     # --- running --------------------------------------------------------------------------------
 
-    async def _execute(self, permit: Permit, payload: Stored | None, parent: Context) -> _Ran:
+    async def _execute(self, permit: Permit, payload: Stored | None) -> _Ran:
         started_s = time.time()
         clock_s = time.perf_counter()
-        dirty = False
-        with telemetry.span("execute", parent=parent, **self._attributes(permit)):
-            try:
-                operation = self._decode(permit, payload)
-                await self._in_device_thread(self.executor.check, operation.args)
-            except PhaseloomError as error:
-                completion = _failed(permit, error.info)
-            else:
-                try:
-                    result = await self._run(permit, operation.args)
-                    completion = Completion(operation.id, Outcome.COMPLETED, result=result)
-                except _NotNow:
-                    raise
-                except Exception as error:
-                    dirty = permit.kind in MUTATING_KINDS
-                    completion = _failed(permit, _info(permit, error))
+        try:
+            operation = self._decode(permit, payload)
+        except PhaseloomError as error:
+            completion, dirty = _failed(permit, error.info), False
+        else:
+            completion, dirty = await self._outcome(permit, operation)
         return _Ran(completion, dirty, started_s, time.perf_counter() - clock_s)
+
+    async def _outcome(self, permit: Permit, operation: Operation) -> tuple[Completion, bool]:
+        """How it ended, and whether the state is now one that no operation made."""
+        try:
+            result = await self._run(permit, operation.args)
+        except _NotNow:
+            raise
+        except Refused as refused:
+            return _failed(permit, refused.error), False
+        except Exception as error:
+            return _failed(permit, _info(permit, error)), permit.kind in MUTATING_KINDS
+        return Completion(operation.id, Outcome.COMPLETED, result=result), False
 
     def _decode(self, permit: Permit, payload: Stored | None) -> Operation:
         if payload is None:
@@ -145,8 +150,10 @@ class Leader:
         result: Result
         match args:
             case PublishWeights():
+                self.executor.check(args)
                 result = await self._publish(permit)
             case SyncWeights():
+                self.executor.check(args)
                 result = await self._sync(permit, args)
             case _:
                 result = await self._in_device_thread(self.executor.run, args)

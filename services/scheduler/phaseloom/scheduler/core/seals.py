@@ -27,9 +27,9 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
     elif op.kind == "sync_weights":
         deployment.holds = op.version
         # The whole state is replaced: what came before is not needed to rebuild it.
-        forget = [m for m in deployment.history[:-1]]
-        deployment.history = deployment.history[-1:]
-        _delete(step, deployment, [m.seq for m in forget])
+        if not volatile_versions(step, deployment):
+            _delete(step, deployment, [m.seq for m in deployment.history[:-1]])
+            deployment.history = deployment.history[-1:]
         release_versions(step, deployment)
     if deployment.spec.trainable:
         deployment.since_seal += 1
@@ -47,6 +47,13 @@ def needed_versions(step: Step, deployment: Deployment) -> set[VersionKey]:
             needed.add(other.holds)
         needed.update(op.version for op in other.operations.values() if op.version is not None)
     return needed
+
+
+def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
+    """Needed versions of this policy that its node's memory alone holds."""
+    needed = needed_versions(step, deployment)
+    seqs = {version.seq for version in needed if version.policy == deployment.key}
+    return seqs - set(deployment.durable_versions)
 
 
 def release_versions(step: Step, deployment: Deployment) -> None:
@@ -114,11 +121,7 @@ def failed(step: Step, event: SealFailed) -> None:
 
 
 def _floor(step: Step, deployment: Deployment) -> int:
-    pending = [
-        version.seq
-        for version in needed_versions(step, deployment)
-        if version.policy == deployment.key and version.seq not in deployment.durable_versions
-    ]
+    pending = volatile_versions(step, deployment)
     # While an incarnation is being rebuilt, it needs all that came after the seal it began with.
     is_rebuilding = deployment.state in (WpgState.STARTING, WpgState.RECOVERING)
     sealed = deployment.base if is_rebuilding else deployment.seal_seq

@@ -101,16 +101,17 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     """Mutations after the state that the WPG starts with, from the last one that replaces it all.
 
     A `publish_weights` changes nothing here: it is run again only where its version is needed and
-    not on disk.
+    not on disk, and then what made the state that it cuts is run again too.
     """
     history = [m for m in deployment.history if m.seq > applied]
-    for index in range(len(history) - 1, -1, -1):
-        if history[index].kind in _REPLACES_STATE:
-            history = history[index:]
+    wanted = seals.volatile_versions(step, deployment)
+    first = 0
+    for index, mutation in enumerate(history):
+        if mutation.seq in wanted:
             break
-    wanted = {v.seq for v in seals.needed_versions(step, deployment) if v.policy == deployment.key}
-    wanted -= set(deployment.durable_versions)
-    return [m.seq for m in history if m.kind != "publish_weights" or m.seq in wanted]
+        if mutation.kind in _REPLACES_STATE:
+            first = index
+    return [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
