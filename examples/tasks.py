@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 import types
@@ -39,6 +40,9 @@ class Task:
     def __init__(self, name: str, seed: int) -> None:
         import_reasoning_gym()
         import reasoning_gym
+
+        # It brings very many objects, and a full collection would pause a step for them all.
+        gc.freeze()
 
         options = {
             "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},

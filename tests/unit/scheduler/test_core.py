@@ -358,6 +358,22 @@ def test_hold_ends_when_the_profiler_expects_nothing_soon() -> None:
     assert world.runs[1][0] == pytest.approx(world.runs[0][1])
 
 
+@pytest.mark.parametrize(
+    ("gap_s", "held_s"), [(0.01, 0.03), (0.04, 0.06), (0.061, 0.0)], ids=["short", "known", "late"]
+)
+def test_hold_lasts_until_the_usual_gap_is_overdue(gap_s: float, held_s: float) -> None:
+    world = World()
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    estimate = KindEstimate("sampler", "generate", 0.1, next_gap_s=gap_s, count=9)
+    world.feed(PhaseTrace(JobKey("t", "a"), 1.0, [], [estimate]))
+    world.queue("a", "sampler", 1, "generate")
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert world.runs[1][0] - world.runs[0][1] == pytest.approx(held_s, abs=1e-6)
+
+
 def test_endless_job_does_not_starve_another() -> None:
     world = World()
     for job in ("a", "b"):

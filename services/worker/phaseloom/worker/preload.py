@@ -3,6 +3,7 @@
 Never initialise CUDA here: a forked child could not use it.
 """
 
+import gc
 import importlib
 
 from phaseloom.common import lifecycle
@@ -18,3 +19,6 @@ for _module in (
     "phaseloom.worker.rank",
 ):
     importlib.import_module(_module)
+
+# Ranks neither scan these objects in their collections nor copy their pages for it.
+gc.freeze()

@@ -6,9 +6,9 @@ no switch between them. While the holder has ready operations they go first, for
 operation of a job that submits serially has not waited yet and would lose against anyone who has
 (PlexRL's HRRS has that weakness). While it has none, another job's operation waits for the idle
 grace, the time in which the holder's controller may answer and go on. That wait ends early when the
-holder has said that its next work here comes after work elsewhere, or when the profiler knows that
-its next operation comes later than the grace. Nothing starves: when a quantum ends, others go
-first. A quantum of 0 leaves the order to the policy alone.
+holder has said that its next work here comes after work elsewhere; where the profiler knows when
+the next operation usually comes, the wait lasts until that is overdue, or is not begun. Nothing
+starves: when a quantum ends, others go first. A quantum of 0 leaves the order to the policy alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from phaseloom.scheduler.core.state import (
     WpgState,
 )
 from phaseloom.scheduler.core.step import Step
+
+SOON = 2.0
+"""Times the idle grace: an operation known to come later than that is not waited for at all."""
+OVERDUE = 1.5
+"""Times its usual gap: an operation that has not come by then is not waited for any longer."""
 
 
 def dispatch(step: Step, node: Node, index: int) -> None:
@@ -133,10 +138,11 @@ def _held_until_s(step: Step, device: Device) -> float:
     mine = [d for d in deployments if d.key.job_key == job.key]
     if any(_waits_elsewhere(d) for d in mine):
         return 0.0
+    grace_s = step.config.idle_grace_s
     gap_s = estimates.next_gap_s(step.state, job.key, device.last)
-    if gap_s > step.config.idle_grace_s:
+    if gap_s > SOON * grace_s:
         return 0.0
-    return device.idle_since_s + step.config.idle_grace_s
+    return device.idle_since_s + max(grace_s, OVERDUE * gap_s)
 
 
 def _waits_elsewhere(deployment: Deployment) -> bool:
