@@ -38,10 +38,10 @@ class Settings:
 
 SETTINGS = {
     "chain_sum": Settings(
-        steps=90, prompts=192, train_groups=96, micro_batches=2, max_tokens=4, warmup_steps=200
+        steps=90, prompts=168, train_groups=96, micro_batches=2, max_tokens=4, warmup_steps=200
     ),
     "letter_counting": Settings(
-        steps=90, prompts=32, train_groups=16, micro_batches=2, max_tokens=20, warmup_steps=50
+        steps=90, prompts=30, train_groups=16, micro_batches=2, max_tokens=20, warmup_steps=50
     ),
 }
 """Chosen so that a step's rollout takes about as long as its training, and both jobs' steps about
