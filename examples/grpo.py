@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -28,6 +28,7 @@ from phaseloom.client import (
     AdamParams,
     Datum,
     DeploymentSpec,
+    Float32s,
     Job,
     Loss,
     ModelSpec,
@@ -96,8 +97,7 @@ async def train(job: Job, name: str, settings: Settings, report: Report, barrier
         chosen = most_varied(rewards, settings.train_groups)
         answers = [(asked[i], sample) for i in chosen for sample in groups[i]]
         referred = (await reference.forward([scored(p, s) for p, s in answers])).logprobs
-        drifted_from = [float32s(values) for values in referred]
-        batch = with_advantages(answers, [rewards[i] for i in chosen], drifted_from, settings.kl)
+        batch = with_advantages(answers, [rewards[i] for i in chosen], referred, settings.kl)
 
         # The whole update at once, then the next rollout, which waits for the new weights.
         size = -(-len(batch) // settings.micro_batches)
@@ -153,7 +153,7 @@ def worked(problems: list[Problem]) -> list[Datum]:
 def with_advantages(
     answers: list[tuple[Problem, Sequence]],
     rewards: list[list[float]],
-    reference: list[list[float]],
+    reference: Iterable[Float32s],
     kl: float,
 ) -> list[Datum]:
     """Each reward against its group's, less the drift from the reference; mean over all tokens."""
@@ -162,8 +162,8 @@ def with_advantages(
     batch = []
     for (problem, sample), advantage, ref in zip(answers, advantages, reference, strict=True):
         skip = len(problem.prompt) - 1
-        own = float32s(sample.logprobs)
-        gains = [(advantage - kl * (p - q)) / total for p, q in zip(own, ref[skip:], strict=True)]
+        both = zip(float32s(sample.logprobs), float32s(ref)[skip:], strict=True)
+        gains = [(advantage - kl * (own - other)) / total for own, other in both]
         batch.append(scored(problem, sample, [0.0] * skip + gains))
     return batch
 
