@@ -6,6 +6,9 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+# Its pytest plugin imports it in the summary, which fails on Python 3.11 after a torch process
+# group was made in this process.
+import hypothesis  # noqa: F401
 import pytest
 
 from phaseloom.common.bus import Bus

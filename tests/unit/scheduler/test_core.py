@@ -23,7 +23,7 @@ from phaseloom.common.messages import (
 from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import Answer
 from phaseloom.scheduler.core.state import JobState, WpgState
-from tests.support.world import CONFIG, World, deployment
+from tests.support.world import CONFIG, World, deployment, node_up
 
 STEPS = 4
 
@@ -447,3 +447,85 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
         world.kill(key)
     world.run()
     assert world.done == {"t.a.policy.1": Outcome.FAILED, "t.a.policy.2": Outcome.COMPLETED}
+
+
+def test_long_chain_of_failures_ends_without_recursion() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    length = 400
+    for seq in range(2, length + 1):
+        world.queue("a", "sampler", seq, "generate", after=(("policy", seq),))
+        world.queue("a", "policy", seq, "optim_step", after=(("sampler", seq - 1),))
+    bad = ErrorInfo(Code.INVALID_ARGUMENT, "no")
+    world.queue("a", "policy", 1, "optim_step", error=bad)
+    world.queue("a", "sampler", 1, "generate", after=(("policy", 1),))
+    world.run()
+    assert len(world.done) == 2 * length
+    assert set(world.done.values()) == {Outcome.FAILED}
+
+
+def test_job_fails_when_its_node_returns_without_its_device() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    fewer = msgspec.structs.replace(node_up("t0", "train", revision=2), devices=[])
+    world.feed(fewer)
+    world.run()
+    job = world.core.state.jobs["t.a"]
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert "device 0" in job.error.message
+
+
+def test_ended_job_leaves_nothing_in_its_operation_stream() -> None:
+    world = two_jobs(World())
+    world.run()
+    for job in ("a", "b"):
+        world.feed(JobFinished(JobKey("t", job), f"finish-{job}"))
+    world.run()
+    assert world.payloads == {}
+
+
+def test_late_copy_of_a_done_operation_is_deleted() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    event = world.queue("a", "sampler", 1, "generate")
+    world.run()
+    world.payloads[str(event.key)] = event  # stored again after the original was deleted
+    world.feed(event)
+    assert str(event.key) not in world.payloads
+    assert len(world.runs) == 1
+
+
+def test_unordered_operation_that_kills_its_workers_again_and_again_fails() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
+    world.submit("a")
+    world.run()
+    world.queue("a", "sampler", "rpoison", "generate")
+    key = deployment("a", "sampler")
+    for _ in range(3):
+        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+            world.run(until_s=world.now_s + 0.01)
+            world.now_s += 0.01
+        world.kill(key)
+    world.run()
+    assert world.done == {"t.a.sampler.rpoison": Outcome.FAILED}
+
+
+def test_job_fails_when_its_state_cannot_be_rebuilt() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
+    world.submit("a")
+    world.run()
+    world.queue("a", "policy", 1, "forward_backward")
+    world.run()
+    key = deployment("a", "policy")
+    world.kill(key)
+    for _ in range(2):
+        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+            world.run(until_s=world.now_s + 0.01)
+            world.now_s += 0.01
+        world.kill(key)
+    world.run()
+    assert world.core.state.jobs["t.a"].state is JobState.FAILED

@@ -641,7 +641,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     incarnation: int
     next_seq: int
-    """The seq that the scheduler has not seen yet."""
+    """The lowest seq that has no outcome yet; from `session.attach`: the next one to use."""
     open_operations: list[str] = []
     """Slots that have no outcome yet."""
     error: ErrorInfo | None = None

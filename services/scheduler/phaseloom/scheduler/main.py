@@ -19,7 +19,7 @@ from phaseloom.scheduler.api import job_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.shell import Shell
-from phaseloom.scheduler.sink import SNAPSHOT_KEY, BusSink
+from phaseloom.scheduler.sink import SNAPSHOT_KEY, BusSink, unpack_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ async def serve(stop: asyncio.Event) -> None:
     bus = await Bus.open(config.load(BusConfig, "bus"), "scheduler")
     try:
         stored = await bus.kv_get(Bucket.SNAPSHOTS, SNAPSHOT_KEY)
-        core = Core.restore(stored.payload) if stored else Core()
+        core = Core.restore(unpack_snapshot(stored.payload)) if stored else Core()
         sink = BusSink(bus)
         policy = SchedulerConfig(
             placement=settings.placement,

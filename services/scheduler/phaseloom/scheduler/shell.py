@@ -31,7 +31,7 @@ from phaseloom.common.messages import (
     TimerFired,
 )
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Answer, Output, SendCommand, SetTimer
+from phaseloom.scheduler.core.outputs import Answer, Output, SendCommand, SetTimer, WriteCompletion
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +142,9 @@ class Shell:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if isinstance(entry.event, OperationFinished):
             self._traces.pop(str(entry.event.key), None)
+        for output in outputs:
+            if isinstance(output, WriteCompletion):
+                self._traces.pop(str(output.key), None)
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 
 from opentelemetry.context import Context
 
 from phaseloom.common import streams, telemetry
 from phaseloom.common.bus import AlreadyStored, Bus
 from phaseloom.common.codec import encode
+from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import OperationKey
 from phaseloom.common.streams import Bucket
 from phaseloom.scheduler.core.outputs import (
@@ -22,6 +24,19 @@ from phaseloom.scheduler.core.outputs import (
 )
 
 SNAPSHOT_KEY = "core"
+MAX_SNAPSHOT_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
+"""Compressed; room is left for headers."""
+
+
+def unpack_snapshot(payload: bytes) -> bytes:
+    """Inverse of what `save` stores.
+
+    Raises: ResourceError: DATA_LOSS, damaged.
+    """
+    try:
+        return zlib.decompress(payload)
+    except zlib.error as error:
+        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
 
 
 class BusSink:
@@ -63,7 +78,12 @@ class BusSink:
     async def save(self, sequence: int, snapshot: bytes) -> None:
         """Store a snapshot; the log below the one before it is not needed any more."""
         await self._deletions.join()
-        await self._bus.kv_put(Bucket.SNAPSHOTS, SNAPSHOT_KEY, snapshot)
+        packed = zlib.compress(snapshot, 1)
+        if len(packed) > MAX_SNAPSHOT_BYTES:
+            # The log stays as long as it is: slower to restart from, and nothing is lost.
+            await self._bus.notice("scheduler", "snapshot skipped", f"{len(packed)} bytes")
+            return
+        await self._bus.kv_put(Bucket.SNAPSHOTS, SNAPSHOT_KEY, packed)
         if self._saved_sequence:
             await self._bus.truncate_log(self._saved_sequence)
         self._saved_sequence = sequence

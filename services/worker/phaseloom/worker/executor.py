@@ -120,6 +120,7 @@ class Executor:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         self.backend.save(draft)
+        digest = self.backend.weights_sha256()
         draft.rename(final)
         key = self.settings.deployment
-        return SaveStateResult(f"{key.job}/{key.deployment}/{name}", self.backend.weights_sha256())
+        return SaveStateResult(f"{key.job}/{key.deployment}/{name}", digest)

@@ -9,6 +9,7 @@ life a mutating operation runs once, because the scheduler permits it once and `
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -22,7 +23,14 @@ from opentelemetry.context import Context
 from phaseloom.common import streams, telemetry
 from phaseloom.common.arrays import as_lists
 from phaseloom.common.bus import AlreadyStored, Bus, Stored
-from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode
+from phaseloom.common.codec import (
+    CONTENT_TYPE,
+    JSON,
+    MSGPACK,
+    content_type_of,
+    decode,
+    encode,
+)
 from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import (
@@ -48,6 +56,14 @@ log = logging.getLogger(__name__)
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 """How a weights version's source fails that is restarted, or that the network hides."""
+
+MAX_JSON_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
+"""Room is left for headers."""
+_TOO_LARGE = ErrorInfo(
+    Code.RESOURCE_EXHAUSTED,
+    "the result is too large for one message in JSON",
+    remedy="send fewer samples at once, or send MessagePack",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +112,19 @@ class Leader:
         except _NotNow as later:
             await self._return(permit, later.error)
             return
-        if done is not None:
-            await self._compare(permit, done, ran.completion)
+        if done is None:
+            completion = await self._store(permit, ran.completion, payload, parent)
         else:
-            await self._store(permit, ran.completion, _content_type(payload), parent)
+            completion = done
+            await self._compare(permit, done, ran.completion)
+            if ran.completion.outcome is not Outcome.COMPLETED:
+                # Its outcome stands, but this incarnation does not have its effect.
+                completion = replace(done, error=ran.completion.error)
+                ran = dataclasses.replace(ran, dirty=True)
         end_s = ran.started_unix_s + ran.duration_s
         attributes = self._attributes(permit)
         telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
-        await self._append_finished(permit, done or ran.completion, parent, ran)
+        await self._append_finished(permit, completion, parent, ran)
 
     def _check_order(self, permit: Permit) -> None:
         if permit.kind in MUTATING_KINDS and permit.prev != self.executor.applied:
@@ -195,10 +216,14 @@ class Leader:
     # --- telling --------------------------------------------------------------------------------
 
     async def _store(
-        self, permit: Permit, completion: Completion, content_type: str, parent: Context
-    ) -> None:
+        self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
+    ) -> Completion:
+        """Returns what was written: JSON may not fit where MessagePack would."""
+        content_type = _content_type(payload)
         if content_type == JSON and completion.result is not None:
             completion = replace(completion, result=as_lists(completion.result))
+            if len(encode(completion, JSON)) > MAX_JSON_BYTES:
+                completion = _failed(permit, _TOO_LARGE)
         try:
             await self.bus.publish(
                 streams.done_subject(permit.operation),
@@ -210,6 +235,7 @@ class Leader:
             await self.bus.notice(
                 "worker", "outcome dropped", "another was stored first", str(permit.operation)
             )
+        return completion
 
     async def _compare(self, permit: Permit, done: Completion, again: Completion) -> None:
         if done.result != again.result:

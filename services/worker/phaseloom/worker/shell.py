@@ -39,7 +39,7 @@ from phaseloom.common.messages import (
     WpgLost,
     WpgStarted,
 )
-from phaseloom.common.statewire import Done, Sealed
+from phaseloom.common.statewire import Done
 from phaseloom.common.streams import Bucket
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
@@ -79,6 +79,7 @@ class Agent:
         self._by_token: dict[str, Wpg] = {}
         self._deployment_locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._state_lock = asyncio.Lock()
+        self._seal_lock = asyncio.Lock()
         self._in_hand: dict[int, Msg] = {}
         self._is_stopping = False
 
@@ -176,7 +177,9 @@ class Agent:
                 case SealState():
                     await self._seal(command)
                 case ReleaseVersions():
-                    await self._state.drop_versions(command.versions)
+                    # A seal under way may still have to write them.
+                    async with self._seal_lock:
+                        await self._state.drop_versions(command.versions)
         await message.ack()
 
     async def _start(self, command: StartWpg) -> None:
@@ -222,11 +225,13 @@ class Agent:
         was_alive = wpg is not None and wpg.incarnation <= command.incarnation
         if wpg is not None and was_alive:
             wpg.reason = stopped
-            if command.forget:
-                await wpg.stop(_STOP_S)
-            else:
-                wpg.kill()
-                await wpg.ended()
+            # Whoever is switched in next must find the device empty.
+            async with self._state_lock:
+                if command.forget:
+                    await wpg.stop(_STOP_S)
+                else:
+                    wpg.kill()
+                    await wpg.ended()
         async with self._deployment_locks[command.deployment], self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget
@@ -325,21 +330,33 @@ class Agent:
         """Commit a seal: the copy is made now, written while the deployment runs on."""
         key = command.deployment
         try:
-            record = await self._bus.kv_get(Bucket.SEALS, str(key))
-            committed = 0 if record is None else decode(record.payload, SealCommitted).seq
             async with self._deployment_locks[key], self._state_lock:
-                await self._state.prepare_seal(key, command.incarnation, command.seq)
-            sealed: Sealed = await self._state.write_seal(
-                key, command.incarnation, command.seq, command.versions, committed=committed
-            )
+                # Held until the seal is written: its versions must not be released meanwhile.
+                await self._seal_lock.acquire()
+                try:
+                    await self._state.prepare_seal(key, command.incarnation, command.seq)
+                except BaseException:
+                    self._seal_lock.release()
+                    raise
+            try:
+                await self._write_seal(command)
+            finally:
+                self._seal_lock.release()
         except PhaseloomError as error:
             await self._bus.append(
                 SealFailed(key, command.seq, command.node, error.info),
                 msg_id=f"seal-failed:{key}:{command.id}",
             )
-            return
-        event = SealCommitted(key, command.seq, command.node, command.versions)
+
+    async def _write_seal(self, command: SealState) -> None:
+        key = command.deployment
+        record = await self._bus.kv_get(Bucket.SEALS, str(key))
+        committed = 0 if record is None else decode(record.payload, SealCommitted).seq
+        sealed = await self._state.write_seal(
+            key, command.incarnation, command.seq, command.versions, committed=committed
+        )
         log.info("sealed %s at %d in %s", key, command.seq, sealed.file)
+        event = SealCommitted(key, command.seq, command.node, command.versions)
         # The commit record: before it the old seal stands, after it the rest is idempotent.
         await self._bus.kv_swap(
             Bucket.SEALS, str(key), encode(event), record.sequence if record else 0

@@ -71,9 +71,13 @@ class Core:
         self.state.now_s = max(self.state.now_s, time_s)
         step = Step(self.state, sequence, self.state.now_s)
         _take(step, event)
+        operations.wake_all(step)
         jobs.settle(step)
+        operations.wake_all(step)
         for node, device in sorted(step.dirty):
-            dispatch.dispatch(step, self.state.nodes[node], device)
+            # A node may have come back with fewer devices.
+            if device < len(self.state.nodes[node].devices):
+                dispatch.dispatch(step, self.state.nodes[node], device)
         for name in sorted(step.changed_jobs):
             job = self.state.jobs[name]
             step.emit(PutView(job.key, jobs.status(step, job)))
@@ -159,16 +163,21 @@ def _refused(step: Step, event: ActivationRefused) -> None:
     if op is not None and op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         op.refusals += 1
-        if op.refusals >= MAX_REFUSALS:
+        # One that may have taken effect before its WPG died must not be called failed.
+        may_be_done = op.uncertain and op.is_mutating
+        if op.refusals >= MAX_REFUSALS and not may_be_done:
             operations.end_unrun(step, deployment, op, _given_up(event.error, op.refusals))
+    deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
     timer = f"refused/{event.node}/{deployment.device}/{step.sequence}"
-    step.set_timer(timer, step.now_s + REFUSAL_PAUSE_S)
+    step.set_timer(timer, deployment.retry_at_s)
 
 
 def _returned(step: Step, event: PermitReturned) -> None:
     """As often as it takes: a node that is away may come back, and others use the device."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    if deployment.node is None:
         return
     device = step.device_of(deployment)
     if device.running != event.key:

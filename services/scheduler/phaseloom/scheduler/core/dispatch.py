@@ -62,7 +62,7 @@ def _within_quantum(
     step: Step, device: Device, candidates: list[Candidate], of_holder: list[Candidate]
 ) -> list[Candidate]:
     """Among whom the policy chooses: the holder's operations for a quantum, then the others'."""
-    others = [c for c in candidates if c not in of_holder]
+    others = [c for c in candidates if c.job != device.holder]
     if not of_holder or not others or step.config.quantum_s == 0:
         return candidates
     is_over = step.now_s - device.held_since_s >= step.config.quantum_s
@@ -75,6 +75,8 @@ def _ready(step: Step, device: Device) -> list[tuple[Deployment, Op]]:
 
 
 def _next_of(step: Step, deployment: Deployment) -> list[Op]:
+    if deployment.retry_at_s > step.now_s:
+        return []
     if deployment.replay and deployment.state is WpgState.RECOVERING:
         return [_replay_op(step, deployment)]
     if deployment.state is not WpgState.READY:
@@ -93,7 +95,7 @@ def _is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     policy = step.deployment(op.version.policy) if op.version else None
     if policy is None or op.version is None:
         return True
-    if deployment.retry_at_s > step.now_s or policy.state is WpgState.LOST:
+    if policy.state is WpgState.LOST:
         return False
     is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
     return not is_rebuilding or op.version.seq in policy.durable_versions

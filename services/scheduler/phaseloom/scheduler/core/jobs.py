@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import (
@@ -9,9 +11,10 @@ from phaseloom.common.messages import (
     JobFinished,
     JobStatus,
     JobSubmitted,
+    ModelSpec,
     ReleaseVersions,
 )
-from phaseloom.scheduler.core import operations, outputs, placement, wpgs
+from phaseloom.scheduler.core import operations, outputs, placement, seals, wpgs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
     Deployment,
@@ -123,12 +126,24 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
+        _forget(step, deployment)
     if job.published:
         for node in nodes:
             step.send(ReleaseVersions, step.node(node), versions=job.published)
         job.published = []
     step.state.traces.pop(str(job.key), None)
+    lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
+    job.spec = replace(job.spec, deployments=lean)
     step.has_new_room = True
+
+
+def _forget(step: Step, deployment: Deployment) -> None:
+    """What an ended job leaves on the books is small, whatever it was."""
+    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
+    deployment.history = []
+    deployment.not_completed = []
+    deployment.spec = replace(deployment.spec, model=ModelSpec({}))
+    step.state.switch_s.pop(deployment.name, None)
 
 
 def status(step: Step, job: Job) -> JobStatus:
@@ -143,7 +158,7 @@ def status(step: Step, job: Job) -> JobStatus:
                 node=d.node or "",
                 state=d.state,
                 incarnation=d.incarnation,
-                next_seq=max([d.next_seq - 1, *d.operations]) + 1,
+                next_seq=d.next_seq,
                 open_operations=[str(seq) for seq in sorted(d.operations)] + sorted(d.unordered),
                 error=d.error,
             )

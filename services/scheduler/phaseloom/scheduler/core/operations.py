@@ -34,7 +34,12 @@ def file(step: Step, event: QueuedOperation) -> None:
     if seq is None:
         if event.key.slot in deployment.unordered:
             return
-    elif seq < deployment.next_seq or seq in deployment.operations:
+    elif seq in deployment.operations:
+        return
+    elif seq < deployment.next_seq:
+        if all(mutation.seq != seq for mutation in deployment.history):
+            # A copy that came after its original was done and deleted.
+            step.emit(outputs.DeleteOperations([event.key]))
         return
     op = Op(
         key=event.key,
@@ -78,6 +83,7 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
             event.key, Completion(event.id, Outcome.FAILED, error=error), event.content_type
         )
     )
+    step.emit(outputs.DeleteOperations([event.key]))
 
 
 def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
@@ -122,6 +128,8 @@ def end_unrun(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> N
 def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the books and wake whoever waited for it."""
     seq = op.key.seq
+    if completed:
+        deployment.losses = 0
     if seq is None:
         deployment.unordered.pop(op.key.slot, None)
         return
@@ -142,11 +150,17 @@ def _advance(step: Step, deployment: Deployment) -> None:
         ended = f"{deployment.name}.{deployment.next_seq}"
         deployment.next_seq += 1
         deployment.losses = 0
-        for name in step.state.waiters.pop(ended, []):
-            waiter = step.state.deployments.get(name)
-            if waiter is not None:
-                _wake(step, waiter)
+        step.woken += step.state.waiters.pop(ended, [])
         step.touch(deployment)
+
+
+def wake_all(step: Step) -> None:
+    """Settle whoever waited for what this step ended; one failure may end a long chain of others,
+    hence a list and no recursion."""
+    while step.woken:
+        deployment = step.state.deployments.get(step.woken.pop())
+        if deployment is not None:
+            _wake(step, deployment)
 
 
 def _wake(step: Step, deployment: Deployment) -> None:

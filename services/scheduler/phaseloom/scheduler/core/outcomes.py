@@ -13,7 +13,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None:
         return
-    in_this_life = event.incarnation == deployment.incarnation
+    in_this_life = event.incarnation == deployment.incarnation and deployment.node is not None
     if in_this_life:
         device = step.device_of(deployment)
         if device.running == event.key:
@@ -46,6 +46,6 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
         deployment.history.append(Mutation(seq, op.kind))
         deployment.applied = seq
         seals.mutated(step, deployment, op)
-    elif not op.is_mutating:
+    else:
         step.emit(outputs.DeleteOperations([op.key]))
     operations.close(step, deployment, op, completed)

@@ -28,7 +28,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         deployment.holds = op.version
         # The whole state is replaced: what came before is not needed to rebuild it.
         if not volatile_versions(step, deployment):
-            _delete(step, deployment, [m.seq for m in deployment.history[:-1]])
+            delete(step, deployment, [m.seq for m in deployment.history[:-1]])
             deployment.history = deployment.history[-1:]
         release_versions(step, deployment)
     if deployment.spec.trainable:
@@ -106,7 +106,7 @@ def committed(step: Step, event: SealCommitted) -> None:
     if deployment.sealing <= event.seq:
         deployment.sealing = 0
     floor = _floor(step, deployment)
-    _delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
+    delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
     deployment.history = [m for m in deployment.history if m.seq > floor]
 
 
@@ -128,7 +128,7 @@ def _floor(step: Step, deployment: Deployment) -> int:
     return min([sealed, *[seq - 1 for seq in pending]])
 
 
-def _delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:
+def delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:
     if seqs:
         key = deployment.key
         keys = [OperationKey(key.tenant, key.job, key.deployment, str(seq)) for seq in seqs]

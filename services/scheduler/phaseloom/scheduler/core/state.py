@@ -164,7 +164,8 @@ class Deployment(msgspec.Struct):
     since_seal: int = 0
     durable_versions: list[int] = []
     retry_at_s: float = 0.0
-    """Until then its next operation stays: the weights version that it brings was out of reach."""
+    """Until then nothing of it runs: its activation was refused, or the weights version that its
+    next operation brings was out of reach."""
     losses: int = 0
     """Deaths of the WPG at the current `next_seq` (or in its start)."""
     error: ErrorInfo | None = None

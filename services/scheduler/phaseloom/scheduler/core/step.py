@@ -41,6 +41,8 @@ class Step:
     """Devices whose ready operations may have changed: (node, device)."""
     doomed: dict[str, ErrorInfo] = field(default_factory=dict)
     """Jobs that cannot go on, and why."""
+    woken: list[str] = field(default_factory=list)
+    """Deployments of which something that they wait for has ended."""
     has_new_room: bool = False
     """A node came, or a job left one: what waits for a place may have one now."""
     changed_jobs: set[str] = field(default_factory=set)

@@ -15,6 +15,7 @@ from phaseloom.scheduler.core import operations, seals
 from phaseloom.scheduler.core.state import (
     Deployment,
     Node,
+    Op,
     WpgState,
     new_devices,
 )
@@ -43,6 +44,12 @@ def node_up(step: Step, event: NodeUp) -> None:
     step.state.nodes[event.node] = node
     for name in placed:
         deployment = step.state.deployments[name]
+        if deployment.device >= len(node.devices):
+            gone = f"device {deployment.device} of {event.node} is gone"
+            error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
+            step.doomed[str(deployment.key.job_key)] = error
+            deployment.node = None
+            continue
         node.devices[deployment.device].placed.append(name)
         start(step, deployment)
     step.has_new_room = True
@@ -89,6 +96,7 @@ def started(step: Step, event: WpgStarted) -> None:
     if deployment.state is not WpgState.STARTING:
         return
     deployment.state_bytes = event.state_bytes
+    deployment.error = None
     deployment.applied = event.applied
     deployment.replay = _to_replay(step, deployment, event.applied)
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
@@ -139,16 +147,29 @@ def lost(step: Step, event: WpgLost) -> None:
     if deployment.state is WpgState.LOST:  # it was being killed, to be rebuilt
         start(step, deployment)
         return
-    was_starting = deployment.state is WpgState.STARTING
+    before = deployment.state
+    culprit = _running_op(step, deployment)
     _bury(step, deployment)
     step.tell("WPG lost", event.error.message, deployment.name)
+    deployment.error = event.error
     deployment.losses += 1
-    if was_starting and _is_hopeless(step, deployment, event.error):
+    if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
         step.doomed[str(deployment.key.job_key)] = event.error
         return
     if deployment.losses > step.config.max_losses:
-        _give_up_on_head(step, deployment, event.error)
+        if culprit is not None:
+            _give_up(step, deployment, culprit, event.error)
+        elif before is WpgState.RECOVERING:
+            step.doomed[str(deployment.key.job_key)] = event.error
+            return
     start(step, deployment)
+
+
+def _running_op(step: Step, deployment: Deployment) -> Op | None:
+    running = step.device_of(deployment).running
+    if running is None or running.deployment_key != deployment.key:
+        return None
+    return deployment.open_operation(running)
 
 
 def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
@@ -156,17 +177,15 @@ def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
     return refused or deployment.losses > step.config.max_losses
 
 
-def _give_up_on_head(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+def _give_up(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> None:
     """It killed its WPG again and again: it fails, and the rest goes on without it."""
-    head = deployment.operations.get(deployment.next_seq)
-    if head is None or not head.uncertain:
-        return
     given_up = ErrorInfo(
         Code.ABORTED,
         f"its workers died {deployment.losses} times while it ran: {error.message}",
         remedy="make it smaller, or look at the worker's log",
     )
-    operations.end_unrun(step, deployment, head, given_up)
+    operations.end_unrun(step, deployment, op, given_up)
+    deployment.losses = 0
 
 
 def _bury(step: Step, deployment: Deployment) -> None:
