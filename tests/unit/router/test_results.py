@@ -20,9 +20,13 @@ def status(next_seq: int, state: str = "active") -> JobStatus:
     )
 
 
-@given(st.integers(1, 30), st.sets(st.integers(1, 40)))
-def test_every_seq_below_the_next_is_known_or_filled(viewed: int, seqs: set[int]) -> None:
-    told, fillers = attach_status(JOB, status(viewed), {"policy": seqs})
+@given(st.integers(1, 30), st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)))
+def test_every_seq_below_the_next_is_known_or_filled(
+    viewed: int, stored: set[int], done: set[int]
+) -> None:
+    seqs = stored | done
+    told, fillers = attach_status(JOB, status(viewed), {"policy": stored}, {"policy": done})
+    assert told.deployments[0].open_operations == [str(seq) for seq in sorted(stored - done)]
     next_seq = told.deployments[0].next_seq
     filled = {filler.key.seq for filler in fillers}
     assert not filled & seqs

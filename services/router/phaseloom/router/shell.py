@@ -236,15 +236,13 @@ class Router:
         results.check_attachable(status)
         session = await self._sessions.give(job)
         # Read after the older sessions are over: what they still publish is refused.
-        stored = results.stored_seqs(
-            [
-                *await self._bus.subjects(
-                    streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>"
-                ),
-                *await self._bus.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>"),
-            ]
+        operations = results.stored_seqs(
+            await self._bus.subjects(streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>")
         )
-        status, fillers = results.attach_status(job, status, stored)
+        outcomes = results.stored_seqs(
+            await self._bus.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
+        )
+        status, fillers = results.attach_status(job, status, operations, outcomes)
         for filler in fillers:
             await self._append(filler)
         return Attached(session=session, status=status)

@@ -8,7 +8,7 @@ import msgspec
 
 from phaseloom.common.errors import CallerError, Code, ErrorInfo
 from phaseloom.common.ids import JobKey, OperationKey, parse_operation_key
-from phaseloom.common.messages import DeploymentStatus, JobStatus, QueuedOperation
+from phaseloom.common.messages import JobStatus, QueuedOperation
 
 _ENDED = frozenset({"done", "failed", "rejected"})
 
@@ -50,9 +50,15 @@ def key_of(subject: str) -> OperationKey | None:
 
 
 def attach_status(
-    job: JobKey, status: JobStatus, stored: dict[str, set[int]]
+    job: JobKey,
+    status: JobStatus,
+    operations: dict[str, set[int]],
+    outcomes: dict[str, set[int]],
 ) -> tuple[JobStatus, list[QueuedOperation]]:
-    """The status with each deployment's next free `seq`, and what closes the gaps below it.
+    """The status with each deployment's next free `seq` and open operations, and what closes the
+    gaps.
+
+    Args: operations, outcomes: `stored_seqs` of the two streams.
 
     The scheduler's view may lag behind the streams, and an earlier session may have died between
     two publishes: what it published above a hole would wait for ever. Each hole becomes a refused
@@ -60,19 +66,19 @@ def attach_status(
     """
     deployments, fillers = [], []
     for deployment in status.deployments:
-        seqs = stored.get(deployment.name, set())
+        done = outcomes.get(deployment.name, set())
+        seqs = operations.get(deployment.name, set()) | done
         next_seq = max(deployment.next_seq, max(seqs, default=0) + 1)
-        deployments.append(_with_next(deployment, next_seq))
+        waiting = [str(seq) for seq in sorted(seqs - done)]
+        deployments.append(
+            msgspec.structs.replace(deployment, next_seq=next_seq, open_operations=waiting)
+        )
         fillers += [
             _filler(job, deployment.name, seq)
             for seq in range(deployment.next_seq, next_seq)
             if seq not in seqs
         ]
     return msgspec.structs.replace(status, deployments=deployments), fillers
-
-
-def _with_next(deployment: DeploymentStatus, next_seq: int) -> DeploymentStatus:
-    return msgspec.structs.replace(deployment, next_seq=next_seq)
 
 
 def _filler(job: JobKey, deployment: str, seq: int) -> QueuedOperation:
