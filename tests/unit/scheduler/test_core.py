@@ -431,6 +431,7 @@ def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
     assert jobs["t.a"].state is JobState.DONE
     assert jobs["t.b"].state is JobState.ACTIVE
     assert world.done["t.a.policy.2"] is Outcome.FAILED
+    assert world.core.state.deployments["t.a.policy"].operations == {}
 
 
 def test_operation_that_kills_its_workers_again_and_again_fails() -> None:

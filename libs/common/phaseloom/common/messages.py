@@ -396,7 +396,8 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     version: VersionKey | None = None
     """Of `sync_weights`: what it will bring."""
     size: int = 0
-    """Tokens at most: to estimate a duration with (prompt and new tokens, over all samples)."""
+    """Tokens at most (prompt and new tokens, over all samples), for whoever reads the log: the
+    scheduler's estimates go by kind."""
     content_type: str = "application/msgpack"
     """As the operation came, so is its outcome written."""
     error: ErrorInfo | None = None

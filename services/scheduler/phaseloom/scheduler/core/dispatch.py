@@ -111,7 +111,6 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
         kind=mutation.kind,
         after=[],
         version=deployment.holds if mutation.kind == "sync_weights" else None,
-        size=0,
         content_type="",
         arrival=0,
         queued_s=step.now_s,

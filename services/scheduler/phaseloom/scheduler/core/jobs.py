@@ -140,6 +140,9 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
 def _forget(step: Step, deployment: Deployment) -> None:
     """What an ended job leaves on the books is small, whatever it was."""
     seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
+    for seq in deployment.operations:
+        step.state.waiters.pop(f"{deployment.name}.{seq}", None)
+    deployment.operations = {}
     deployment.history = []
     deployment.not_completed = []
     deployment.spec = replace(deployment.spec, model=ModelSpec({}))

@@ -8,7 +8,7 @@ deployment's WPG is up. The first entry for a key decides (I2); later ones are i
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import (
     Completion,
     Outcome,
@@ -47,7 +47,6 @@ def file(step: Step, event: QueuedOperation) -> None:
         kind=event.kind,
         after=event.after,
         version=event.version,
-        size=event.size,
         content_type=event.content_type,
         arrival=step.sequence,
         queued_s=step.now_s,
@@ -170,10 +169,9 @@ def _wake(step: Step, deployment: Deployment) -> None:
     step.touch(deployment)
 
 
-def requeue(step: Step, deployment: Deployment, key: OperationKey) -> None:
-    """A permitted operation lost its WPG or its activation."""
-    op = deployment.open_operation(key)
-    if op is not None and op.state is OpState.PERMITTED:
+def requeue(step: Step, op: Op) -> None:
+    """A permitted operation lost its WPG."""
+    if op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         op.uncertain = True
 

@@ -109,7 +109,6 @@ class Op(msgspec.Struct):
     kind: str
     after: list[After]
     version: VersionKey | None
-    size: int
     content_type: str
     arrival: int
     """Log sequence of its QueuedOperation: breaks ties."""

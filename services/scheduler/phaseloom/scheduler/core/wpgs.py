@@ -193,9 +193,9 @@ def _bury(step: Step, deployment: Deployment) -> None:
     if deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY):
         step.move_wpg(deployment, WpgState.LOST)
     if deployment.node is not None:
-        running = step.device_of(deployment).running
-        if running is not None and running.deployment_key == deployment.key:
-            operations.requeue(step, deployment, running)
+        op = _running_op(step, deployment)
+        if op is not None:
+            operations.requeue(step, op)
     step.vacate(deployment)
     deployment.replay = []
     deployment.sealing = 0
