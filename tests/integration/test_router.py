@@ -40,6 +40,7 @@ from phaseloom.common.messages import (
     ResultReply,
     ResultRequest,
     SamplingParams,
+    SessionOpened,
     SyncWeights,
 )
 from phaseloom.common.natsserver import EmbeddedServer
@@ -107,10 +108,12 @@ async def send(client: Client, where: OperationKey, operation: Operation) -> Non
 
 
 async def queued(bus: Bus, num: int) -> list[QueuedOperation]:
-    """The first entries of the decision log."""
+    """The first operations in the decision log."""
     found: list[QueuedOperation] = []
     async with asyncio.timeout(20), aclosing(bus.read_log()) as entries:
         async for entry in entries:
+            if isinstance(entry.event, SessionOpened):
+                continue
             assert isinstance(entry.event, QueuedOperation)
             found.append(entry.event)
             if len(found) == num:
@@ -138,7 +141,13 @@ async def test_operation_reaches_the_log_without_its_payload(
     await publish(tenant, key(1), encode(operation, content_type), content_type)
     assert await queued(bus, 1) == [
         QueuedOperation(
-            key(1), "a", "generate", [After("sampler", 4)], size=16, content_type=content_type
+            key(1),
+            "a",
+            "generate",
+            [After("sampler", 4)],
+            size=16,
+            content_type=content_type,
+            session=session,
         )
     ]
 

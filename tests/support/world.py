@@ -56,6 +56,9 @@ CONFIG = SchedulerConfig(
     quantum_s=2.0,
     seal_every=0,
     max_losses=50,
+    max_reading=64,
+    phase_hold_s=1.0,
+    early_switch=True,
 )
 STATE_BYTES = 10
 TENANT = "t"

@@ -18,6 +18,7 @@ from phaseloom.common.messages import (
     OpenActivation,
     Outcome,
     PhaseTrace,
+    SessionOpened,
     StartWpg,
 )
 from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
@@ -268,6 +269,22 @@ def test_refused_operation_fails_and_leaves_no_gap() -> None:
         "t.a.policy.2": Outcome.FAILED,
         "t.a.policy.3": Outcome.COMPLETED,
     }
+
+
+def test_operation_behind_a_newer_session_in_the_log_is_refused() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    early, late = (
+        msgspec.structs.replace(world.queue("a", "sampler", seq, "generate"), session=1)
+        for seq in (1, 2)
+    )
+    world.feed(early)
+    world.feed(SessionOpened(JobKey("t", "a"), 2))
+    world.feed(late)
+    world.run()
+    assert world.done["t.a.sampler.1"] is Outcome.COMPLETED
+    assert world.done["t.a.sampler.2"] is Outcome.FAILED
 
 
 def test_gap_holds_back_what_comes_after_it() -> None:

@@ -80,6 +80,16 @@ class InternalError(PhaseloomError):
     default_code = Code.INTERNAL
 
 
+def session_over(session: int, newest: int) -> ErrorInfo:
+    """Another controller attached to the job since."""
+    return ErrorInfo(
+        Code.ABORTED,
+        f"session {session} is over: {newest} is attached",
+        field="session",
+        remedy="attach again",
+    )
+
+
 _CALLER_CODES = {
     Code.INVALID_ARGUMENT,
     Code.NOT_FOUND,

@@ -15,6 +15,7 @@ loss is a plain sum over positions. With lp the learner's log-probability of the
     cross_entropy        −Σ w·lp
     importance_sampling  −Σ r·A
     ppo                  −Σ min(r·A, clip(r, clip_low, clip_high)·A)
+    cispo                −Σ clip(r, clip_low, clip_high)·A·lp, the clipped ratio without gradient
 """
 
 from __future__ import annotations
@@ -48,11 +49,31 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     config: dict[str, Any]
     """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
     init_seed: int = 0
+    token_texts: list[str] = []
+    """The text of each token id, where operations give stop strings; else empty."""
+
+
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a deployment is spread over its ranks; their number is dp · tp · pp · cp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Experts are spread over the data-parallel ranks: divides dp · cp · tp."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
 
 
 class Batching(StrEnum):
     OPERATION = "operation"
     """Each operation is a batch of its own: its result depends on nothing else in flight."""
+    SHARED = "shared"
+    """Operations in flight are decoded together: faster, and the last bits of a result may depend
+    on what else was."""
 
 
 class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,6 +90,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     """Every operation seeds from (this, its seq)."""
     batching: Batching = Batching.OPERATION
+    layout: Layout = Layout()
 
 
 # --- Operations: controller → OPS → router; payload read by the WPG leader -----------------------
@@ -78,6 +100,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: list[int] = []
+    """Beside the end-of-sequence tokens of the model's config."""
+    stop_strings: list[str] = []
+    """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
+    ignore_eos: bool = False
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,6 +138,8 @@ class Generate(Message, frozen=True):
     prompts: list[Prompt]
     sampling: SamplingParams
     num_samples: int = 1
+    prompt_logprobs: bool = False
+    """Whether to answer the prompts' own log-probabilities too."""
 
 
 class Forward(Message, frozen=True):
@@ -124,6 +152,7 @@ class Loss(StrEnum):
     CROSS_ENTROPY = "cross_entropy"
     IMPORTANCE_SAMPLING = "importance_sampling"
     PPO = "ppo"
+    CISPO = "cispo"
 
 
 class ForwardBackward(Message, frozen=True):
@@ -136,15 +165,28 @@ class ForwardBackward(Message, frozen=True):
 
 
 class OptimStep(Message, frozen=True):
-    """Mutating. One AdamW step on the accumulated gradients, which it then zeroes."""
+    """Mutating. One AdamW step on the accumulated gradients, which it then zeroes.
+
+    Where a `forward_backward` since the last step was not completed it fails, and the gradients are
+    zeroed, unless `allow_partial`: a step on a part of the batch is not what was meant.
+    """
 
     adam: AdamParams
+    allow_partial: bool = False
 
 
 class SaveState(Message, frozen=True):
-    """Reading. Writes a checkpoint under the tenant's root."""
+    """Reading. Writes a checkpoint under the tenant's root.
+
+    With a `controller_blob` it becomes the job's last checkpoint: what `session.attach` answers
+    with, and what the job falls back to where its state is lost.
+    """
 
     name: str
+    controller_blob: bytes = b""
+    """The controller's own state, at most 1 MiB."""
+    checkpoints: dict[str, str] = {}
+    """Other deployment of the job → the name of its checkpoint that belongs to this one."""
 
 
 class LoadState(Message, frozen=True):
@@ -202,6 +244,8 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
     session: int
     args: Args
     after: list[After] = []
+    timeout_s: float = 0.0
+    """It ends EXPIRED where it has no permit so long after it was queued; 0: it waits."""
 
 
 # --- Outcomes: WPG leader or scheduler → DONE, republished to controllers ------------------------
@@ -219,6 +263,8 @@ class Sequence(msgspec.Struct, frozen=True):
 class GenerateResult(Message, frozen=True):
     sequences: list[list[Sequence]]
     """[prompt][sample]"""
+    prompt_logprobs: list[Float32s] = []
+    """Where asked for, one (T,) array a prompt; the first token's is 0."""
 
 
 class ForwardResult(Message, frozen=True):
@@ -277,6 +323,18 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """WPG leader → controller, on `pl.v1.out.<key>.progress`: how far a long operation is.
+
+    Not stored, and nothing is decided on it.
+    """
+
+    key: OperationKey
+    num_done: int
+    num_total: int
+    """Tokens at most; the operation may end before."""
+
+
 class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
     """An operation's one outcome, on `pl.v1.done.…`; the first stored decides."""
 
@@ -301,6 +359,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int
     """A WPG lost this often at one seq fails that operation."""
+    max_reading: int
+    """Reading operations of one activation that run at once."""
+    phase_hold_s: float
+    """For how long at most a phase that the controller declared keeps a device that others wait
+    for, after its last operation there; 0: not at all."""
+    early_switch: bool
+    """Whether activations are opened on idle devices before the operation that is predicted."""
 
 
 class SchedulerConfigured(Message, frozen=True):
@@ -386,6 +451,39 @@ class JobFinished(Message, frozen=True):
     failed: bool = False
 
 
+class SessionOpened(Message, frozen=True):
+    """router → scheduler. A controller attached: operations of older sessions that are queued
+    behind this in the log are refused."""
+
+    job: JobKey
+    session: int
+
+
+class SessionLost(Message, frozen=True):
+    """scheduler's lease watcher → scheduler. The controller's heartbeat ended: its devices are not
+    kept for it."""
+
+    job: JobKey
+    session: int
+
+
+class PhaseDeclared(Message, frozen=True):
+    """job API → scheduler, profiler. The controller began or ended a phase on a pool."""
+
+    job: JobKey
+    session: int
+    pool: str
+    is_open: bool
+
+
+class CancelRequested(Message, frozen=True):
+    """job API → scheduler. Ends what has no permit; a reading operation that runs is stopped."""
+
+    key: OperationKey
+    request: str
+    """Id of the API request that this answers."""
+
+
 class QueuedOperation(Message, frozen=True, omit_defaults=True):
     """router → scheduler: an operation's header, never its payload."""
 
@@ -400,6 +498,8 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     scheduler's estimates go by kind."""
     content_type: str = "application/msgpack"
     """As the operation came, so is its outcome written."""
+    session: int = 0
+    timeout_s: float = 0.0
     error: ErrorInfo | None = None
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 
@@ -418,6 +518,10 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     dirty: bool = False
     """An error inside a mutating operation: this incarnation must be rebuilt without it."""
     error: ErrorInfo | None = None
+    num_tokens: int = 0
+    """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
+    checkpoints: dict[str, str] = {}
+    """Of a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
 
 
 class ActivationOpened(Message, frozen=True):
@@ -432,6 +536,8 @@ class ActivationOpened(Message, frozen=True):
     bytes_out: int
     bytes_in: int
     displaced: list[DeploymentKey] = []
+    early: bool = False
+    """Opened for an operation that was only predicted."""
 
 
 class ActivationRefused(Message, frozen=True):
@@ -487,6 +593,13 @@ class KindEstimate(msgspec.Struct, frozen=True):
     next_gap_s: float
     """Median time until the same job's next operation on this pool is ready; -1: not known."""
     count: int
+    p95_s: float = 0.0
+    """95th percentile of the recent durations."""
+    worst_s: float = 0.0
+    """As long as it may take where every sample reaches its token limit."""
+    gap_p10_s: float = -1.0
+    gap_p90_s: float = -1.0
+    """10th and 90th percentile of the gap; -1: not known."""
 
 
 class PhaseTrace(Message, frozen=True):
@@ -497,6 +610,10 @@ class PhaseTrace(Message, frozen=True):
     """0: no cycle found yet."""
     segments: list[Segment]
     estimates: list[KindEstimate]
+    worst_period_s: float = 0.0
+    """The period where every operation takes its `worst_s`."""
+    drift: float = 0.0
+    """Relative change of the period against the one that was told before; 0: none to speak of."""
 
 
 class TimerFired(Message, frozen=True):
@@ -513,6 +630,10 @@ Event = (
     | WpgLost
     | JobSubmitted
     | JobFinished
+    | SessionOpened
+    | SessionLost
+    | PhaseDeclared
+    | CancelRequested
     | QueuedOperation
     | OperationFinished
     | ActivationOpened
@@ -551,9 +672,14 @@ class StartWpg(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     spec: DeploymentSpec
-    device: int
+    devices: list[int]
+    """Of each rank."""
     seal_seq: int
-    """Start from the seal at this seq; 0: from the spec's seeds."""
+    """Start from the seal at this seq; 0: from the checkpoint, or the spec's seeds."""
+    checkpoint: str = ""
+    """Where the job fell back to one."""
+    applied: int = 0
+    """seq that the checkpoint, or the fresh state, stands for."""
 
 
 class StopWpg(NodeCommand, frozen=True):
@@ -572,6 +698,8 @@ class OpenActivation(NodeCommand, frozen=True):
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
+    early: bool = False
+    """No operation waits for it yet."""
 
 
 class Permit(NodeCommand, frozen=True):
@@ -588,6 +716,15 @@ class Permit(NodeCommand, frozen=True):
     """Rebuilding: run it even if its DONE is stored, whose result stands."""
     sources: list[str] = []
     """Of `sync_weights`: endpoints of the state managers that have the version."""
+    partial: bool = False
+    """Of `optim_step`: a `forward_backward` since the last one was not completed."""
+
+
+class CancelOperation(NodeCommand, frozen=True):
+    """Stop a reading operation that runs; it ends CANCELLED, or as it would have."""
+
+    operation: OperationKey
+    incarnation: int
 
 
 class CloseActivation(NodeCommand, frozen=True):
@@ -614,7 +751,14 @@ class ReleaseVersions(NodeCommand, frozen=True):
 
 
 Command = (
-    StartWpg | StopWpg | OpenActivation | Permit | CloseActivation | SealState | ReleaseVersions
+    StartWpg
+    | StopWpg
+    | OpenActivation
+    | Permit
+    | CancelOperation
+    | CloseActivation
+    | SealState
+    | ReleaseVersions
 )
 
 
@@ -655,11 +799,68 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
 
 
-class Attached(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job's last checkpoint with a controller's blob. leader → KV, router → controller."""
+
+    deployment: str
+    """That the `save_state` was sent to."""
+    seq: int
+    checkpoints: dict[str, str]
+    """Deployment → name, for `load_state`."""
+    controller_blob: bytes
+
+
+class Attached(msgspec.Struct, frozen=True, omit_defaults=True):
     """Answer to `session.attach`: from now on older sessions of this job are refused."""
 
     session: int
     status: JobStatus
+    checkpoint: Checkpoint | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.session.heartbeat`: the controller lives. Answered with a Beat."""
+
+    job: str
+    session: int
+
+
+class Beat(msgspec.Struct, frozen=True):
+    within_s: float
+    """The next one is expected within so many seconds."""
+
+
+class PhaseRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.phase.declare`. Answered with a JobStatus."""
+
+    job: str
+    session: int
+    pool: str
+    is_open: bool
+
+
+class OperationRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.operation.{cancel,explain}`."""
+
+    job: str
+    deployment: str
+    slot: str
+
+
+class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer to `operation.explain`, and to `operation.cancel` (as it stands then)."""
+
+    key: OperationKey
+    kind: str
+    state: str
+    waits_for: list[str] = []
+    """One line each: an operation, a WPG, a device that is busy, a phase that is held."""
+    place: int = 0
+    """1: next on its device; 0: it is not among what is ready."""
+    predicted_start_s: float = -1.0
+    """From now; -1: not known."""
+    why: str = ""
+    """Why the policy chose so."""
 
 
 class ResultRequest(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from phaseloom.common.ids import NodeId, OperationKey
 from phaseloom.common.messages import (
     ActivationOpened,
     ActivationRefused,
+    CancelRequested,
     Event,
     JobFinished,
     JobSubmitted,
@@ -27,11 +28,14 @@ from phaseloom.common.messages import (
     NodeUp,
     OperationFinished,
     PermitReturned,
+    PhaseDeclared,
     PhaseTrace,
     QueuedOperation,
     SchedulerConfigured,
     SealCommitted,
     SealFailed,
+    SessionLost,
+    SessionOpened,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -62,6 +66,8 @@ class Bucket(StrEnum):
     """scheduler. Its own state at a sequence of the decision log."""
     PROFILES = "profiles"
     """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
+    CHECKPOINTS = "checkpoints"
+    """WPG leader → router. Each job's last checkpoint with a controller's blob."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -78,6 +84,10 @@ def done_subject(key: OperationKey) -> str:
 
 def out_subject(key: OperationKey) -> str:
     return f"{PREFIX}.out.{key}"
+
+
+def progress_subject(key: OperationKey) -> str:
+    return f"{out_subject(key)}.progress"
 
 
 def permit_subject(node: NodeId) -> str:
@@ -109,6 +119,10 @@ LOG_SUBJECTS: dict[type, str] = {
     SchedulerConfigured: f"{PREFIX}.sched.job",
     JobSubmitted: f"{PREFIX}.sched.job",
     JobFinished: f"{PREFIX}.sched.job",
+    SessionOpened: f"{PREFIX}.sched.job",
+    SessionLost: f"{PREFIX}.sched.job",
+    PhaseDeclared: f"{PREFIX}.sched.job",
+    CancelRequested: f"{PREFIX}.sched.job",
     TimerFired: f"{PREFIX}.sched.timer",
     ActivationOpened: f"{PREFIX}.sched.progress",
     ActivationRefused: f"{PREFIX}.sched.progress",
@@ -198,4 +212,5 @@ def buckets() -> list[KeyValueConfig]:
         KeyValueConfig(bucket=Bucket.SESSIONS, history=1, direct=True),
         KeyValueConfig(bucket=Bucket.SNAPSHOTS, history=2, direct=True),
         KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
+        KeyValueConfig(bucket=Bucket.CHECKPOINTS, history=1, direct=True),
     ]

@@ -38,6 +38,7 @@ from phaseloom.common.messages import (
     QueuedOperation,
     ResultReply,
     ResultRequest,
+    SessionOpened,
 )
 from phaseloom.common.streams import Bucket
 from phaseloom.router.core import results, validate
@@ -235,6 +236,9 @@ class Router:
         status: JobStatus = decode(view.payload, JobStatus)
         results.check_attachable(status)
         session = await self._sessions.give(job)
+        # From here on in the log, the scheduler refuses what a replica that does not know of this
+        # session yet may still let pass.
+        await self._bus.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
         # Read after the older sessions are over: what they still publish is refused.
         operations = results.stored_seqs(
             await self._bus.subjects(streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>")

@@ -38,6 +38,13 @@ class Config(msgspec.Struct, frozen=True):
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
     """A WPG that dies more often than this at one operation fails it."""
+    max_reading: int = 64
+    """Reading operations of one activation that run at once."""
+    phase_hold_s: float = 1.0
+    """For how long at most a phase that the controller declared keeps a device that others wait
+    for, after its last operation there; 0: not at all."""
+    early_switch: bool = True
+    """Open activations on idle devices before the operation that is predicted."""
     snapshot_every: int = 2000
     """Log entries between two snapshots."""
     lease_margin_s: float = 3.0
@@ -70,6 +77,9 @@ async def serve(stop: asyncio.Event) -> None:
             quantum_s=settings.quantum_s,
             seal_every=settings.seal_every,
             max_losses=settings.max_losses,
+            max_reading=settings.max_reading,
+            phase_hold_s=settings.phase_hold_s,
+            early_switch=settings.early_switch,
         )
         shell = Shell(core, bus, sink, policy, settings.snapshot_every)
         async with asyncio.TaskGroup() as tasks:

@@ -193,7 +193,7 @@ class Agent:
             wpg = Wpg(command, self._settings, self._agent_socket)
             try:
                 await self._state.register_wpg(
-                    wpg.token, key, command.incarnation, command.device, command.seal_seq
+                    wpg.token, key, command.incarnation, command.devices[0], command.seal_seq
                 )
             except PhaseloomError as error:
                 await self._report_lost(key, command.incarnation, error.info)

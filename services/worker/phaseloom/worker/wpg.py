@@ -41,7 +41,7 @@ class Wpg:
     def __init__(self, command: StartWpg, settings: WorkerConfig, agent_socket: str) -> None:
         self.deployment = command.deployment
         self.incarnation = command.incarnation
-        self.device = command.device
+        self.device = command.devices[0]
         self.token = secrets.token_hex(16)
         self.epoch = 0
         """Of the activation opened last."""
@@ -62,7 +62,7 @@ class Wpg:
             incarnation=command.incarnation,
             spec=command.spec,
             node=settings.node,
-            device=command.device,
+            device=command.devices[0],
             agent_socket=agent_socket,
             state_socket=settings.state_socket,
             checkpoint_root=settings.checkpoint_root,

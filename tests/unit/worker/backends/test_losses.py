@@ -1,4 +1,4 @@
-"""The three losses against their formulas, position by position."""
+"""The losses against their formulas, position by position."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ def _ppo(lp: float, q: float, a: float) -> float:
     return -min(ratio * a, min(max(ratio, 0.9), 1.3) * a)
 
 
+def _cispo(lp: float, q: float, a: float) -> float:
+    return -min(max(math.exp(lp - q), 0.9), 1.3) * a * lp
+
+
 EXPECTED = {
     Loss.CROSS_ENTROPY: lambda lp, q, a: -a * lp,
     Loss.IMPORTANCE_SAMPLING: lambda lp, q, a: -math.exp(lp - q) * a,
     Loss.PPO: _ppo,
+    Loss.CISPO: _cispo,
 }
 
 
@@ -44,3 +49,12 @@ def test_ppo_gives_no_gradient_when_the_ratio_is_clipped() -> None:
     assert lp.grad is not None
     assert lp.grad[0] == 0
     assert lp.grad[1] == pytest.approx(math.e)
+
+
+def test_cispo_keeps_the_gradient_where_the_ratio_is_clipped() -> None:
+    lp = torch.tensor([0.0, 0.0], requires_grad=True)
+    args = ForwardBackward(NO_BATCH, Loss.CISPO, clip_low=0.8, clip_high=1.2)
+    loss = loss_sum(args, lp, torch.tensor([-1.0, 1.0]), torch.tensor([1.0, -1.0]))
+    torch.autograd.backward(loss)
+    assert lp.grad is not None
+    assert lp.grad.tolist() == pytest.approx([-1.2, 0.8])

@@ -12,7 +12,14 @@ import msgspec
 
 from phaseloom.common.arrays import float32s, int32s, length
 from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, InternalError, ResourceError
+from phaseloom.common.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    InternalError,
+    ResourceError,
+    session_over,
+)
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey, check_name
 from phaseloom.common.messages import (
     READING_KINDS,
@@ -50,6 +57,7 @@ _LOSS_ARRAYS = {
     Loss.CROSS_ENTROPY: ("weights",),
     Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
     Loss.PPO: ("logprobs", "advantages"),
+    Loss.CISPO: ("logprobs", "advantages"),
 }
 
 
@@ -65,7 +73,9 @@ class _Identity(msgspec.Struct, frozen=True):
 class SessionOver(ResourceError):
     """Another session attached to the job since."""
 
-    default_code = Code.ABORTED
+    def __init__(self, session: int, newest: int) -> None:
+        info = session_over(session, newest)
+        super().__init__(info.message, code=info.code, field=info.field, remedy=info.remedy)
 
 
 def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
@@ -275,11 +285,7 @@ def check_session(session: int, newest: int) -> None:
             field="session",
             remedy="attach to the job and use the session number of the answer",
         )
-    raise SessionOver(
-        f"session {session} is over: {newest} is attached",
-        field="session",
-        remedy="attach again",
-    )
+    raise SessionOver(session, newest)
 
 
 def estimate_size(args: Args) -> int:
@@ -308,6 +314,8 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
         after=operation.after,
         version=version,
         size=estimate_size(args),
+        session=operation.session,
+        timeout_s=operation.timeout_s,
     )
 
 

@@ -30,6 +30,7 @@ from phaseloom.common.messages import (
     SchedulerConfigured,
     SealCommitted,
     SealFailed,
+    SessionOpened,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -109,6 +110,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
             step.has_new_room = True
         case QueuedOperation():
             operations.file(step, event)
+        case SessionOpened():
+            jobs.open_session(step, event)
         case OperationFinished():
             outcomes.finish(step, event)
         case ActivationOpened():

@@ -13,6 +13,7 @@ from phaseloom.common.messages import (
     JobSubmitted,
     ModelSpec,
     ReleaseVersions,
+    SessionOpened,
 )
 from phaseloom.scheduler.core import operations, outputs, placement, seals, wpgs
 from phaseloom.scheduler.core.state import (
@@ -50,6 +51,13 @@ def submit(step: Step, event: JobSubmitted) -> None:
         step.state.deployments[str(key)] = Deployment(key=key, spec=spec)
     _try_place(step, job)
     step.emit(outputs.Answer(event.request, status=status(step, job)))
+
+
+def open_session(step: Step, event: SessionOpened) -> None:
+    """Its router has found the job; the order of two attaches in the log may differ from theirs."""
+    job = step.state.jobs.get(str(event.job))
+    if job is not None:
+        job.session = max(job.session, event.session)
 
 
 def _place_waiting(step: Step) -> None:

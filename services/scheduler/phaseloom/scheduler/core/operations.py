@@ -7,7 +7,7 @@ deployment's WPG is up. The first entry for a key decides (I2); later ones are i
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.errors import Code, ErrorInfo, session_over
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import (
     Completion,
@@ -18,6 +18,7 @@ from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
     Deployment,
+    Job,
     Op,
     OpState,
 )
@@ -55,19 +56,25 @@ def file(step: Step, event: QueuedOperation) -> None:
         deployment.unordered[event.key.slot] = op
     else:
         deployment.operations[seq] = op
-    error = event.error
-    if error is None and step.job(event.key.job_key).state in JOB_ENDED:
-        error = ErrorInfo(
-            Code.FAILED_PRECONDITION,
-            f"job {event.key.job_key} has ended",
-            remedy="submit a new job",
-        )
+    error = event.error or _refusal(step.job(event.key.job_key), event)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
         end_unrun(step, deployment, op, error)
     else:
         settle_after(step, deployment, op)
     step.touch(deployment)
+
+
+def _refusal(job: Job, event: QueuedOperation) -> ErrorInfo | None:
+    """Why an operation that its router found sound comes too late."""
+    if job.state in JOB_ENDED:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"
+        )
+    if event.session < job.session:
+        # A router may not know of a session yet that another gave out: here the log's order counts.
+        return session_over(event.session, job.session)
+    return None
 
 
 def _refuse_unknown(step: Step, event: QueuedOperation) -> None:

@@ -23,7 +23,7 @@ from phaseloom.common.messages import (
     SchedulerConfig,
 )
 
-CORE_VERSION = 1
+CORE_VERSION = 2
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
 
 
@@ -188,6 +188,8 @@ class Job(msgspec.Struct):
     state: JobState = JobState.SUBMITTED
     submitted_s: float = 0.0
     submitted_sequence: int = 0
+    session: int = 0
+    """The newest: operations of older ones are refused."""
     published: list[VersionKey] = []
     """Weights versions that exist."""
     error: ErrorInfo | None = None

@@ -84,7 +84,7 @@ def start(step: Step, deployment: Deployment) -> None:
         deployment=deployment.key,
         incarnation=deployment.incarnation,
         spec=deployment.spec,
-        device=deployment.device,
+        devices=[deployment.device],
         seal_seq=deployment.seal_seq,
     )
 

@@ -85,7 +85,7 @@ def forward_batch(args: Forward, vocab_size: int) -> Batch:
 
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     """Raises: CallerError: naming the field that is at fault."""
-    if args.loss is Loss.PPO and not 0 <= args.clip_low <= args.clip_high:
+    if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
             f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
             field="args.clip_low",

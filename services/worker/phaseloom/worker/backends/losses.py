@@ -20,6 +20,9 @@ def loss_sum(
     if args.loss is Loss.CROSS_ENTROPY:
         return -(coefficient_N * lp_N).sum()
     ratio_N = torch.exp(lp_N - q_N)
+    if args.loss is Loss.CISPO:
+        weight_N = ratio_N.detach().clamp(args.clip_low, args.clip_high)
+        return -(weight_N * coefficient_N * lp_N).sum()
     objective_N = ratio_N * coefficient_N
     if args.loss is Loss.PPO:
         clipped_N = ratio_N.clamp(args.clip_low, args.clip_high) * coefficient_N
