@@ -61,6 +61,14 @@ class PhaseloomError(Exception):
         hint = f"; {remedy}" if remedy else ""
         super().__init__(f"{self.info.code}: {message}{where}{hint}")
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """After how many seconds the same request may pass; None: that is not known."""
+        try:
+            return float(self.info.details["retry_after_s"])
+        except (KeyError, ValueError):
+            return None
+
 
 class CallerError(PhaseloomError):
     """The request was wrong; the same request will fail again."""

@@ -24,7 +24,8 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common.bus import Bus, Conflict
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.errors import Code, ResourceError, session_over, to_exception
+from phaseloom.common.ids import JobKey
 from phaseloom.common.streams import Bucket
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,38 @@ _RETRY_PAUSE_S = 0.1
 def node_lease_key(node: str) -> str:
     """Under which a node's agent holds its lease."""
     return f"node.{node}"
+
+
+def session_lease_key(job: JobKey) -> str:
+    """Under which a job's controller is known to live; the value is its session number."""
+    return f"session.{job}"
+
+
+async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> None:
+    """A controller lives: its lease lasts `ttl_s` (rounded up to whole seconds) from now on.
+
+    A routers' job, any replica's: hence no holder, and only a newer session displaces another.
+
+    Raises: ResourceError: ABORTED, a newer session has beaten. nats errors: it is not stored.
+    """
+    key = session_lease_key(job)
+    while True:
+        current = await bus.kv_get_raw(Bucket.LEASES, key)
+        alive = 0 if current is None or current.is_gone else int(current.payload)
+        if alive > session:
+            raise to_exception(session_over(session, alive))
+        expected = current.sequence if current else 0
+        try:
+            await bus.kv_swap(
+                Bucket.LEASES, key, str(session).encode(), expected, _whole_seconds(ttl_s)
+            )
+        except Conflict:
+            continue
+        return
+
+
+def _whole_seconds(ttl_s: float) -> float:
+    return float(max(1, math.ceil(ttl_s)))
 
 
 class LeaseLost(ResourceError):
@@ -96,8 +129,7 @@ class Lease:
         Args: value: who holds it, for people.
               ttl_s: rounded up to whole seconds, the server's resolution.
         """
-        ttl_s = float(max(1, math.ceil(ttl_s)))
-        claim = _Claim(bus, key, value, ttl_s, secrets.token_hex(8))
+        claim = _Claim(bus, key, value, _whole_seconds(ttl_s), secrets.token_hex(8))
         while True:
             began_s = time.monotonic()
             try:

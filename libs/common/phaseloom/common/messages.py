@@ -863,6 +863,19 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why the policy chose so."""
 
 
+class UsageRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.tenant.usage`. router, controller → scheduler. Answered with a Usage."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a tenant has open."""
+
+    open_operations: int
+    """Queued or permitted; also those that were refused behind a gap, until it is closed."""
+    sequence: int
+    """Of the decision log: what stands behind it is not counted."""
+
+
 class ResultRequest(msgspec.Struct, frozen=True):
     """`pl.v1.api.<tenant>.result.get`: by key, after a gap or a restart."""
 

@@ -1,0 +1,201 @@
+"""The message contract as documents: JSON Schema of every type, AsyncAPI of every subject.
+
+    python -m phaseloom.common.schema docs/contract
+
+writes `messages.schema.json` and `asyncapi.json`, from the structs alone: what a program in another
+language generates its types from. Bytes are base64 in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from phaseloom.common import messages, streams
+
+VERSION = "1.0.0"
+_REFERENCE = "#/$defs/{name}"
+_API = {
+    "job.submit": (messages.SubmitJob, messages.JobStatus),
+    "job.status": (messages.JobRequest, messages.JobStatus),
+    "job.finish": (messages.JobRequest, messages.JobStatus),
+    "session.attach": (messages.JobRequest, messages.Attached),
+    "session.heartbeat": (messages.Heartbeat, messages.Beat),
+    "phase.declare": (messages.PhaseRequest, messages.JobStatus),
+    "operation.cancel": (messages.OperationRequest, messages.Explanation),
+    "operation.explain": (messages.OperationRequest, messages.Explanation),
+    "result.get": (messages.ResultRequest, messages.ResultReply),
+}
+"""Call → (request, answer). An error is an `ApiError`."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A family of subjects and what is sent on it."""
+
+    name: str
+    address: str
+    description: str
+    kinds: tuple[type, ...]
+
+
+def channels() -> list[Channel]:
+    """What a tenant's programs publish and hear, then what the services tell one another."""
+    prefix = streams.PREFIX
+    log: dict[str, list[type]] = {}
+    for kind, subject in streams.LOG_SUBJECTS.items():
+        log.setdefault(subject, []).append(kind)
+    operation = "{tenant}.{job}.{deployment}.{slot}"
+    return [
+        Channel(
+            "operation",
+            f"{prefix}.op.{operation}",
+            "controller → router, WPG leader; one message a subject, the first wins; the answer is "
+            "JetStream's acknowledgement",
+            (messages.Operation,),
+        ),
+        Channel(
+            "outcome",
+            f"{prefix}.out.{operation}",
+            "the mesh → controller: the outcome that was stored",
+            (messages.Completion,),
+        ),
+        Channel(
+            "progress",
+            f"{prefix}.out.{operation}.progress",
+            "WPG leader → controller: how far a long operation is; not stored",
+            (messages.Progress,),
+        ),
+        *(
+            Channel(
+                f"api.{call}",
+                f"{prefix}.api.{{tenant}}.{call}",
+                f"request and reply: {request.__name__} → {answer.__name__} or ApiError",
+                (request, answer, messages.ApiError),
+            )
+            for call, (request, answer) in _API.items()
+        ),
+        Channel(
+            "done",
+            f"{prefix}.done.{operation}",
+            "WPG leader, scheduler → DONE; republished as the outcome",
+            (messages.Completion,),
+        ),
+        *(
+            Channel(
+                subject.removeprefix(f"{prefix}."),
+                subject,
+                "the decision log: everything that the scheduler decides on",
+                tuple(kinds),
+            )
+            for subject, kinds in log.items()
+        ),
+        Channel(
+            "permit",
+            f"{prefix}.permit.{{node}}",
+            "scheduler → agent: every command to a node",
+            get_args(messages.Command),
+        ),
+        Channel(
+            "event",
+            f"{prefix}.event.{{source}}",
+            "all → people; nothing is decided on it",
+            (messages.Notice,),
+        ),
+    ]
+
+
+def json_schema() -> dict[str, Any]:
+    """Every type that crosses the bus, by name, under `$defs`."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Phaseloom's message contract",
+        "version": VERSION,
+        "$defs": _components(_REFERENCE),
+    }
+
+
+def asyncapi() -> dict[str, Any]:
+    """AsyncAPI 3.0 of every subject. The mesh publishes what it calls `send`."""
+    described = channels()
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "Phaseloom",
+            "version": VERSION,
+            "description": "Operations, decision log, permits and completions over NATS JetStream.",
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": "application/json",
+        "channels": {
+            channel.name: {
+                "address": channel.address,
+                "description": channel.description,
+                "parameters": {name: {} for name in _parameters(channel.address)},
+                "messages": {
+                    kind.__name__: {"$ref": f"#/components/messages/{kind.__name__}"}
+                    for kind in channel.kinds
+                },
+            }
+            for channel in described
+        },
+        "operations": {
+            channel.name: {
+                "action": "receive" if _is_from_tenant(channel) else "send",
+                "channel": {"$ref": f"#/channels/{channel.name.replace('/', '~1')}"},
+            }
+            for channel in described
+        },
+        "components": {
+            "messages": {
+                kind.__name__: {
+                    "contentType": "application/json",
+                    "payload": {"$ref": f"#/components/schemas/{kind.__name__}"},
+                }
+                for kind in _kinds(described)
+            },
+            "schemas": _components("#/components/schemas/{name}"),
+        },
+    }
+
+
+def _is_from_tenant(channel: Channel) -> bool:
+    return channel.name == "operation" or channel.name.startswith("api.")
+
+
+def _parameters(address: str) -> list[str]:
+    return [part[1:-1] for part in address.split(".") if part.startswith("{")]
+
+
+def _kinds(described: Iterable[Channel]) -> list[type]:
+    kinds = {kind.__name__: kind for channel in described for kind in channel.kinds}
+    return [kinds[name] for name in sorted(kinds)]
+
+
+def _components(reference: str) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(_kinds(channels()), ref_template=reference)
+    return {name: components[name] for name in sorted(components)}
+
+
+DOCUMENTS = {"messages.schema.json": json_schema, "asyncapi.json": asyncapi}
+
+
+def render(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/contract")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, make in DOCUMENTS.items():
+        (directory / name).write_text(render(make()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What docker-compose.yml runs, as plain processes: its commands, its environment, its server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from grpo import deployments, train
+
+from phaseloom import client
+from phaseloom.common import natsserver
+from phaseloom.common.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from tests.support.jobs import Reports, no_barrier, oracle, short
+
+ROOT = Path(__file__).parents[2]
+TASK = "chain_sum"
+_BUILD_FREE = ("router", "scheduler", "profiler", "statemgr")
+
+
+def compose() -> dict[str, Any]:
+    text = (ROOT / "docker-compose.yml").read_text()
+    filled = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    document: dict[str, Any] = yaml.safe_load(filled)
+    return document
+
+
+def ours() -> dict[str, Any]:
+    """The services that are built from this repository."""
+    return {name: spec for name, spec in compose()["services"].items() if "build" in spec}
+
+
+def instruction(dockerfile: Path, name: str) -> str:
+    """The last instruction of this name, its lines joined."""
+    text = dockerfile.read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith(f"{name} ")][-1][len(name) + 1 :]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Containers:
+    """Where things of a container are on this machine."""
+
+    def __init__(self, directory: Path, nats_port: int) -> None:
+        self._directory = directory
+        self._nats_port = nats_port
+
+    def environment(self, name: str, spec: dict[str, Any]) -> dict[str, str]:
+        dockerfile = ROOT / spec["build"]["dockerfile"]
+        variables = dict(
+            pair.split("=", 1) for pair in instruction(dockerfile, "ENV").split() if "=" in pair
+        )
+        variables.pop("PATH")
+        variables |= {key: str(value) for key, value in spec["environment"].items()}
+        mounts = dict(volume.split(":")[:2][::-1] for volume in spec.get("volumes", []))
+        return {key: self._here(name, value, mounts) for key, value in variables.items()}
+
+    def _here(self, name: str, value: str, mounts: dict[str, str]) -> str:
+        if value == "9464":
+            return str(free_port())
+        if value in (name, "0.0.0.0"):  # its own name in the network of containers
+            return "127.0.0.1"
+        if value == "http://jaeger:4318":
+            return ""
+        value = value.replace("nats://nats:4222", f"nats://127.0.0.1:{self._nats_port}")
+        for inside in sorted(mounts, key=len, reverse=True):
+            if value.startswith(inside):
+                outside = self._directory / mounts[inside]
+                outside.mkdir(exist_ok=True)
+                return str(outside) + value.removeprefix(inside)
+        return value
+
+
+@asynccontextmanager
+async def process(
+    log: Path, command: list[str], environment: dict[str, str]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    with log.open("wb") as output:
+        started = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=log.parent,
+            env={**os.environ, **environment, DIE_WITH_PARENT: str(os.getpid())},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield started
+    finally:
+        with suppress(ProcessLookupError):
+            started.terminate()
+        await started.wait()
+
+
+@asynccontextmanager
+async def server(directory: Path, port: int) -> AsyncIterator[None]:
+    """The compose file's nats-server with the compose file's configuration and passwords."""
+    spec = compose()["services"]["nats"]
+    source, inside = spec["volumes"][0].split(":")[:2]
+    here = {inside: str(ROOT / source), "/data": str(directory / "data")}
+    arguments = [here.get(part, part) for part in spec["command"]]
+    own = ["--addr", "127.0.0.1", "--port", str(port), "--http_port", str(free_port())]
+    command = [str(natsserver.find_binary()), *arguments, *own]
+    async with process(directory / "nats.log", command, spec["environment"]):
+        async with asyncio.timeout(20):
+            while not can_connect(port):
+                await asyncio.sleep(0.02)
+        yield
+
+
+def can_connect(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@asynccontextmanager
+async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
+    here = Containers(directory, nats_port)
+    async with server(directory, nats_port):
+        running = []
+        try:
+            for name, spec in ours().items():
+                command = json.loads(instruction(ROOT / spec["build"]["dockerfile"], "CMD"))
+                assert command[0] == "python"
+                environment = here.environment(name, spec)
+                log = directory / f"{name}.log"
+                context = process(log, [sys.executable, *command[1:]], environment)
+                running.append(context)
+                await context.__aenter__()
+            yield
+        finally:
+            for context in reversed(running):
+                await context.__aexit__(None, None, None)
+
+
+async def test_job_trains_on_what_the_compose_file_starts(tmp_path: Path) -> None:
+    settings = short(TASK, steps=1)
+    directory = tmp_path / "c"
+    directory.mkdir()
+    port = free_port()
+    reports = Reports()
+    async with containers(directory, port):
+        password = compose()["services"]["nats"]["environment"]["PHASELOOM_DEMO_PASSWORD"]
+        async with client.connect(f"nats://127.0.0.1:{port}", "demo", password) as mesh:
+            job = await mesh.submit_job(TASK, deployments(settings))
+            await train(job, TASK, settings, reports, no_barrier)
+            await job.finish()
+    alone = await asyncio.to_thread(oracle, TASK, settings, tmp_path)
+    assert reports.weights_sha256 == alone
+
+
+def test_server_configuration_has_the_accounts_of_the_mesh() -> None:
+    text = (ROOT / "deploy/nats/nats.conf").read_text()
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    settings = json.loads(re.sub(r": (\$\w+)", r': "\1"', body))
+    expected = natsserver.accounts("$PHASELOOM_MESH_PASSWORD", {"demo": "$PHASELOOM_DEMO_PASSWORD"})
+    assert settings["accounts"] == expected
+    assert settings["max_payload"] == MAX_PAYLOAD_BYTES
+
+
+def test_images_are_small_and_not_root() -> None:
+    for name, spec in ours().items():
+        dockerfile = ROOT / spec["build"]["dockerfile"]
+        assert instruction(dockerfile, "USER") == "10001:10001", name
+        assert "/metrics" in instruction(dockerfile, "HEALTHCHECK"), name
+        if name.startswith(_BUILD_FREE):
+            assert "worker" not in dockerfile.read_text().split("pip install")[1].split("\n")[0]
+
+
+def test_services_that_scale_have_no_name_or_port_of_their_own() -> None:
+    for name in ("router", "scheduler"):
+        assert not {"container_name", "ports"} & set(ours()[name])
+
+
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="needs docker-compose")
+def test_compose_file_is_valid() -> None:
+    done = subprocess.run(
+        ["docker-compose", "-f", "docker-compose.yml", "config", "--quiet"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("service", ["router", "scheduler", "profiler", "statemgr", "worker"])
+def test_dockerfile_passes_its_linter(service: str) -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [linter, ROOT / "services" / service / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
