@@ -25,6 +25,11 @@ def application() -> App:
         name="demo",
         help="Train two GRPO jobs that share a mesh of two devices.",
     )
+    app.command(
+        "phaseloom.cli.doctor:doctor",
+        name="doctor",
+        help="Check that this machine, and its NATS server, can run a mesh.",
+    )
     return app
 
 

