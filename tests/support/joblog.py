@@ -18,6 +18,7 @@ from phaseloom.common.messages import (
     QueuedOperation,
 )
 
+TOKEN_LIMIT = 1000
 JOB = JobKey("demo", "sums")
 
 
@@ -35,18 +36,29 @@ class JobLog:
     events: list[tuple[float, Event]] = field(default_factory=list)
     next_seq: dict[str, int] = field(default_factory=dict)
 
-    def queue(self, time_s: float, deployment: str, kind: str, *after: After) -> After:
+    def queue(
+        self, time_s: float, deployment: str, kind: str, *after: After, size: int = 0
+    ) -> After:
         seq = self.next_seq.get(deployment, 1)
         self.next_seq[deployment] = seq + 1
         key = OperationKey(self.job.tenant, self.job.job, deployment, str(seq))
-        operation = QueuedOperation(key, f"{deployment}{seq}", kind, after=list(after))
+        operation = QueuedOperation(key, f"{deployment}{seq}", kind, after=list(after), size=size)
         self.events.append((time_s, operation))
         return After(deployment, seq)
 
-    def finish(self, end_s: float, duration_s: float, operation: After, kind: str) -> None:
+    def finish(
+        self, end_s: float, duration_s: float, operation: After, kind: str, num_tokens: int = 0
+    ) -> None:
         key = OperationKey(self.job.tenant, self.job.job, operation.deployment, str(operation.seq))
         event = OperationFinished(
-            key, kind, Outcome.COMPLETED, 1, 1, end_s - duration_s, duration_s
+            key,
+            kind,
+            Outcome.COMPLETED,
+            1,
+            1,
+            end_s - duration_s,
+            duration_s,
+            num_tokens=num_tokens,
         )
         self.events.append((end_s, event))
 
@@ -66,6 +78,8 @@ class Turn:
     micro_batch_s: float = 0.1
     optim_s: float = 0.04
     publish_s: float = 0.02
+    num_tokens: int = TOKEN_LIMIT
+    """That the generation came to."""
 
     @property
     def rollout_s(self) -> float:
@@ -103,10 +117,10 @@ def grpo_log(
     for step in range(steps):
         t = turn(step)
         sync = log.queue(now_s, "sampler", "sync_weights", *published)
-        generate = log.queue(now_s, "sampler", "generate")
+        generate = log.queue(now_s, "sampler", "generate", size=TOKEN_LIMIT)
         log.finish(now_s + t.sync_s, t.sync_s, sync, "sync_weights")
         now_s += t.sync_s + t.generate_s
-        log.finish(now_s, t.generate_s, generate, "generate")
+        log.finish(now_s, t.generate_s, generate, "generate", t.num_tokens)
         now_s += t.reward_s
         forward = log.queue(now_s, "reference", "forward")
         now_s += t.forward_s

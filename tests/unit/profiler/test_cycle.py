@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from phaseloom.profiler.core.cycle import Span, choose_anchor, find_cycle, merge_runs
+from phaseloom.profiler.core.cycle import MAX_CYCLES, Span, find_cycle
 
 POOLS = {"sampler": "rollout", "reference": "rollout", "policy": "train"}
 
@@ -90,8 +92,75 @@ def test_pool_used_twice_a_turn_has_two_segments() -> None:
     assert sum(s.duration_s for s in cycle.segments) == pytest.approx(4.0)
 
 
-def test_anchor_begins_a_run_on_its_pool_when_counts_differ_by_the_cut() -> None:
+def test_turn_begins_where_a_pool_does_whatever_the_window_cuts() -> None:
     turn = [("sampler", "generate", 1.0), ("policy", "forward_backward", 1.0)]
     seen = [s for i in range(6) for s in spans(2.0 * i, *turn)]
     cut = [*spans(-1.0, ("policy", "publish_weights", 0.5)), *seen]
-    assert choose_anchor(merge_runs(cut)) == ("rollout", "sampler", "generate")
+    for window in (seen, cut, seen[1:]):
+        cycle = find_cycle(window)
+        assert cycle is not None
+        assert [s.pool for s in cycle.segments] == ["rollout", "train"]
+
+
+def test_checkpoint_every_ten_turns_is_no_turn_of_its_own() -> None:
+    turn = [("sampler", "generate", 1.0), ("policy", "forward_backward", 1.0)]
+    seen, now_s = [], 0.0
+    for i in range(60):
+        steps = [*turn, ("policy", "save_state", 0.2)] if i % 10 == 9 else turn
+        seen += spans(now_s, *steps)
+        now_s = seen[-1].end_s
+    cycle = find_cycle(seen)
+    assert cycle is not None
+    assert cycle.period_s == pytest.approx(2.0)
+    assert cycle.num_operations == {
+        ("rollout", "sampler", "generate"): 1,
+        ("train", "policy", "forward_backward"): 1,
+    }
+
+
+factors = st.floats(0.75, 1.3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jitter=st.lists(st.tuples(factors, factors), min_size=30, max_size=30),
+    micro_batches=st.lists(st.integers(1, 6), min_size=30, max_size=30),
+    drift=st.floats(-0.02, 0.03),
+    evaluations=st.sets(st.integers(0, 29), max_size=6),
+    lag_s=st.floats(0.0, 1.0),
+    is_asynchronous=st.booleans(),
+)
+def test_cycle_survives_jitter_and_drift(
+    jitter: list[tuple[float, float]],
+    micro_batches: list[int],
+    drift: float,
+    evaluations: set[int],
+    lag_s: float,
+    is_asynchronous: bool,
+) -> None:
+    """Durations jitter and drift, micro-batches come in other numbers, evaluations between: the
+    period is that of the newest turns."""
+    seen: list[Span] = []
+    periods_s = []
+    now_s = 0.0
+    for i, ((rollout, training), num) in enumerate(zip(jitter, micro_batches, strict=True)):
+        scale = (1 + drift) ** i
+        generate_s, train_s = 2.0 * rollout * scale, 1.5 * training * scale
+        begin_s = now_s
+        seen += spans(now_s, ("sampler", "sync_weights", 0.1), ("sampler", "generate", generate_s))
+        start_s = now_s + lag_s if is_asynchronous else seen[-1].end_s
+        parts = [("policy", "forward_backward", train_s / num)] * num
+        seen += spans(start_s, *parts, ("policy", "optim_step", 0.1))
+        now_s = max(seen[-1].end_s, begin_s + 0.1 + generate_s)
+        if i in evaluations:
+            seen += spans(now_s, ("sampler", "generate", 3.0))
+            now_s += 3.0
+        else:
+            periods_s.append(now_s - begin_s)
+    cycle = find_cycle(seen)
+    assert cycle is not None
+    newest = periods_s[-MAX_CYCLES:]
+    # The median stands as long as evaluations are in fewer than half of the newest turns.
+    allowance_s = 3.0 if len(evaluations & set(range(30 - MAX_CYCLES - 1, 30))) > 3 else 0.0
+    assert 0.95 * min(newest) <= cycle.period_s <= 1.05 * max(newest) + allowance_s
+    assert {s.pool for s in cycle.segments} == {"rollout", "train"}

@@ -21,7 +21,7 @@ from phaseloom.common.messages import (
     PhaseTrace,
 )
 from phaseloom.profiler.core.profile import Emission, Profiler
-from tests.support.joblog import JOB, JobLog, Turn, grpo_log, submitted
+from tests.support.joblog import JOB, TOKEN_LIMIT, JobLog, Turn, grpo_log, submitted
 
 Entries = list[tuple[int, float, Event]]
 
@@ -116,6 +116,34 @@ def test_trace_is_sent_again_when_durations_change() -> None:
     )
     assert estimate(emissions[-1].trace, "sampler", "generate").duration_s == pytest.approx(0.8)
     assert emissions[-1].trace.period_s == pytest.approx(1.46)
+
+
+def test_estimates_give_the_spread_and_the_worst_case_at_the_token_limit() -> None:
+    """Generation takes 0.4 to 0.59 s and uses at least a quarter of its token limit."""
+
+    def turn(step: int) -> Turn:
+        return Turn(generate_s=0.4 + 0.01 * step, num_tokens=TOKEN_LIMIT // (1 + step % 4))
+
+    trace = last_trace(grpo_log(20, turn))
+    generate = estimate(trace, "sampler", "generate")
+    assert generate.duration_s < generate.p95_s <= 0.59
+    # The 0.59 s of the last step were a quarter of what the limit allows; 10 % are not told.
+    assert generate.worst_s == pytest.approx(4 * 0.59, rel=0.11)
+    assert 0 <= generate.gap_p10_s <= generate.next_gap_s <= generate.gap_p90_s
+    excess_s = generate.worst_s - generate.duration_s
+    assert trace.worst_period_s == pytest.approx(trace.period_s + excess_s)
+
+
+def test_drift_tells_how_the_period_moved() -> None:
+    steady = fold(grpo_log(60, lambda _: Turn()).entries())
+    assert all(e.trace.drift == 0 for e in steady)
+    slower = fold(grpo_log(60, lambda step: Turn(generate_s=0.5 if step < 30 else 1.66)).entries())
+    told = [e.trace for e in slower if e.trace.drift]
+    assert told
+    growth = 1.0
+    for trace in told:
+        growth *= 1 + trace.drift
+    assert growth == pytest.approx(2.0, rel=0.1)
 
 
 def test_same_log_gives_the_same_traces_with_the_same_ids() -> None:

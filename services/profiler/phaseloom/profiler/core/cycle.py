@@ -1,14 +1,18 @@
 """Find a job's cycle in the operations it ran: how long it is, and which pools it uses when.
 
 An RL loop does some things exactly once per turn, whatever else varies. So: merge consecutive
-operations of one kind into an item, take the rarest item that recurs as the anchor, and call the
-stretch from one anchor to the next a cycle if it holds the same items as most of its neighbours.
-Warm-up steps, evaluations and a first irregular turn have other items and fall out by vote.
+operations of one kind into an item, take an item that recurs as the anchor, and call the stretch
+from one anchor to the next a turn. The most frequent anchor wins whose turns mostly hold the same
+items and whose usual items are where the job's time goes: an optimizer step that comes several
+times a turn leaves generation out of most of its stretches, and a checkpoint every ten turns is
+rarer than the turn itself. How often an item comes within a turn may vary; warm-up steps,
+evaluations and a first irregular turn fall out by vote, single slow turns by the median.
 Pure; cost O(n log n) in the operations given. Called by `profile` at its bounded rate.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +26,8 @@ MIN_CYCLES = 3
 """Cycles with the same items that must have been seen."""
 MAX_CYCLES = 8
 """Newest cycles looked at."""
+MIN_COVERAGE = 0.65
+"""Share of the job's time that the items of its usual turn must account for."""
 MIN_SPLIT = 0.05
 """Gap, as a share of the period, below which two operations on a pool are one segment."""
 
@@ -52,6 +58,8 @@ class Span:
 class Cycle:
     period_s: float
     segments: list[Segment]
+    num_operations: dict[Item, float]
+    """Operations of each item in a usual turn."""
 
 
 def find_cycle(spans: Sequence[Span]) -> Cycle | None:
@@ -59,20 +67,86 @@ def find_cycle(spans: Sequence[Span]) -> Cycle | None:
 
     Args: spans: executed operations of one job, oldest first or not.
     """
-    items = merge_runs(sorted(spans, key=lambda s: (s.start_s, s.end_s)))
-    anchor = choose_anchor(items)
-    if anchor is None:
-        return None
+    ordered = sorted(spans, key=lambda s: (s.start_s, s.end_s))
+    items = merge_runs(ordered)
+    for anchor in anchors(items):
+        turns = _turns(anchor, items)
+        usual = _usual_items(turns)
+        if usual is not None:
+            return _cycle(_turns(_first(turns, usual), items), ordered)
+    return None
+
+
+def _turns(anchor: Item, items: Sequence[Span]) -> list[list[Span]]:
+    """The newest stretches from one anchor up to and with the next, oldest first."""
     starts = [i for i, span in enumerate(items) if span.item == anchor][-(MAX_CYCLES + 1) :]
-    turns = [items[a:b] for a, b in pairwise(starts)]
-    periods = [items[b].start_s - items[a].start_s for a, b in pairwise(starts)]
-    contents = [frozenset(Counter(span.item for span in turn).items()) for turn in turns]
-    usual, votes = Counter(contents).most_common(1)[0]
-    if votes < MIN_CYCLES or 2 * votes < len(turns):
+    return [list(items[a : b + 1]) for a, b in pairwise(starts)]
+
+
+def _items(turn: Sequence[Span]) -> frozenset[Item]:
+    return frozenset(span.item for span in turn[:-1])
+
+
+def _vote(turns: Sequence[Sequence[Span]]) -> tuple[frozenset[Item], list[Sequence[Span]]]:
+    """The items that most turns hold, and those turns."""
+    usual = Counter(_items(turn) for turn in turns).most_common(1)[0][0]
+    return usual, [turn for turn in turns if _items(turn) == usual]
+
+
+def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
+    """What a turn holds, or None where these stretches are no turns."""
+    usual, alike = _vote(turns)
+    is_certain = len(alike) >= MIN_CYCLES and 2 * len(alike) >= len(turns)
+    return usual if is_certain and _coverage(turns, usual) >= MIN_COVERAGE else None
+
+
+def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
+    """What a turn begins with: of what comes once in it, that which comes first on its pool.
+
+    So that the same loop is told in the same way, whatever came before it.
+    """
+    _, alike = _vote(turns)
+    counts = [Counter(span.item for span in turn[:-1]) for turn in alike]
+    once = [item for item in usual if all(count[item] == 1 for count in counts)]
+    firsts = Counter(
+        after.item
+        for turn in alike
+        for before, after in pairwise(turn)
+        if before.pool != after.pool
+    )
+    return min(once, key=lambda item: (2 * firsts[item] < len(alike), item))
+
+
+def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle | None:
+    usual, alike = _vote(turns)
+    if len(alike) < MIN_CYCLES:
         return None
-    alike = [i for i, content in enumerate(contents) if content == usual]
-    period_s = median(periods[i] for i in alike)
-    return Cycle(period_s, usual_segments([segments_of(turns[i], period_s) for i in alike]))
+    edges = [(turn[0].start_s, turn[-1].start_s) for turn in alike]
+    period_s = median(end - start for start, end in edges)
+    return Cycle(
+        period_s,
+        usual_segments([segments_of(turn[:-1], period_s) for turn in alike]),
+        _usual_counts(operations, edges, usual),
+    )
+
+
+def _coverage(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> float:
+    """How much of what the turns spent was spent on the usual items."""
+    spent_s: Counter[bool] = Counter()
+    for turn in turns:
+        for span in turn[:-1]:
+            spent_s[span.item in usual] += span.end_s - span.start_s  # type: ignore[assignment]
+    return spent_s[True] / (spent_s.total() or 1.0)
+
+
+def _usual_counts(
+    operations: Sequence[Span], edges: Sequence[Interval], usual: frozenset[Item]
+) -> dict[Item, float]:
+    starts_s = {item: [s.start_s for s in operations if s.item == item] for item in usual}
+    return {
+        item: median(bisect_left(starts, end) - bisect_left(starts, start) for start, end in edges)
+        for item, starts in starts_s.items()
+    }
 
 
 def merge_runs(spans: Sequence[Span]) -> list[Span]:
@@ -86,19 +160,11 @@ def merge_runs(spans: Sequence[Span]) -> list[Span]:
     return runs
 
 
-def choose_anchor(items: Sequence[Span]) -> Item | None:
-    """The rarest item seen often enough; of equals, one that comes first on its pool.
-
-    Counts that differ by one count as equal: the window cuts a cycle somewhere.
-    """
+def anchors(items: Sequence[Span]) -> list[Item]:
+    """Items seen often enough to recur, the most frequent first."""
     counts = Counter(span.item for span in items)
-    often = {item: n for item, n in counts.items() if n > MIN_CYCLES}
-    if not often:
-        return None
-    firsts = Counter(after.item for before, after in pairwise(items) if before.pool != after.pool)
-    rarest = min(often.values())
-    candidates = [item for item, n in often.items() if n <= rarest + 1]
-    return min(candidates, key=lambda item: (2 * firsts[item] < counts[item], item))
+    often = [item for item, n in counts.items() if n > MIN_CYCLES]
+    return sorted(often, key=lambda item: (-counts[item], item))
 
 
 def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:

@@ -14,10 +14,11 @@ Cost: O(open operations) an event, O(window log window) a trace.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 from statistics import median
 
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
@@ -36,7 +37,7 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from phaseloom.common.readiness import Readiness
-from phaseloom.profiler.core.cycle import Span, find_cycle
+from phaseloom.profiler.core.cycle import Cycle, Span, find_cycle
 
 RECENT = 32
 """Samples that a median is taken over."""
@@ -62,12 +63,30 @@ class Emission:
 @dataclass(slots=True)
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """As long as each would have taken at its token limit."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     count: int = 0
 
+    def ran(self, duration_s: float, num_tokens: int, limit: int) -> None:
+        self.count += 1
+        self.durations_s.append(duration_s)
+        # Work grows with tokens; what it costs beside them makes this an upper estimate.
+        share = max(1.0, limit / num_tokens) if num_tokens > 0 else 1.0
+        self.worst_s.append(duration_s * share)
+
     def estimate(self, deployment: str, kind: str) -> KindEstimate:
-        gap_s = median(self.gaps_s) if self.gaps_s else UNKNOWN_GAP_S
-        return KindEstimate(deployment, kind, median(self.durations_s), gap_s, self.count)
+        return KindEstimate(
+            deployment,
+            kind,
+            duration_s=median(self.durations_s),
+            next_gap_s=median(self.gaps_s) if self.gaps_s else UNKNOWN_GAP_S,
+            count=self.count,
+            p95_s=quantile(self.durations_s, 0.95),
+            worst_s=max(self.worst_s),
+            gap_p10_s=quantile(self.gaps_s, 0.1) if self.gaps_s else UNKNOWN_GAP_S,
+            gap_p90_s=quantile(self.gaps_s, 0.9) if self.gaps_s else UNKNOWN_GAP_S,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,8 @@ class _Job:
     ran: deque[_Ran] = field(default_factory=lambda: deque(maxlen=WINDOW))
     ready_s: dict[OperationKey, float] = field(default_factory=dict)
     """Ready and not finished."""
+    limits: dict[OperationKey, int] = field(default_factory=dict)
+    """Tokens at most, of what is open."""
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
     """Pool → the kind that ran there last and its end, while nothing of the job is ready there."""
     told: PhaseTrace | None = None
@@ -115,6 +136,8 @@ class Profiler:
                 self._finished.discard(job)
                 for spec in event.spec.deployments:
                     self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
+            case QueuedOperation() if event.error is None and event.size:
+                self._job(event.key.job_key).limits[event.key] = event.size
             case NodeUp():
                 self._node_pools[event.node] = event.pool
             case WpgStarted() | ActivationOpened():
@@ -148,11 +171,11 @@ class Profiler:
     ) -> Emission | None:
         key, job = event.key, self._job(event.key.job_key)
         ready_s = job.ready_s.pop(key, time_s - event.duration_s)
+        limit = job.limits.pop(key, 0)
         if event.outcome is not Outcome.COMPLETED:
             return None
         kind = job.kinds.setdefault((key.deployment, event.kind), _Kind())
-        kind.count += 1
-        kind.durations_s.append(event.duration_s)
+        kind.ran(event.duration_s, event.num_tokens, limit)
         start_s = time_s - event.duration_s
         job.ran.append(_Ran(key.deployment, event.kind, ready_s, start_s, time_s))
         self._note_pool_left(job, kind, key, time_s, ready)
@@ -191,7 +214,14 @@ class Profiler:
         cycle = find_cycle(self._spans(key, job))
         if cycle is None:
             return PhaseTrace(key, 0.0, [], estimates)
-        return PhaseTrace(key, cycle.period_s, cycle.segments, estimates)
+        return PhaseTrace(
+            key,
+            cycle.period_s,
+            cycle.segments,
+            estimates,
+            worst_period_s=cycle.period_s + _excess_s(cycle, estimates),
+            drift=_drift(job.told, cycle.period_s),
+        )
 
     def _spans(self, key: JobKey, job: _Job) -> list[Span]:
         own_s = OwnClock(job.ran)
@@ -209,6 +239,12 @@ class Profiler:
             del self._pools[deployment]
 
 
+def quantile(samples: Iterable[float], share: float) -> float:
+    """The smallest sample that at least this share of them does not exceed (nearest rank)."""
+    ordered = sorted(samples)
+    return ordered[max(0, ceil(share * len(ordered)) - 1)]
+
+
 class OwnClock:
     """A job's own time: the log's time less the stalls before it."""
 
@@ -223,6 +259,25 @@ class OwnClock:
         i = bisect_right(self._starts, time_s)
         inside_s = max(0.0, self._stalls[i - 1][1] - time_s) if i else 0.0
         return time_s - (self._before[i] - inside_s)
+
+
+def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
+    """How much longer a turn takes where each of its operations takes its worst time.
+
+    Added up over pools as if they did not overlap: an upper bound.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for (_, deployment, kind), num in cycle.num_operations.items():
+        counts[deployment, kind] += num  # type: ignore[assignment]
+    return sum(counts[e.deployment, e.kind] * (e.worst_s - e.duration_s) for e in estimates)
+
+
+def _drift(told: PhaseTrace | None, period_s: float) -> float:
+    """Relative change against the period told last; below what is news: none."""
+    before_s = told.period_s if told else 0.0
+    if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
+        return 0.0
+    return period_s / before_s - 1.0
 
 
 def is_news(told: PhaseTrace, trace: PhaseTrace) -> bool:
@@ -242,4 +297,5 @@ def _figures(trace: PhaseTrace) -> dict[tuple[str, ...], float]:
         name = (estimate.deployment, estimate.kind)
         figures["duration", *name] = estimate.duration_s
         figures["gap", *name] = estimate.next_gap_s
+        figures["worst", *name] = estimate.worst_s
     return figures
