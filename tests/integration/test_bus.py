@@ -147,42 +147,42 @@ async def append_when_back(bus: Bus, event: TimerFired) -> int:
 
 
 async def test_consume_redelivers_until_acknowledged(bus: Bus) -> None:
-    done = asyncio.Event()
-    deliveries: list[int] = []
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
+    subject = streams.permit_subject(NODE)
+    await bus.publish(subject, command(1))
+    await bus.consume(streams.PERMITS, subject, "agent-train-0", taken.put_nowait)
 
-    async def handle(message: Msg) -> None:
-        deliveries.append(message.metadata.num_delivered)
-        if len(deliveries) == 1:
-            await message.nak()
-        else:
-            await message.ack()
-            done.set()
-
-    await bus.publish(streams.permit_subject(NODE), command(1))
-    await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent-train-0", handle)
-    await done.wait()
-    assert deliveries == [1, 2]
+    first = await taken.get()
+    assert first.metadata.num_delivered == 1
+    await first.nak()
+    second = await taken.get()
+    assert second.metadata.num_delivered == 2
+    await second.ack()
+    await bus.client.flush()
+    assert await bus.get_stored(streams.PERMITS, subject) is None
 
 
 async def test_consume_shares_messages_when_replicas_have_one_durable(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
     other = await Bus.open(nats_server.credentials.bus, "replica")
-    handled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    taken: asyncio.Queue[tuple[str, Msg]] = asyncio.Queue()
 
     async def consume(replica: str, on: Bus) -> None:
-        async def handle(message: Msg) -> None:
-            await message.ack()
-            await handled.put((replica, message.metadata.sequence.stream))
+        def take(message: Msg) -> None:
+            taken.put_nowait((replica, message))
 
-        await on.consume("OPS_acme", "pl.v1.op.acme.>", "routers", handle, shared=True)
+        await on.consume("OPS_acme", "pl.v1.op.acme.>", "routers", take, shared=True)
 
     await consume("a", bus)
     await consume("b", other)
     for number in range(1, 41):
         await bus.publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
-    got = [await handled.get() for _ in range(40)]
-    assert sorted(sequence for _, sequence in got) == list(range(1, 41))
+    got = [await taken.get() for _ in range(40)]
+    for _, message in got:
+        await message.ack()
+    sequences = sorted(message.metadata.sequence.stream for _, message in got)
+    assert sequences == list(range(1, 41))
     assert {replica for replica, _ in got} == {"a", "b"}
     await other.close()
 
@@ -194,8 +194,8 @@ async def test_consume_works_for_all_when_replicas_make_the_consumer_at_once(
     buses = [await Bus.open(nats_server.credentials.bus, f"replica {n}") for n in range(6)]
     await buses[0].provision_tenant("acme", 2**20)
 
-    async def ignore(message: Msg) -> None:
-        await message.ack()
+    def ignore(message: Msg) -> None:
+        """Nothing is published."""
 
     for attempt in range(10):
         durable = f"routers-{attempt}"
@@ -212,36 +212,26 @@ async def test_consume_takes_over_when_the_predecessor_is_gone(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
     first = await Bus.open(nats_server.credentials.bus, "first")
-    taken: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def ignore(message: Msg) -> None:
-        await taken.put(b"first")
-
-    async def handle(message: Msg) -> None:
-        await message.ack()
-        await taken.put(b"second")
-
+    left: asyncio.Queue[Msg] = asyncio.Queue()
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
     subject = streams.permit_subject(NODE)
-    await first.consume(streams.PERMITS, subject, "agent", ignore, ack_wait_s=1.0)
+    await first.consume(streams.PERMITS, subject, "agent", left.put_nowait, ack_wait_s=1.0)
     await bus.publish(subject, command(1))
-    assert await taken.get() == b"first"
+    message = await left.get()
     async with asyncio.TaskGroup() as group:
-        group.create_task(bus.consume(streams.PERMITS, subject, "agent", handle, ack_wait_s=1.0))
+        group.create_task(
+            bus.consume(streams.PERMITS, subject, "agent", taken.put_nowait, ack_wait_s=1.0)
+        )
         await first.close()
-    assert await taken.get() == b"second"
+    assert (await taken.get()).data == message.data
 
 
 async def test_bury_parks_the_message_with_its_reason_and_takes_it_off(bus: Bus) -> None:
     error = ErrorInfo(Code.INVALID_ARGUMENT, "not a command", field="type")
-    buried = asyncio.Event()
-
-    async def handle(message: Msg) -> None:
-        await bus.bury("agent", message, error)
-        buried.set()
-
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
     await bus.publish(streams.permit_subject(NODE), b"\xc1")
-    await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent", handle)
-    await buried.wait()
+    await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent", taken.put_nowait)
+    await bus.bury("agent", await taken.get(), error)
     parked = await bus.get_stored(streams.DEAD, streams.dead_subject("agent"))
     assert parked is not None
     assert parked.headers["Phaseloom-Subject"] == streams.permit_subject(NODE)

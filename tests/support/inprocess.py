@@ -40,7 +40,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.statewire import Role
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, Unwatched
 from phaseloom.worker.heap import Heap
 
 R_co = TypeVar("R_co", covariant=True)
@@ -164,13 +164,25 @@ class Deployment:
         after: Iterable[Handle[object]] = (),
     ) -> Handle[GenerateResult]:
         args = Generate(list(prompts), sampling, num_samples)
-        return self._do("generate", lambda: self.backend.generate(args), after)
+
+        def run() -> GenerateResult:
+            self.backend.check_generate(args)
+            (result,) = self.backend.generate([args], Unwatched())
+            assert result is not None
+            return result
+
+        return self._do("generate", run, after)
 
     def forward(
         self, batch: Iterable[Datum], *, after: Iterable[Handle[object]] = ()
     ) -> Handle[ForwardResult]:
         args = Forward(list(batch))
-        return self._do("forward", lambda: self.backend.forward(args), after)
+
+        def run() -> ForwardResult:
+            self.backend.check_forward(args)
+            return self.backend.forward(args)
+
+        return self._do("forward", run, after)
 
     def forward_backward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from grpo import deployments, train
 from nats.aio.client import Client
@@ -35,6 +36,8 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from tests.support import inprocess
+
+T = TypeVar("T")
 
 TENANT = "demo"
 TASKS = ("chain_sum", "letter_counting")
@@ -224,12 +227,21 @@ class Wire:
         )
         return pub_ack(reply)
 
+    async def request(self, subject: str, body: bytes) -> Any:
+        """Send JSON as a person would, without headers; the answer, decoded."""
+        return json.loads((await self._client.request(subject, body, timeout=5)).data)
+
     async def outcome(self, operation: str) -> Completion:
         """What was first stored for it."""
         return await asyncio.wait_for(asyncio.shield(self._outcome(operation)), 30)
 
     def has_outcome(self, operation: str) -> bool:
         return self._outcome(operation).done()
+
+    async def call(self, name: str, request: object, answer: type[T]) -> T:
+        """An API call of this tenant."""
+        reply: T = await call_api(self._client, self.tenant, name, request, answer)
+        return reply
 
     async def ask(self, operation: str) -> ResultReply:
         """What the router knows of it."""
@@ -247,6 +259,8 @@ class Wire:
 
     async def _take(self, message: Msg) -> None:
         key = message.subject.removeprefix(f"{streams.PREFIX}.out.{self.tenant}.")
+        if key.endswith(".progress"):
+            return
         future = self._outcome(key)
         assert not future.done(), f"two outcomes of {key}"
         future.set_result(decode(message.data, Completion, content_type_of(message.headers)))

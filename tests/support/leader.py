@@ -24,6 +24,7 @@ from phaseloom.common.messages import (
     Args,
     Completion,
     DeploymentStatus,
+    Explanation,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -35,9 +36,11 @@ from phaseloom.common.messages import (
     LoadState,
     LoadStateResult,
     Operation,
+    OperationRequest,
     OptimStep,
     OptimStepResult,
     Outcome,
+    PhaseRequest,
     PublishWeights,
     PublishWeightsResult,
     QueuedOperation,
@@ -59,6 +62,9 @@ class Leader:
     """In the order of the decision log."""
     go: asyncio.Event = field(default_factory=asyncio.Event)
     jobs: dict[str, JobStatus] = field(default_factory=dict)
+    phases: list[PhaseRequest] = field(default_factory=list)
+    cancelled: set[str] = field(default_factory=set)
+    """Operations that end CANCELLED where they have not run yet."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Leader]:
@@ -70,6 +76,9 @@ class Leader:
                 "job.submit": (SubmitJob, self._submit),
                 "job.status": (JobRequest, self._status),
                 "job.finish": (JobRequest, self._finish),
+                "phase.declare": (PhaseRequest, self._declare),
+                "operation.cancel": (OperationRequest, self._cancel),
+                "operation.explain": (OperationRequest, self._explain),
             },
         )
         async with asyncio.TaskGroup() as group:
@@ -102,6 +111,8 @@ class Leader:
     async def _try_complete(self, queued: QueuedOperation) -> None:
         if queued.error is not None:
             completion = Completion(queued.id, Outcome.FAILED, error=queued.error)
+        elif str(queued.key) in self.cancelled:
+            completion = Completion(queued.id, Outcome.CANCELLED)
         else:
             result = _answer(queued.key, await self._args(queued.key))
             completion = Completion(queued.id, Outcome.COMPLETED, result)
@@ -132,6 +143,21 @@ class Leader:
         state = "failed" if request.failed else "done"
         self.jobs[request.job] = JobStatus(request.job, state)
         return self.jobs[request.job]
+
+    async def _declare(self, tenant: str, request: PhaseRequest) -> JobStatus:
+        self.phases.append(request)
+        return self.jobs[request.job]
+
+    async def _cancel(self, tenant: str, request: OperationRequest) -> Explanation:
+        answer = await self._explain(tenant, request)
+        self.cancelled.add(str(answer.key))
+        return answer
+
+    async def _explain(self, tenant: str, request: OperationRequest) -> Explanation:
+        key = OperationKey(tenant, request.job, request.deployment, request.slot)
+        if not any(queued.key == key for queued in self.arrived):
+            raise CallerError("it has not arrived", code=Code.NOT_FOUND)
+        return Explanation(key, "optim_step", "queued", ["the test"], place=1)
 
 
 def _answer(key: OperationKey, args: Args) -> Result:  # noqa: PLR0911 - one a kind

@@ -29,13 +29,18 @@ class HandMade:
     events: list[tuple[float, Event]] = field(default_factory=list)
     next_seq: dict[DeploymentKey, int] = field(default_factory=dict)
 
-    def mesh(self, *jobs: str) -> None:
+    def mesh(self, *jobs: str, num_devices: int = 1) -> None:
+        """Nodes with so many devices; every deployment is on the first of its node."""
+        devices = [DeviceSpec(1)] * num_devices
         for node, pool in (("r0", "rollout"), ("t0", "train")):
-            self.events.append((1.0, NodeUp(NodeId(node), pool, [DeviceSpec(1)], 1, 1, "h:1")))
+            self.events.append((1.0, NodeUp(NodeId(node), pool, devices, 1, 1, "h:1")))
         for job in jobs:
-            for name, node in NODES.items():
-                key = DeploymentKey("demo", job, name)
-                self.events.append((2.0, WpgStarted(key, 1, NodeId(node), 100, 0)))
+            for name in NODES:
+                self.started(job, name, [0])
+
+    def started(self, job: str, name: str, devices: list[int]) -> None:
+        key = DeploymentKey("demo", job, name)
+        self.events.append((2.0, WpgStarted(key, 1, NodeId(NODES[name]), 100, 0, devices)))
 
     def operation(self, job: str, name: str, queued_s: float, start_s: float, end_s: float) -> None:
         key = self._key(job, name)

@@ -12,18 +12,23 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     ActivationOpened,
+    ActivationRefused,
     After,
+    CancelOperation,
     Command,
     DeploymentSpec,
     DeviceSpec,
     Event,
     JobSpec,
     JobSubmitted,
+    Layout,
     ModelSpec,
     NodeUp,
     OpenActivation,
@@ -59,9 +64,11 @@ CONFIG = SchedulerConfig(
     max_reading=64,
     phase_hold_s=1.0,
     early_switch=True,
+    outcome_retention_s=1e12,
 )
 STATE_BYTES = 10
 TENANT = "t"
+_FB = "forward_backward"
 
 State = tuple[object, ...]
 
@@ -77,9 +84,11 @@ class Ranks:
     incarnation: int
     state: State
     applied: int
+    node: NodeId
+    devices: list[int]
     epoch: int = 0
-    run: int = 0
-    """Counts permits, so that a late answer of a dead one is told apart."""
+    running: dict[str, str] = field(default_factory=dict)
+    """Operation → kind."""
 
 
 @dataclass
@@ -98,19 +107,32 @@ class World:
     versions: dict[VersionKey, State] = field(default_factory=dict)
     """In the memory of the policies' node, or on its disk."""
     durable_versions: set[VersionKey] = field(default_factory=set)
+    on_device: dict[tuple[NodeId, int], set[DeploymentKey]] = field(default_factory=dict)
+    """Whose state is where, as the state managers have it."""
+    num_devices: int = 1
+    """Of each node."""
+    was_refused: bool = False
+    """An activation was: what it should have displaced may be on its devices, or not."""
+    checkpoints: dict[tuple[DeploymentKey, str], State] = field(default_factory=dict)
+    failing: dict[str, ErrorInfo] = field(default_factory=dict)
+    """Operations that fail without an effect, and how."""
+    saves: dict[str, dict[str, str]] = field(default_factory=dict)
+    """`save_state`s with a controller's blob: the checkpoints that they name."""
     runs: list[tuple[float, float, str]] = field(default_factory=list)
     """(start, end, operation) as executed."""
     commands: list[Command] = field(default_factory=list)
     revision: int = 1
     """Of the train node's lease."""
     _pending: list[tuple[float, int, Event]] = field(default_factory=list)
+    kinds: dict[tuple[DeploymentKey, object], str] = field(default_factory=dict)
+    """Of every operation that was queued, by its slot."""
     _counter: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.later(0, SchedulerConfigured(self.config))
         for name, pool in (("r0", "rollout"), ("t0", "train")):
-            self.later(0, node_up(name, pool))
+            self.later(0, node_up(name, pool, num_devices=self.num_devices))
 
     # --- driving --------------------------------------------------------------------------------
 
@@ -131,6 +153,8 @@ class World:
 
     def _is_stillborn(self, event: Event) -> bool:
         """What a process that has died meanwhile would have said."""
+        if isinstance(event, OperationFinished) and event.incarnation == 0:
+            return False
         if isinstance(event, OperationFinished | WpgStarted):
             key = event.deployment if isinstance(event, WpgStarted) else event.key.deployment_key
             ranks = self.ranks.get(key)
@@ -139,7 +163,7 @@ class World:
 
     def feed(self, event: Event) -> list[Output]:
         self.log.append((self.now_s, event))
-        if isinstance(event, OperationFinished):
+        if isinstance(event, OperationFinished) and event.incarnation:
             self._effect(event)
         made = self.core.step(len(self.log), self.now_s, event)
         validate(self.core.state)
@@ -159,6 +183,11 @@ class World:
                 self.later(max(0.0, due_s - self.now_s), TimerFired(timer))
             case outputs.WriteCompletion(key, completion, _):
                 self.done.setdefault(str(key), completion.outcome)
+            case outputs.SettleCompletion(key, kind, completion, _):
+                outcome = self.done.setdefault(str(key), completion.outcome)
+                error = None if outcome is Outcome.COMPLETED else completion.error
+                settled = OperationFinished(key, kind, outcome, 0, 0, self.now_s, 0.0, error=error)
+                self.later(0.01, settled)
             case outputs.DeleteOperations(keys):
                 for key in keys:
                     self.payloads.pop(str(key), None)
@@ -168,16 +197,22 @@ class World:
     def _obey(self, command: Command) -> None:
         match command:
             case StartWpg():
-                state = self.seals.get(command.deployment, {}).get(command.seal_seq, ())
+                seals = self.seals.get(command.deployment, {})
+                state = seals.get(command.seal_seq, ())
+                applied = command.seal_seq or command.applied
                 if command.seal_seq:
-                    assert state, "started from a seal that was never taken"
-                self.ranks[command.deployment] = Ranks(command.incarnation, state, command.seal_seq)
+                    assert command.seal_seq in seals, "started from a seal that was never taken"
+                elif command.checkpoint:
+                    state = self.checkpoints[command.deployment, command.checkpoint]
+                self.ranks[command.deployment] = Ranks(
+                    command.incarnation, state, applied, command.node, command.devices
+                )
                 started = WpgStarted(
                     command.deployment,
                     command.incarnation,
                     command.node,
                     STATE_BYTES,
-                    command.seal_seq,
+                    applied,
                 )
                 self.later(0.5, started)
             case OpenActivation():
@@ -195,12 +230,14 @@ class World:
                     command.deployment, command.seq, command.node, command.versions
                 )
                 self.later(self.random.uniform(0.01, 0.2), sealed)
+            case CancelOperation():
+                self._cancel(command)
             case ReleaseVersions():
                 for version in command.versions:
                     self.versions.pop(version, None)
                     self.durable_versions.discard(version)
             case StopWpg():
-                self.ranks.pop(command.deployment, None)
+                self._die(command.deployment)
                 self.later(0.05, lost(command.deployment, command.incarnation, command.node))
             case _:
                 pass
@@ -210,14 +247,51 @@ class World:
         assert ranks.incarnation == command.incarnation
         assert command.epoch > ranks.epoch, "an epoch that is not newer"
         ranks.epoch = command.epoch
+        for key in command.displaces:
+            is_there = any(key in here for here in self.on_device.values())
+            assert is_there or self.was_refused, f"{key} displaced, and is on no device"
+            self._take_off(key)
+        for device in ranks.devices:
+            here = self.on_device.setdefault((command.node, device), set())
+            here.add(command.deployment)
+            memory_bytes = self.core.state.nodes[command.node].devices[device].memory_bytes
+            assert len(here) * STATE_BYTES <= memory_bytes, f"I3: {here} on device {device}"
         opened = ActivationOpened(
-            command.deployment, command.epoch, command.node, self.now_s, 0.01, 0.01, 1, 1
+            deployment=command.deployment,
+            epoch=command.epoch,
+            node=command.node,
+            started_unix_s=self.now_s,
+            offload_s=0.01,
+            load_s=0.01,
+            bytes_out=1,
+            bytes_in=1,
+            early=command.early,
         )
         self.later(0.02, opened)
+
+    def _take_off(self, key: DeploymentKey) -> None:
+        for here in self.on_device.values():
+            here.discard(key)
+
+    def _check_alone(self, key: OperationKey, kind: str) -> None:
+        """Mutating operations run alone, and one deployment at a time uses a device."""
+        ranks = self.ranks[key.deployment_key]
+        others = {*ranks.running.values()}
+        is_alone = not others if kind in MUTATING_KINDS else not others & MUTATING_KINDS
+        assert is_alone, f"I1 {key}: permitted beside {ranks.running}"
+        assert len(ranks.running) < self.config.max_reading
+        for device in ranks.devices:
+            here = self.on_device[ranks.node, device]
+            assert key.deployment_key in here, f"{key}: its state is not on device {device}"
+        for name, other in self.ranks.items():
+            shares = other.node == ranks.node and set(other.devices) & set(ranks.devices)
+            if name != key.deployment_key and shares:
+                assert not other.running, f"I3 {key}: permitted beside {other.running}"
 
     def _permit(self, command: Permit) -> None:
         key = command.operation
         ranks = self.ranks[key.deployment_key]
+        self._check_alone(key, command.kind)
         assert command.incarnation == ranks.incarnation
         assert command.epoch == ranks.epoch, f"{key}: permitted in epoch {command.epoch}"
         assert str(key) in self.payloads, f"{key}: its payload is gone"
@@ -226,24 +300,48 @@ class World:
         version = self.payloads[str(key)].version
         if version is not None:
             assert version in self.versions, f"{key}: version {version} is not there"
-        ranks.run += 1
+        error = self.failing.get(str(key))
+        if command.partial:
+            assert command.kind == "optim_step"
+            error = ErrorInfo(Code.FAILED_PRECONDITION, "a part of the batch is missing")
+        ranks.running[str(key)] = command.kind
         duration_s = self.duration_s * self.random.uniform(0.5, 1.5)
         self.runs.append((self.now_s, self.now_s + duration_s, str(key)))
         finished = OperationFinished(
             key=key,
             kind=command.kind,
-            outcome=Outcome.COMPLETED,
+            outcome=Outcome.FAILED if error else Outcome.COMPLETED,
             epoch=command.epoch,
             incarnation=command.incarnation,
             started_unix_s=self.now_s,
             duration_s=duration_s,
             replay=command.replay,
+            error=error,
+            checkpoints=self.saves.get(str(key), {}),
         )
         self.later(duration_s, finished)
 
+    def _cancel(self, command: CancelOperation) -> None:
+        """A reading operation that runs is stopped at once."""
+        for index, (_, _, event) in enumerate(self._pending):
+            if isinstance(event, OperationFinished) and event.key == command.operation:
+                del self._pending[index]
+                heapq.heapify(self._pending)
+                error = ErrorInfo(Code.ABORTED, "cancelled")
+                self.later(0, replace(event, outcome=Outcome.CANCELLED, error=error))
+                return
+
     def _effect(self, event: OperationFinished) -> None:
         ranks = self.ranks[event.key.deployment_key]
+        del ranks.running[str(event.key)]
         self.done.setdefault(str(event.key), event.outcome)
+        for name, checkpoint in event.checkpoints.items():
+            key = DeploymentKey(event.key.tenant, event.key.job, name)
+            self.checkpoints[key, checkpoint] = self.ranks[key].state
+        if event.kind == "optim_step" and event.outcome is Outcome.FAILED:
+            # Refused: the gradients are zeroed.
+            while ranks.state and self._kind(event.key, ranks.state[-1]) == _FB:
+                ranks.state = ranks.state[:-1]
         if event.kind in MUTATING_KINDS and event.outcome is Outcome.COMPLETED:
             seq = event.key.seq
             assert seq is not None
@@ -260,26 +358,24 @@ class World:
             else:
                 ranks.state = (*ranks.state, seq)
 
+    def _kind(self, key: OperationKey, slot: object) -> str:
+        return self.kinds.get((key.deployment_key, slot), "")
+
     # --- disturbing -----------------------------------------------------------------------------
 
     def kill(self, key: DeploymentKey, *, after_done: bool = False) -> None:
         """kill -9 of the ranks; with `after_done`, just after DONE was stored, before its word."""
-        ranks = self.ranks.pop(key, None)
+        ranks = self._die(key)
         if ranks is None:
             return
-        node = self.core.state.deployments[str(key)].node
-        assert node
-        running = next(
-            (
-                d.running
-                for d in self.core.state.nodes[node].devices
-                if d.running and d.running.deployment_key == key
-            ),
-            None,
-        )
-        if after_done and running is not None:
-            self.done.setdefault(str(running), Outcome.COMPLETED)
-        self.feed(lost(key, ranks.incarnation, node))
+        for operation in list(ranks.running)[:1]:
+            if after_done:
+                self.done.setdefault(operation, Outcome.COMPLETED)
+        self.feed(lost(key, ranks.incarnation, ranks.node))
+
+    def _die(self, key: DeploymentKey) -> Ranks | None:
+        self._take_off(key)
+        return self.ranks.pop(key, None)
 
     def return_permit(self, key: DeploymentKey) -> None:
         """What this deployment's operation needs cannot be reached: it is not run."""
@@ -291,23 +387,41 @@ class World:
         assert isinstance(finished, OperationFinished)
         self._pending = [entry for entry in self._pending if entry[2] is not finished]
         heapq.heapify(self._pending)
+        del self.ranks[key].running[str(finished.key)]
         away = ErrorInfo(Code.UNAVAILABLE, "no source answers")
         self.feed(PermitReturned(finished.key, finished.epoch, finished.incarnation, away))
 
+    def refuse(self, command: OpenActivation) -> None:
+        """The switch-in was rolled back: what it was opened for has not run."""
+        self.was_refused = True
+        key = command.deployment
+        self.ranks[key].running.clear()
+        self._take_off(key)
+        is_of_it = [
+            isinstance(event, OperationFinished) and event.key.deployment_key == key
+            for _, _, event in self._pending
+        ]
+        self._pending = [e for e, drop in zip(self._pending, is_of_it, strict=True) if not drop]
+        heapq.heapify(self._pending)
+        error = ErrorInfo(Code.UNAVAILABLE, "rolled back")
+        self.feed(ActivationRefused(key, command.epoch, command.node, error))
+
     def lose_train_node(self) -> None:
         """kill -9 of its state manager: ranks and memory go, the disk stays; it comes back."""
-        placed = self.core.state.nodes["t0"].devices[0].placed
-        self.ranks = {k: r for k, r in self.ranks.items() if str(k) not in placed}
+        for key in [key for key, ranks in self.ranks.items() if ranks.node == "t0"]:
+            self._die(key)
         self.versions = {v: s for v, s in self.versions.items() if v in self.durable_versions}
         self.revision += 1
-        self.feed(node_up("t0", "train", revision=self.revision))
+        up = node_up("t0", "train", revision=self.revision, num_devices=self.num_devices)
+        self.feed(up)
 
     # --- what controllers do --------------------------------------------------------------------
 
-    def submit(self, job: str, policy: bool = True) -> None:
-        specs = [spec("sampler", "rollout"), spec("reference", "rollout")]
+    def submit(self, job: str, policy: bool = True, *, num_ranks: int = 1) -> None:
+        """Args: num_ranks: of the sampler and of the policy."""
+        specs = [spec("sampler", "rollout", num_ranks=num_ranks), spec("reference", "rollout")]
         if policy:
-            specs.append(spec("policy", "train", trainable=True))
+            specs.append(spec("policy", "train", trainable=True, num_ranks=num_ranks))
         self.later(
             0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}")
         )
@@ -323,6 +437,7 @@ class World:
         error: ErrorInfo | None = None,
     ) -> QueuedOperation:
         key = OperationKey(TENANT, job, name, str(slot))
+        self.kinds[key.deployment_key, slot] = kind
         event = QueuedOperation(
             key=key,
             id=f"id-{key}",
@@ -339,9 +454,10 @@ class World:
         return {key: ranks.state for key, ranks in self.ranks.items()}
 
 
-def spec(name: str, pool: str, *, trainable: bool = False) -> DeploymentSpec:
+def spec(name: str, pool: str, *, trainable: bool = False, num_ranks: int = 1) -> DeploymentSpec:
     backend = "fsdp" if trainable else "sampler"
-    return DeploymentSpec(name, pool, backend, ModelSpec({}), trainable=trainable)
+    layout = Layout(dp=num_ranks)
+    return DeploymentSpec(name, pool, backend, ModelSpec({}), trainable=trainable, layout=layout)
 
 
 def node_up(
@@ -351,10 +467,10 @@ def node_up(
     revision: int = 1,
     memory_bytes: int = 2 * STATE_BYTES,
     residency: Residency = Residency.JOB,
+    num_devices: int = 1,
 ) -> NodeUp:
-    return NodeUp(
-        NodeId(name), pool, [DeviceSpec(memory_bytes)], 1000, revision, f"{name}:1", residency
-    )
+    devices = [DeviceSpec(memory_bytes)] * num_devices
+    return NodeUp(NodeId(name), pool, devices, 1000, revision, f"{name}:1", residency)
 
 
 def lost(key: DeploymentKey, incarnation: int, node: NodeId) -> WpgLost:

@@ -48,7 +48,10 @@ IMPURE = {
 }
 IO_OF_OURS = {
     f"phaseloom.common.{name}"
-    for name in ("bus", "config", "framing", "leases", "lifecycle", "natsserver", "telemetry")
+    for name in (
+        *("bus", "config", "framing", "leases", "lifecycle", "metrics", "natsserver"),
+        "telemetry",
+    )
 }
 
 

@@ -139,9 +139,77 @@ async def test_run_writes_its_spans_before_it_ends(tmp_path: Path) -> None:
     assert span["attributes"] == {"job": "sums"}
 
 
+LOGGING = """
+lifecycle.start_logging("example")
+log = lifecycle.log
+end = telemetry.setup("example")
+log.warning("outside %d", 1)
+with telemetry.span("execute") as span:
+    try:
+        raise ValueError("does not fit")
+    except ValueError:
+        log.exception("inside")
+trace_id = format(span.get_span_context().trace_id, "032x")
+print(trace_id, flush=True)
+"""
+
+
+async def logged(on_terminal: bool, tmp_path: Path, **environ: str) -> tuple[str, str]:
+    """(trace id, what came on standard error), of a program that logs within a span."""
+    terminal, stderr = os.openpty() if on_terminal else os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PRELUDE + LOGGING),
+        env={**os.environ, "PHASELOOM_TELEMETRY_SPANS_DIR": str(tmp_path), **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
+    )
+    output, _ = await process.communicate()
+    text = os.read(terminal, 65_536).decode()
+    for descriptor in (terminal, stderr):
+        os.close(descriptor)
+    assert process.returncode == 0, text
+    return output.decode().strip(), text
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "form"), [(False, None), (False, "auto"), (False, "json"), (True, "json")]
+)
+async def test_log_is_json_lines_with_the_trace_where_a_program_reads_it(
+    on_terminal: bool, form: str | None, tmp_path: Path
+) -> None:
+    environ = {"PHASELOOM_LOG_FORMAT": form} if form else {}
+    trace_id, text = await logged(on_terminal, tmp_path, **environ)
+    outside, inside = (json.loads(line) for line in text.splitlines())
+    assert outside.keys() == {"time", "level", "service", "logger", "message"}
+    assert (outside["level"], outside["service"], outside["message"]) == (
+        *("WARNING", "example"),
+        "outside 1",
+    )
+    assert (inside["message"], inside["trace_id"]) == ("inside", trace_id)
+    assert len(inside["span_id"]) == 16
+    assert inside["exception"].endswith("ValueError: does not fit")
+
+
+@pytest.mark.parametrize(("on_terminal", "form"), [(True, "auto"), (False, "text")])
+async def test_log_is_text_with_the_trace_where_a_person_reads_it(
+    on_terminal: bool, form: str, tmp_path: Path
+) -> None:
+    trace_id, text = await logged(on_terminal, tmp_path, PHASELOOM_LOG_FORMAT=form)
+    outside, inside, *traceback = text.splitlines()
+    assert outside.endswith("WARNING example: outside 1")
+    assert inside.endswith(f"ERROR   example: inside  trace {trace_id}")
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert traceback[-1] == "ValueError: does not fit"
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("PHASELOOM_LOG_LEVEL", "LOUD"), ("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "7")],
+    [
+        ("PHASELOOM_LOG_LEVEL", "LOUD"),
+        ("PHASELOOM_LOG_FORMAT", "xml"),
+        ("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "7"),
+        ("PHASELOOM_METRICS_PORT", "none"),
+    ],
 )
 async def test_run_does_not_start_with_a_bad_setting(variable: str, value: str) -> None:
     process = await start(SERVE, **{variable: value})

@@ -43,6 +43,7 @@ ApiHandler = Callable[[str, Any], Awaitable[object]]
 """(tenant, decoded request) -> the struct to answer; raises PhaseloomError to refuse."""
 
 _TENANT_TOKEN = 3
+_HEADER_CHARS = 200
 
 
 async def serve_api(
@@ -101,8 +102,10 @@ def _endpoint(call: str, kind: Any, handler: ApiHandler) -> Callable[[Request], 
 
 async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
     known = content_type if content_type in (JSON, MSGPACK) else JSON
+    # A header is one line; the message may quote what the caller sent.
+    line = " ".join(info.message[:_HEADER_CHARS].split()).encode("ascii", "replace").decode()
     await request.respond_error(
-        info.code, info.message, encode(ApiError(info), known), headers={CONTENT_TYPE: known}
+        info.code, line, encode(ApiError(info), known), headers={CONTENT_TYPE: known}
     )
 
 

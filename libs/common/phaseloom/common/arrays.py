@@ -50,8 +50,11 @@ def float32s(values: Float32s) -> list[float]:
 def as_lists(result: Result) -> Result:
     """The same result with lists instead of packed arrays, for JSON."""
     match result:
-        case GenerateResult(groups):
-            return GenerateResult([[_unpacked(sequence) for sequence in g] for g in groups])
+        case GenerateResult(groups, prompts):
+            return GenerateResult(
+                [[_unpacked(sequence) for sequence in group] for group in groups],
+                [float32s(values) for values in prompts],
+            )
         case ForwardResult(logprobs):
             return ForwardResult([float32s(values) for values in logprobs])
         case _:

@@ -29,6 +29,7 @@ from phaseloom.common import streams
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.messages import Event, Notice
+from phaseloom.common.natsclient import MeshClient, each, hand_over
 from phaseloom.common.streams import Bucket
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,9 @@ _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
+_REPLY_TOKENS = 9
 
-Handler = Callable[[Msg], Awaitable[None]]
+Handler = Callable[[Msg], None]
 
 
 class BusConfig(msgspec.Struct, frozen=True):
@@ -109,6 +111,17 @@ def _can_consume_soon(error: nats.js.errors.Error) -> bool:
     return "already bound" in str(error)
 
 
+def _place(message: Msg) -> tuple[int, float]:
+    """Sequence in its stream, and when the stream took it, of a message that a consumer got.
+
+    From the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer
+    sequence>.<nanoseconds>.<pending>`, which has two more tokens before these in later forms.
+    """
+    tokens = message.reply.split(".")
+    skip = 0 if len(tokens) == _REPLY_TOKENS else 2
+    return int(tokens[5 + skip]), int(tokens[7 + skip]) / 1e9
+
+
 class _Refusal(msgspec.Struct, frozen=True):
     err_code: int = 0
     description: str = ""
@@ -119,6 +132,12 @@ class _PubAck(msgspec.Struct, frozen=True):
     error: _Refusal | None = None
 
 
+class _Purged(msgspec.Struct, frozen=True):
+    error: _Refusal | None = None
+
+
+_json = msgspec.json.Encoder()
+_purged = msgspec.json.Decoder(_Purged)
 _pub_ack = msgspec.json.Decoder(_PubAck)
 """What is on the path of every operation goes without nats-py's JetStream layer, which parses more
 of an answer than we use."""
@@ -140,13 +159,15 @@ async def connect(
     *,
     inbox_prefix: str = "_INBOX",
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    read_pause_s: float = 0.0,
 ) -> Client:
     """A connection that never gives up; refuses servers too old for what we rely on.
 
+    Args:   read_pause_s: see `MeshClient`.
     Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
     """
 
-    client = Client()
+    client = MeshClient(read_pause_s)
     last_error: Exception | None = None
 
     async def on_error(error: Exception) -> None:
@@ -220,7 +241,7 @@ class Bus:
         self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
 
     @classmethod
-    async def open(cls, config: BusConfig, name: str) -> Bus:
+    async def open(cls, config: BusConfig, name: str, *, read_pause_s: float = 0.0) -> Bus:
         bus: Bus
 
         async def again() -> None:
@@ -232,7 +253,16 @@ class Bus:
                     log.warning("streams are not provisioned yet: %r", error)
                     await asyncio.sleep(_PROVISION_PAUSE_S)
 
-        bus = cls(await connect(config.url, name, config.user, config.password, on_reconnect=again))
+        bus = cls(
+            await connect(
+                config.url,
+                name,
+                config.user,
+                config.password,
+                on_reconnect=again,
+                read_pause_s=read_pause_s,
+            )
+        )
         await bus.provision()
         return bus
 
@@ -337,16 +367,12 @@ class Bus:
         subject = f"{streams.PREFIX}.sched.>"
         async with aclosing(self._ordered(streams.SCHED, subject, config)) as messages:
             async for message in messages:
-                metadata = message.metadata
-                if metadata.sequence.stream < wanted:
+                sequence, time_s = _place(message)
+                if sequence < wanted:
                     continue
-                wanted = metadata.sequence.stream + 1
-                yield LogEntry(
-                    metadata.sequence.stream,
-                    metadata.timestamp.timestamp(),
-                    decode(message.data, Event),
-                    message.headers or {},
-                )
+                wanted = sequence + 1
+                event = decode(message.data, Event)
+                yield LogEntry(sequence, time_s, event, message.headers or {})
 
     async def _ordered(
         self, stream: str, subject: str, config: api.ConsumerConfig
@@ -354,7 +380,7 @@ class Bus:
         """Messages in order, for ever; after a server restart some may come again."""
         subscription = await self._ordered_subscription(stream, subject, config)
         try:
-            async for message in subscription.messages:
+            async for message in each(subscription):
                 yield message
         finally:
             with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
@@ -379,6 +405,33 @@ class Bus:
         """Sequence of the decision log's newest entry; 0 when it is empty."""
         return (await self.js.stream_info(streams.SCHED)).state.last_seq
 
+    async def newest_notices(self, number: int) -> list[Notice]:
+        """What people were told last, oldest first."""
+        state = (await self.js.stream_info(streams.EVENTS)).state
+        notices = []
+        first = max(1, state.first_seq, state.last_seq - number + 1)
+        for sequence in range(first, state.last_seq + 1):
+            with suppress(NotFoundError):  # it went of age
+                message = await self.js.get_msg(streams.EVENTS, sequence)
+                notices.append(decode(message.data or b"", Notice))
+        return notices
+
+    async def read_notices(self, newest: int) -> AsyncGenerator[Notice, None]:
+        """The newest so many notices, then each that comes, for ever."""
+        end = (await self.js.stream_info(streams.EVENTS)).state.last_seq
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, end - newest + 1),
+        )
+        subject = streams.event_subject(">")
+        async with aclosing(self._ordered(streams.EVENTS, subject, config)) as messages:
+            async for message in messages:
+                yield decode(message.data, Notice)
+
+    async def log_start(self) -> int:
+        """Sequence of the decision log's oldest entry; of the next one where it is empty."""
+        return (await self.js.stream_info(streams.SCHED)).state.first_seq
+
     async def truncate_log(self, sequence: int) -> None:
         """Drop the decision log's entries below `sequence`."""
         await self.js.purge_stream(streams.SCHED, seq=sequence)
@@ -394,9 +447,12 @@ class Bus:
         max_ack_pending: int = 1024,
         ack_wait_s: float = 30.0,
     ) -> JetStreamContext.PushSubscription:
-        """A durable push consumer; the handler acknowledges, once its effects are published.
+        """A durable push consumer; whoever handles a message acknowledges it, once its effects are
+        published.
 
-        Args: shared: replicas with the same `durable` each get some of the messages.
+        Args: handler: called with each message as it is read from the connection, in order: it must
+                  not wait, and starts a task for what takes time.
+              shared: replicas with the same `durable` each get some of the messages.
         """
         while True:
             config = api.ConsumerConfig(
@@ -405,12 +461,11 @@ class Bus:
                 max_ack_pending=max_ack_pending,
             )
             try:
-                return await self.js.subscribe(
+                subscription = await self.js.subscribe(
                     subject,
                     stream=stream,
                     durable=durable,
                     queue=durable if shared else None,
-                    cb=handler,
                     manual_ack=True,
                     config=config,
                 )
@@ -420,6 +475,9 @@ class Bus:
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
             except NatsTimeoutError:  # the server went away with the request
                 log.warning("no consumer %s yet: the server did not answer", durable)
+            else:
+                hand_over(subscription, handler)
+                return subscription
 
     async def get_stored(self, stream: str, subject: str) -> Stored | None:
         """The newest stored message of a subject (direct get), or None where there is none.
@@ -452,7 +510,36 @@ class Bus:
         return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
 
     async def delete_subject(self, stream: str, subject: str) -> None:
-        await self.js.purge_stream(stream, subject=subject)
+        """Drop what is stored of a subject.
+
+        Raises: nats.errors.Error: the server does not answer. APIError: no such stream.
+        """
+        message = await self.client.request(
+            f"$JS.API.STREAM.PURGE.{stream}",
+            _json.encode({"filter": subject}),
+            timeout=_REQUEST_TIMEOUT_S,
+        )
+        if _purged.decode(message.data).error is not None:
+            raise APIError.from_error(msgspec.json.decode(message.data)["error"])
+
+    async def stored_before(
+        self, stream: str, subject: str, time_s: float
+    ) -> AsyncGenerator[str, None]:
+        """Subjects of the messages that a stream took before a time (Unix seconds), oldest first.
+
+        May wait for ever where the last of them is deleted meanwhile: to be bounded by the caller.
+        """
+        if not (await self.js.stream_info(stream)).state.messages:
+            return
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.ALL, headers_only=True)
+        async with aclosing(self._ordered(stream, subject, config)) as messages:
+            async for message in messages:
+                _, stored_s = _place(message)
+                if stored_s >= time_s:
+                    return
+                yield message.subject
+                if message.reply.endswith(".0"):  # none is pending behind it
+                    return
 
     async def subjects(self, stream: str, filter_subject: str) -> list[str]:
         """The subjects under a filter that have a stored message."""
@@ -534,7 +621,7 @@ class Bus:
         newest: dict[str, int] = {}
         async with aclosing(self._ordered(f"KV_{bucket}", prefix + keys, config)) as messages:
             async for message in messages:
-                sequence = message.metadata.sequence.stream
+                sequence, _ = _place(message)
                 key = message.subject.removeprefix(prefix)
                 if sequence <= newest.get(key, 0):
                     continue

@@ -60,6 +60,10 @@ def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str
             field=(field + path.rstrip("`").removeprefix("$")).removeprefix("."),
             remedy="see the message contract",
         ) from None
+    except RecursionError:
+        raise CallerError(
+            "the payload is nested too deeply", field=field, remedy="see the message contract"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallerError(
             f"payload is not {content_type}: {error}",

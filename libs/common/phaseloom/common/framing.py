@@ -48,7 +48,9 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 MAX_PEERS = 256
 """Connections of one server at once; more wait in the listen queue."""
 
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 64 * 1024
+"""Below what malloc asks the system for, and gives back, every time."""
+_CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
 
 Body = TypeVar("Body")
@@ -98,8 +100,9 @@ class Peer(Generic[Body]):
     ) -> None:
         sock.setblocking(False)
         self.handler = handler
+        self.max_fds = max_fds
+        """Descriptors that the other end may send at once; more, and it is cut off."""
         self._sock = sock
-        self._max_fds = max_fds
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         """Done when the connection has ended; its result says why. Never fails."""
@@ -206,7 +209,7 @@ class Peer(Generic[Body]):
     # --- receiving ---
 
     def _on_readable(self) -> None:
-        space = socket.CMSG_SPACE(self._max_fds * array("i").itemsize) if self._max_fds else 0
+        space = socket.CMSG_SPACE(self.max_fds * array("i").itemsize) if self.max_fds else 0
         try:
             chunk, ancillary, flags, _ = self._sock.recvmsg(
                 _READ_BYTES, space, socket.MSG_CMSG_CLOEXEC
@@ -226,12 +229,12 @@ class Peer(Generic[Body]):
             return
         self._received += chunk
         try:
-            if flags & socket.MSG_CTRUNC:
-                raise _ProtocolError(f"more than {self._max_fds} file descriptors at once")
+            if flags & _CUT_OFF:
+                raise _ProtocolError(f"more than {self.max_fds} file descriptors at once")
             self._take_frames()
             # Only now: one read may bring the end of a frame and the beginning of the next.
-            if len(self._received_fds) > self._max_fds:
-                raise _ProtocolError(f"more than {self._max_fds} file descriptors")
+            if len(self._received_fds) > self.max_fds:
+                raise _ProtocolError(f"more than {self.max_fds} file descriptors")
         except _ProtocolError as error:
             log.warning("cutting off a peer that broke the protocol: %s", error)
             self.cut(f"protocol broken: {error}")
@@ -248,9 +251,9 @@ class Peer(Generic[Body]):
             del self._received[:end]
             try:
                 frame = self._decoder.decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise _ProtocolError(f"not a frame: {error}") from None
-            if not 0 <= frame.num_fds <= min(self._max_fds, len(self._received_fds)):
+            if not 0 <= frame.num_fds <= min(self.max_fds, len(self._received_fds)):
                 raise _ProtocolError(
                     f"{frame.num_fds} file descriptors announced, {len(self._received_fds)} came"
                 )

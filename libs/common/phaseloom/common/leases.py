@@ -35,12 +35,18 @@ REVISION_HEADER = "Phaseloom-Lease-Revision"
 _HOLDER_HEADER = "Phaseloom-Lease-Holder"
 _RENEWALS_PER_TTL = 3
 _MARGIN_SHARE = 0.2
+_ATTEMPT_SHARE = 0.2
 _RETRY_PAUSE_S = 0.1
 
 
 def node_lease_key(node: str) -> str:
     """Under which a node's agent holds its lease."""
     return f"node.{node}"
+
+
+def scheduler_lease_key() -> str:
+    """Under which the scheduler that leads is known."""
+    return "scheduler"
 
 
 def session_lease_key(job: JobKey) -> str:
@@ -171,10 +177,12 @@ class Lease:
         while True:
             began_s = time.monotonic()
             try:
-                self._last = await self._claim.write(self._last, self.revision)
+                # One that met the server's death is never answered: there is time for another.
+                async with asyncio.timeout(self._claim.ttl_s * _ATTEMPT_SHARE):
+                    self._last = await self._claim.write(self._last, self.revision)
             except Conflict:
                 await self._adopt_lost_answer()
-            except (NatsError, NatsTimeoutError) as error:
+            except (NatsError, NatsTimeoutError, TimeoutError) as error:
                 log.warning("lease %s is not renewed yet: %r", self.key, error)
                 await asyncio.sleep(_RETRY_PAUSE_S)
             else:

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection
+from enum import StrEnum
 from typing import Any, NoReturn
 
 import msgspec
 import uvloop
 from opentelemetry import trace
 
-from phaseloom.common import config, diewithparent, telemetry
+from phaseloom.common import config, diewithparent, metrics, telemetry
 from phaseloom.common.errors import CallerError, InternalError, PhaseloomError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,14 @@ DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 
 
+class LogFormat(StrEnum):
+    JSON = "json"
+    """One object a line: time, level, service, logger, message, the trace that is current."""
+    TEXT = "text"
+    AUTO = "auto"
+    """Text where standard error is a terminal, else JSON."""
+
+
 class ProcessConfig(msgspec.Struct, frozen=True):
     """What holds for any process of the mesh: PHASELOOM_<FIELD>."""
 
@@ -42,6 +51,8 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     """Pid of the parent to die with; 0: outlive it."""
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
+    log_format: LogFormat = LogFormat.AUTO
+    """json, text or auto: text on a terminal, else JSON."""
 
 
 def run(service: str, serve: Serve) -> NoReturn:
@@ -74,13 +85,20 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
 
 
-def log_to_stderr(service: str, level: str) -> None:
-    """Structured logging: one JSON object a line, with the trace that is current.
+def start_logging(service: str) -> None:
+    """Log to standard error as the configuration says. Raises: CallerError: it is bad."""
+    process = config.load(ProcessConfig, "")
+    log_to_stderr(service, process.log_level, process.log_format)
+
+
+def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
+    """Structured logging, with the trace that is current.
 
     Raises: CallerError: no such level.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(service))
+    is_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and sys.stderr.isatty())
+    handler.setFormatter(TextLines(service) if is_text else JsonLines(service))
     root = logging.getLogger()
     root.handlers = [handler]
     try:
@@ -107,22 +125,39 @@ class JsonLines(logging.Formatter):
             "service": self._service,
             "logger": record.name,
             "message": record.getMessage(),
+            **_current_trace(),
         }
-        current = trace.get_current_span().get_span_context()
-        if current.is_valid:
-            entry["trace_id"] = trace.format_trace_id(current.trace_id)
-            entry["span_id"] = trace.format_span_id(current.span_id)
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
 
 
+class TextLines(logging.Formatter):
+    """Formats a record for people: time, level, service, message, the trace; tracebacks below."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {service.replace('%', '%%')}: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        trace_id = _current_trace().get("trace_id")
+        return super().formatMessage(record) + (f"  trace {trace_id}" if trace_id else "")
+
+
+def _current_trace() -> dict[str, str]:
+    current = trace.get_current_span().get_span_context()
+    if not current.is_valid:
+        return {}
+    return {
+        "trace_id": trace.format_trace_id(current.trace_id),
+        "span_id": trace.format_span_id(current.span_id),
+    }
+
+
 def _run(service: str, serve: Serve) -> int:
     log_to_stderr(service, "INFO")
     try:
-        process = config.load(ProcessConfig, "")
+        start_logging(service)
         die_with_parent()
-        log_to_stderr(service, process.log_level)
         flush_telemetry = telemetry.setup(service)
     except PhaseloomError as error:
         log.critical("%s cannot start: %s", service, error)
@@ -143,7 +178,8 @@ async def _serve(service: str, serve: Serve) -> int:
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
     try:
-        await serve(stop)
+        async with metrics.endpoint(service):
+            await serve(stop)
         if not stop.is_set():
             raise InternalError(f"{service} ended without having been told to stop")
     except Exception as error:

@@ -366,6 +366,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     for, after its last operation there; 0: not at all."""
     early_switch: bool
     """Whether activations are opened on idle devices before the operation that is predicted."""
+    seal_bytes: int = 128 * 2**20
+    """Payloads of mutating operations since the last seal that call for the next one."""
+    seal_age_s: float = 600.0
+    """So old, a seal is made again where anything changed since."""
+    max_open_operations: int = 10_000
+    """Of one deployment, without an outcome; more are refused."""
+    outcome_retention_s: float = 86_400.0
+    """How long the outcomes of an ended job, and the job's name, are kept."""
 
 
 class SchedulerConfigured(Message, frozen=True):
@@ -417,6 +425,8 @@ class WpgStarted(Message, frozen=True):
     state_bytes: int
     applied: int
     """seq of the last mutating operation in the state: 0, or the seal's."""
+    devices: list[int] = []
+    """Of each rank; for whoever reads the log."""
 
 
 class WpgLost(Message, frozen=True):
@@ -500,6 +510,8 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     """As the operation came, so is its outcome written."""
     session: int = 0
     timeout_s: float = 0.0
+    num_bytes: int = 0
+    """Of the payload, as it is stored."""
     error: ErrorInfo | None = None
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 

@@ -9,7 +9,7 @@ back what comes after it.
 A log may begin in the middle. An operation that finished proves that what it had to wait for is
 done, so the fold catches up with a deployment at its first finished mutating operation.
 Operations that end without ever running leave no entry in the log and stay unfinished here.
-Cost: O(open operations of the job) an event.
+Cost: O(operations of the job that wait) an event.
 """
 
 from __future__ import annotations
@@ -34,26 +34,44 @@ class _Deployment:
     done_above: set[int] = field(default_factory=set)
     open_kinds: dict[int, str] = field(default_factory=dict)
     """Queued and not done: seq → kind."""
+    read_to: int = 0
+    """Every seq up to here is done or a reading operation: a reading one need not wait for it."""
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_to or seq in self.done_above
 
+    def queue(self, seq: int, kind: str) -> None:
+        self.open_kinds[seq] = kind
+        self._read_on()
+
     def finish(self, seq: int, kind: str) -> None:
-        if kind in MUTATING_KINDS:
-            self.done_to = max(self.done_to, seq)
-        self.done_above.add(seq)
+        self.open_kinds.pop(seq, None)
+        if seq > self.done_to:
+            self.done_above.add(seq)
+        if kind in MUTATING_KINDS and seq > self.done_to + 1:
+            self._catch_up(seq)
         while self.done_to + 1 in self.done_above:
             self.done_to += 1
-        self.done_above = {s for s in self.done_above if s > self.done_to}
-        self.open_kinds = {s: k for s, k in self.open_kinds.items() if not self.is_done(s)}
+            self.done_above.remove(self.done_to)
+        self._read_on()
 
     def lets(self, seq: int, kind: str) -> bool:
         """True when the order within the deployment holds back `seq` no longer."""
-        is_reading = kind not in MUTATING_KINDS
-        return all(
-            self.is_done(s) or (is_reading and self.open_kinds.get(s) in READING_KINDS)
-            for s in range(self.done_to + 1, seq)
-        )
+        return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
+
+    def _catch_up(self, seq: int) -> None:
+        """All below a mutating operation that finished is done, though it was not told here."""
+        self.done_to = seq
+        self.done_above = {s for s in self.done_above if s > seq}
+        self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
+
+    def _read_on(self) -> None:
+        self.read_to = max(self.read_to, self.done_to)
+        while self._lets_read(self.read_to + 1):
+            self.read_to += 1
+
+    def _lets_read(self, seq: int) -> bool:
+        return seq in self.done_above or self.open_kinds.get(seq) in READING_KINDS
 
 
 class Readiness:
@@ -89,7 +107,7 @@ class Readiness:
             self._finish(key, "")
             return
         if seq is not None:
-            deployment.open_kinds[seq] = operation.kind
+            deployment.queue(seq, operation.kind)
         self._waiting.setdefault(key.job_key, {})[key] = operation
 
     def _finish(self, key: OperationKey, kind: str) -> None:

@@ -31,6 +31,7 @@ _API = {
     "operation.cancel": (messages.OperationRequest, messages.Explanation),
     "operation.explain": (messages.OperationRequest, messages.Explanation),
     "result.get": (messages.ResultRequest, messages.ResultReply),
+    "tenant.usage": (messages.UsageRequest, messages.Usage),
 }
 """Call → (request, answer). An error is an `ApiError`."""
 

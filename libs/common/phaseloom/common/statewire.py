@@ -8,6 +8,10 @@ the state manager tells it to copy its device heap out or in.
 
 The state manager keeps a deployment's state as one host extent that mirrors the rank's device heap
 byte for byte; the `TensorSlot`s say what lies where. Digests are xxh3-128 in hex.
+
+What a killed state manager held is not lost while its agent lives: the agent keeps a duplicate of
+every extent's descriptor and of the index, which tells what is in them (`KeepHandles`). It hands
+them to the next daemon (`HandOver`, `Adopt`), and the ranks come back (`RankResume`).
 """
 
 from __future__ import annotations
@@ -45,24 +49,51 @@ class TensorSlot(msgspec.Struct, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """First frame of an agent. Answer: Done."""
+    """First frame of an agent. Answer: Welcome."""
 
     secret: str
+    index: str = ""
+    """The index whose handles it keeps; empty: it keeps none."""
+
+
+class Welcome(Message, frozen=True):
+    adopts: bool
+    """The daemon has nothing yet and knows nothing of that index: hand the handles over."""
+
+
+class HandOver(Message, frozen=True):
+    """Some of the handles that the agent keeps, a descriptor beside each. Answer: Done."""
+
+    handles: list[int]
+
+
+class Adopt(Message, frozen=True):
+    """All handles are there. Answer: Adopted, once every rank came back or is given up."""
+
+
+class Adopted(Message, frozen=True):
+    lost: list[DeploymentKey]
+    """Their state could not be verified, or their ranks did not come back: they are cut off."""
 
 
 class RegisterWpg(Message, frozen=True):
-    """A rank with this token will come. Older incarnations are fenced from now on. Answer: Done."""
+    """Ranks with these tokens will come. Older incarnations are fenced from now on.
 
-    token: str
+    Answer: Done.
+    """
+
+    tokens: list[str]
+    """Of rank 0, 1, …"""
     deployment: DeploymentKey
     incarnation: int
-    device: int
+    devices: list[int]
+    """Of rank 0, 1, …"""
     seal_seq: int
-    """Restore this seal into the extent when the rank registers its heap; 0: none."""
+    """Restore this seal into the extents when the ranks register their heaps; 0: none."""
 
 
 class SwitchIn(Message, frozen=True):
-    """Offload `displaces` (whatever of them is resident), then load. Answer: Switched."""
+    """Offload what is resident of `displaces`, then load every rank. Answer: Switched."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -73,7 +104,7 @@ class SwitchIn(Message, frozen=True):
 
 
 class SwitchOut(Message, frozen=True):
-    """Offload. Answer: Switched."""
+    """Offload every rank. Answer: Switched."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -81,6 +112,8 @@ class SwitchOut(Message, frozen=True):
 
 
 class Switched(Message, frozen=True):
+    """Devices are switched at the same time: seconds are of the longest, bytes of all."""
+
     offload_s: float
     load_s: float
     bytes_out: int
@@ -89,9 +122,9 @@ class Switched(Message, frozen=True):
 
 
 class PrepareSeal(Message, frozen=True):
-    """Make the host copy whole as of now and keep it from being overwritten. Between operations.
+    """Make the host copies whole as of now and keep them from being overwritten.
 
-    Answer: Done; then the deployment may run on.
+    Between operations. Answer: Done; then the deployment may run on.
     """
 
     deployment: DeploymentKey
@@ -100,7 +133,7 @@ class PrepareSeal(Message, frozen=True):
 
 
 class WriteSeal(Message, frozen=True):
-    """Write the prepared copy, and these versions, to disk; fsync. Answer: Sealed."""
+    """Write the prepared copies, and these versions, to disk; fsync. Answer: Sealed."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -117,7 +150,11 @@ class Sealed(Message, frozen=True):
 
 
 class DropWpg(Message, frozen=True):
-    """The ranks are dead. With `forget`, the seals, checkpoints excepted, go too. Answer: Done."""
+    """The ranks are dead. Answer: Done.
+
+    With `forget` its job has ended: its seals and versions go too, also those of a deployment that
+    this life of the daemon has never heard of. Checkpoints stay.
+    """
 
     deployment: DeploymentKey
     incarnation: int
@@ -137,10 +174,14 @@ class StatusRequest(Message, frozen=True):
 class DeploymentState(msgspec.Struct, frozen=True):
     deployment: DeploymentKey
     incarnation: int
-    device: int
+    devices: list[int]
+    """Of each rank."""
     heap_bytes: int
+    """Of all ranks."""
     resident: bool
+    """Some rank's heap is in device memory."""
     applied: int
+    """Of rank 0's newest host copy."""
 
 
 class StatusReport(Message, frozen=True):
@@ -154,6 +195,18 @@ class StatusReport(Message, frozen=True):
     """host:port where this daemon serves weights versions to other nodes' daemons."""
 
 
+# --- state manager → agent -----------------------------------------------------------------------
+
+
+class KeepHandles(Message, frozen=True):
+    """Keep these descriptors, which lie beside, and close those. Answer: Done."""
+
+    index: str
+    """Another one than before: whatever is kept of that may be closed."""
+    keep: list[int]
+    drop: list[int]
+
+
 # --- rank → state manager ------------------------------------------------------------------------
 
 
@@ -161,6 +214,25 @@ class RankHello(Message, frozen=True):
     """First frame of a rank. Answer: Done, or PERMISSION_DENIED."""
 
     token: str
+
+
+class RankResume(Message, frozen=True):
+    """First frame of a rank that a killed daemon knew. Answer: Done, or PERMISSION_DENIED.
+
+    Raises: DATA_LOSS: the host copy that it needs cannot be verified.
+    """
+
+    token: str
+    heap_bytes: int
+    tensors: list[TensorSlot]
+    filled: bool
+    """It has a state: its own initial one is committed, or a seal's restored."""
+    resident: bool
+    """The heap holds the state, and not only the host copy."""
+    applied: int
+    """Of the state."""
+    digest: str
+    """Of the host copy where the heap is not resident; empty: the rank has not seen it."""
 
 
 class RegisterHeap(Message, frozen=True):
@@ -183,10 +255,12 @@ class CommitInitial(Message, frozen=True):
     """The rank has copied its initial state into the extent itself. Answer: Done."""
 
     digest: str
+    applied: int = 0
+    """seq that this state stands for: that of a checkpoint it was filled from."""
 
 
 class CreateVersion(Message, frozen=True):
-    """Answer: VersionExtent with a writable memfd, or `exists` and no memfd."""
+    """From rank 0. Answer: VersionExtent with a writable memfd, or `exists` and no memfd."""
 
     version: VersionKey
     num_bytes: int
@@ -254,6 +328,11 @@ class Failed(Message, frozen=True):
 
 StateMessage = (
     AgentHello
+    | Welcome
+    | HandOver
+    | Adopt
+    | Adopted
+    | KeepHandles
     | RegisterWpg
     | SwitchIn
     | SwitchOut
@@ -266,6 +345,7 @@ StateMessage = (
     | StatusRequest
     | StatusReport
     | RankHello
+    | RankResume
     | RegisterHeap
     | HeapRegistered
     | CommitInitial

@@ -43,6 +43,8 @@ _QUEUE_SPANS = 65_536
 _EXPORT_EVERY_MS = 500
 _BATCH_SPANS = 4096
 _SHUTDOWN_TIMEOUT_S = 3.0
+_TRACEPARENT = "traceparent"
+_TRACEPARENT_LENGTH = 55
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True):
@@ -87,6 +89,13 @@ def setup(service: str, settings: TelemetryConfig | None = None) -> Callable[[],
     return partial(_shut_down, provider)
 
 
+def flush() -> None:
+    """Export what is left, in bounded time: for a process that is about to exit hard."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        _shut_down(provider)
+
+
 def _shut_down(provider: TracerProvider) -> None:
     """Bounded: a receiver that does not answer must not keep a process that wants to end."""
     ending = threading.Thread(target=provider.shutdown, daemon=True)
@@ -109,18 +118,44 @@ def _tracer_of(provider: trace.TracerProvider) -> Tracer:
 def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[str, str]:
     """A fresh copy of the headers with the trace context (the current one where None)."""
     carrier = dict(headers)
-    TraceContextTextMapPropagator().inject(carrier, context)
+    if trace.get_current_span(context).get_span_context().is_valid:
+        TraceContextTextMapPropagator().inject(carrier, context)
     return carrier
 
 
 def extract(headers: Mapping[str, str] | None) -> Context:
     """The trace context that a message carries; an empty one where it carries none."""
-    return TraceContextTextMapPropagator().extract(dict(headers or {}), Context())
+    if not headers or _TRACEPARENT not in headers:
+        return Context()
+    return _extracted(headers) or TraceContextTextMapPropagator().extract(dict(headers), Context())
+
+
+def _extracted(headers: Mapping[str, str]) -> Context | None:
+    """The same for the one form that we write, at a third of the cost; None for any other."""
+    text = headers[_TRACEPARENT]
+    if len(text) != _TRACEPARENT_LENGTH or not text.startswith("00-") or "tracestate" in headers:
+        return None
+    try:
+        ids = int(text[3:35], 16), int(text[36:52], 16)
+        flags = trace.TraceFlags(int(text[53:], 16))
+    except ValueError:
+        return None
+    return child_context(SpanContext(*ids, is_remote=True, trace_flags=flags))
 
 
 def span_context(context: Context) -> SpanContext:
     """The span that a context is in: what links point to."""
     return trace.get_current_span(context).get_span_context()
+
+
+@contextmanager
+def within(context: Context) -> Iterator[None]:
+    """Makes a context current in the block: what is logged there carries its trace."""
+    token = attach(context)
+    try:
+        yield
+    finally:
+        detach(token)
 
 
 @contextmanager
@@ -137,7 +172,7 @@ def span(
     Args: parent: the context that the span belongs under; the current one where None.
           start_unix_s: when it began, if not now.
     """
-    current = tracer().start_span(
+    current = _unsampled(parent) or tracer().start_span(
         name,
         parent,
         attributes=_attributes(attributes),
@@ -165,6 +200,8 @@ def record(
     **attributes: object,
 ) -> SpanContext:
     """A span whose times are known afterwards; returns its context, for children and links."""
+    if unsampled := _unsampled(parent):
+        return unsampled.get_span_context()
     current = tracer().start_span(
         name,
         parent,
@@ -174,6 +211,16 @@ def record(
     )
     current.end(_nanoseconds(end_unix_s))
     return current.get_span_context()
+
+
+def _unsampled(parent: Context | None) -> Span | None:
+    """The span of a trace that is not recorded, which stands for all its children too.
+
+    The SDK would come to the same end, at five times the cost.
+    """
+    current = trace.get_current_span(parent)
+    context = current.get_span_context()
+    return current if context.is_valid and not context.trace_flags.sampled else None
 
 
 def child_context(parent: SpanContext) -> Context:

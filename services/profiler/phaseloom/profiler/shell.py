@@ -19,6 +19,7 @@ from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import JobFinished
 from phaseloom.common.streams import Bucket
 from phaseloom.profiler.core.profile import Emission, Profiler
+from phaseloom.profiler.observing import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +30,20 @@ class Shell:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._profiler = Profiler()
+        self._metrics = Metrics(bus)
         self._missed: dict[JobKey, Emission] = {}
         """While catching up: what the log does not have yet."""
 
     async def run(self) -> None:
         """Follow the log until cancelled."""
+        self._metrics.register()
         history_end = await self._bus.log_end()
         if history_end == 0:
             log.info("the decision log is empty")
         caught_up = history_end == 0
         async with aclosing(self._bus.read_log()) as entries:
             async for entry in entries:
+                self._metrics.take(entry, is_new=caught_up)
                 emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
                 if caught_up:
                     await self._tell(emission)

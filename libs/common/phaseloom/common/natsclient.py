@@ -1,0 +1,322 @@
+"""nats-py's client with a shorter way for the messages of an operation's path.
+
+The same client in all else (connecting, reconnecting, subscriptions, draining): what is overridden
+is measured to be most of an operation's cost, and each falls back to nats-py where its case is not
+the common one. Per message that saves a pass through the event loop on every side:
+
+- a message is written to the connection at once, and what else one pass of the loop publishes in
+  one more write at its end; nothing is handed to a flushing task;
+- messages are cut out of what was read without regular expressions and a copy for each;
+- a request's answer goes from the reading task to whoever waits for it, not through a queue and a
+  second task; and giving up a request that is just being answered loses no cancellation;
+- `hand_over` and `each` take a subscription's messages without a task per subscription or message.
+
+It uses nats-py's internals, hence the bound on its version in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+
+log = logging.getLogger(__name__)
+
+_HEADER_START = b"NATS/1.0\r\n"
+_STATUS_START = b"NATS/1.0 "
+_STATUS_LINES = 2
+_NO_RESPONDERS = "503"
+_MAX_UNSENT_BYTES = 2 * 2**20
+"""In the connection's buffer; above it a publisher waits until the server reads on."""
+
+
+class _Reader(Parser):
+    """Takes whole messages by itself and leaves all else, the server's commands, to nats-py's."""
+
+    def __init__(self, client: MeshClient, read_pause_s: float) -> None:
+        super().__init__(client)
+        self._client = client
+        self._read_pause_s = read_pause_s
+
+    def reset(self) -> None:
+        super().reset()
+        self._wanted = 0
+        """Bytes up to the end of the message that `buf` begins with, where known."""
+        self._is_reset = True
+
+    async def parse(self, data: bytes = b"") -> None:
+        is_all = len(data) < DEFAULT_BUFFER_SIZE
+        await self._take(data)
+        # This is awaited between two reads of the connection.
+        if self._read_pause_s and is_all:
+            await asyncio.sleep(self._read_pause_s)
+
+    async def _take(self, data: bytes) -> None:
+        if self.buf:
+            self.buf += data
+            if len(self.buf) < self._wanted:
+                return  # of a large message: not looked at again for every piece
+            data = bytes(self.buf)
+            self.buf.clear()
+        self._wanted = 0
+        self._is_reset = False
+        start = 0
+        while start < len(data) and self.state == AWAITING_CONTROL_LINE:
+            end = data.find(b"\r\n", start)
+            if end < 0:
+                break
+            match data[start:end].split(b" "):
+                case [b"MSG", subject, sid, *reply, size]:
+                    head = 0
+                case [b"HMSG", subject, sid, *reply, head_size, size]:
+                    head = int(head_size)
+                case _:
+                    await super().parse(data[start : end + 2])
+                    if self._is_reset:
+                        return  # the connection is over, and with it what is left of its data
+                    start = end + 2
+                    continue
+            first, last = end + 2, end + 2 + int(size)
+            if last + 2 > len(data):
+                self._wanted = last + 2 - start
+                break
+            body = first + head
+            start = last + 2
+            await self._client._process_msg(
+                int(sid), subject, reply[0] if reply else b"", data[body:last], data[first:body]
+            )
+        self.buf += data[start:]
+
+
+class MeshClient(Client):
+    """See the module. `request` has nats-py's contract.
+
+    Args: read_pause_s: after reading all that there was, how long to let more gather: for who
+              follows a stream and nobody waits for, at the cost of that much latency.
+    """
+
+    def __init__(self, read_pause_s: float = 0.0) -> None:
+        super().__init__()
+        self._ps = _Reader(self, read_pause_s)
+        self._answers: dict[bytes, asyncio.Future[Msg]] = {}
+        self._inbox = ""
+        self._inbox_bytes = 0
+        self._inbox_sid = -1
+        self._numbers = itertools.count(1)
+        self._gathered: list[bytes] = []
+        """What is written at the end of this pass of the loop."""
+        self._is_gathering = False
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        if not self._inbox:
+            await self._open_inbox()
+        loop = asyncio.get_running_loop()
+        token = str(next(self._numbers))
+        answer: asyncio.Future[Msg] = loop.create_future()
+        self._answers[token.encode()] = answer
+        timer = loop.call_later(timeout, _time_out, answer)
+        try:
+            await self.publish(subject, payload, reply=self._inbox + token, headers=headers)
+            message = await answer
+        finally:
+            timer.cancel()
+            del self._answers[token.encode()]
+        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+            raise nats.errors.NoRespondersError
+        return message
+
+    async def _open_inbox(self) -> None:
+        inbox = f"{self.new_inbox()}."
+        subscribing = self.subscribe(f"{inbox}*")
+        # Set before the first wait: two first requests at once share the inbox.
+        self._inbox, self._inbox_bytes = inbox, len(inbox)
+        self._inbox_sid = (await subscribing)._id
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        if sid != self._inbox_sid:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        answer = self._answers.get(subject[self._inbox_bytes :])
+        if answer is not None and not answer.done():
+            parsed = await self._process_headers(headers)
+            answer.set_result(Msg(self, subject.decode(), "", data, parsed))
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            if headers.startswith(_HEADER_START):
+                return _headers(headers)
+            if headers.startswith(_STATUS_START) and headers.count(b"\r\n") == _STATUS_LINES:
+                return _status(headers)
+        except ValueError:
+            pass  # nats-py knows more forms
+        parsed: dict[str, str] | None = await super()._process_headers(headers)
+        return parsed
+
+    # --- writing --------------------------------------------------------------------------------
+
+    async def _send_publish(
+        self,
+        subject: str,
+        reply: str,
+        payload: bytes,
+        payload_size: int,
+        headers: dict[str, Any] | None,
+    ) -> None:
+        head = "" if headers is None else _head(headers)
+        writer = self._free_writer()
+        if head is None or writer is None:
+            await super()._send_publish(subject, reply, payload, payload_size, headers)
+            return
+        if head:
+            size = len(head) + payload_size
+            line = f"HPUB {subject} {reply} {len(head)} {size}\r\n{head}"
+        else:
+            line = f"PUB {subject} {reply} {payload_size}\r\n"
+        self._write(writer, b"%b%b\r\n" % (line.encode(), payload))
+
+    def _write(self, writer: asyncio.WriteTransport, command: bytes) -> None:
+        if self._is_gathering:
+            self._gathered.append(command)
+            return
+        writer.write(command)
+        self._is_gathering = True
+        asyncio.get_running_loop().call_soon(self._write_gathered)
+
+    def _write_gathered(self) -> None:
+        self._is_gathering = False
+        if not self._gathered:
+            return
+        commands, self._gathered = b"".join(self._gathered), []
+        writer = self._free_writer()
+        if writer is not None:
+            writer.write(commands)
+        else:
+            self._pending.append(commands)
+            self._pending_data_size += len(commands)
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        # Its answer says that all before it has been taken.
+        self._write_gathered()
+        await super()._send_ping(future)
+
+    async def close(self) -> None:
+        self._write_gathered()
+        await super().close()
+
+    def _free_writer(self) -> asyncio.WriteTransport | None:
+        """The connection, where nothing waits to be written before and it takes more."""
+        if self._pending or self._status != Client.CONNECTED:
+            return None
+        tcp: Any = self._transport
+        writer: asyncio.WriteTransport = tcp._io_writer.transport
+        return writer if writer.get_write_buffer_size() < _MAX_UNSENT_BYTES else None
+
+
+def _headers(block: bytes) -> dict[str, str]:
+    """Raises: ValueError: not of the form `Name: value`."""
+    lines = block[len(_HEADER_START) : -4].decode().split("\r\n")
+    pairs = [line.split(": ", 1) for line in lines]
+    return {name: value.strip() for name, value in pairs}
+
+
+def _status(block: bytes) -> dict[str, str]:
+    """Of a block that has nothing but a status."""
+    status, _, description = block[len(_STATUS_START) : -4].decode().partition(" ")
+    return {"Status": status, "Description": description}
+
+
+def _head(headers: dict[str, Any]) -> str | None:
+    """The header block; None where a name or a value needs nats-py's care."""
+    # A name may be of nats-py's enumeration, which formats as something else.
+    lines = [f"{name.strip()}: {value}\r\n" for name, value in headers.items()]
+    head = "".join(lines)
+    if not head.isascii() or head.count("\n") != len(lines) or head.count("\r") != len(lines):
+        return None
+    return f"{_HEADER_START.decode()}{head}\r\n"
+
+
+def _time_out(answer: asyncio.Future[Msg]) -> None:
+    if not answer.done():
+        answer.set_exception(nats.errors.TimeoutError())
+
+
+# --- taking messages ------------------------------------------------------------------------------
+
+
+class _Direct(asyncio.Queue[Msg]):
+    """In the place of a subscription's queue: each message is handed over as it is read."""
+
+    def __init__(self, take: Callable[[Msg], None]) -> None:
+        super().__init__()
+        self._take = take
+
+    def put_nowait(self, item: Msg) -> None:
+        try:
+            self._take(item)
+        except Exception as error:
+            # Raised in the client's reading task, it would end the connection's.
+            log.error("a message handler failed: %r", error, exc_info=error)
+
+
+def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
+    """Have `take` called with every message of a subscription made without a callback.
+
+    It is called in the order of arrival, from the task that reads the connection: it must not
+    block, and starts a task for whatever takes time.
+    """
+    waiting = subscription._pending_queue
+    direct = _Direct(take)
+    receiving = _receiving(subscription)
+    receiving._pending_bytes_limit = 0  # nothing is ever pending
+    receiving._pending_queue = subscription._pending_queue = direct
+    while not waiting.empty():
+        direct.put_nowait(waiting.get_nowait())
+
+
+class _End:
+    """Tells a waiting `each` that its subscription is over."""
+
+    def __init__(self, queue: asyncio.Queue[Any]) -> None:
+        self._queue = queue
+
+    def _cancel(self) -> None:
+        self._queue.put_nowait(None)
+
+
+async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
+    """The messages of a subscription made without a callback, until it or its connection ends."""
+    queue: asyncio.Queue[Any] = subscription._pending_queue
+    end: Any = _End(queue)
+    _receiving(subscription)._message_iterator = subscription._message_iterator = end
+    while (message := await queue.get()) is not None:
+        queue.task_done()
+        subscription._pending_size -= len(message.data)
+        yield message
+
+
+def _receiving(subscription: Subscription) -> Subscription:
+    """What the client puts messages in: JetStream's subscription is a copy of it."""
+    if isinstance(subscription, JetStreamContext.PushSubscription):
+        original: Subscription = subscription._sub
+        return original
+    return subscription

@@ -1,0 +1,123 @@
+"""A device queue on a real sampler, in this process: the test holds up the device thread, so that
+what waits is known."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from phaseloom.common import lifecycle
+from phaseloom.common.codec import MSGPACK
+from phaseloom.common.framing import Peer
+from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.messages import (
+    Args,
+    Batching,
+    CommandId,
+    Generate,
+    GenerateResult,
+    Operation,
+    Permit,
+    Prompt,
+    Result,
+    SamplingParams,
+    kind_of,
+)
+from phaseloom.worker.backends.base import Watch
+from phaseloom.worker.backends.sampler import SamplerBackend
+from phaseloom.worker.checkpoints import Checkpoints
+from phaseloom.worker.device import Call, DeviceQueue
+from phaseloom.worker.executor import Executor
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.ranks import Ranks
+from phaseloom.worker.rankwire import Payload, RankConfig, RankMessage
+from tests.unit.worker.backends.models import spec
+
+KEY = DeploymentKey("acme", "job", "sampler")
+
+
+class Recording(SamplerBackend):
+    """A sampler that remembers what went in each of its calls, by the prompts' first tokens."""
+
+    calls: list[list[int]]
+
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
+        firsts = [args.prompts[0].tokens[0] for args in requests]
+        self.calls.append([first for first in firsts if isinstance(first, int)])
+        return super().generate(requests, watch)
+
+
+class Device:
+    def __init__(self, executor: Executor, ranks: Ranks, batching: Batching) -> None:
+        self.executor = executor
+        self.ranks = ranks
+        self.queue = DeviceQueue(executor, ranks, batching)
+
+    @property
+    def backend(self) -> Recording:
+        assert isinstance(self.executor.backend, Recording)
+        return self.executor.backend
+
+    @asynccontextmanager
+    async def held_up(self) -> AsyncIterator[None]:
+        """In the block the thread is in the middle of something."""
+        go = threading.Event()
+        self.ranks.device_thread.submit(go.wait)
+        try:
+            yield
+        finally:
+            go.set()
+
+    def give(self, slot: str, args: Args, num_bytes: int = 100) -> asyncio.Task[Result | None]:
+        """It waits in the queue when this returns, or is with the thread."""
+        operation = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
+        payload = Payload(operation, bytes(num_bytes), MSGPACK)
+        call = Call(permit(operation, args), Operation(slot, 1, args), payload, "")
+        return asyncio.create_task(self.queue.run(call))
+
+    def cancel(self, slot: str) -> None:
+        self.queue.cancel(OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot))
+
+
+def permit(operation: OperationKey, args: Args) -> Permit:
+    return Permit(
+        id=CommandId(1, 1),
+        node=NodeId("n0"),
+        revision=1,
+        operation=operation,
+        operation_id=operation.slot,
+        kind=kind_of(args),
+        incarnation=1,
+        epoch=1,
+        prev=0,
+    )
+
+
+@asynccontextmanager
+async def device(batching: Batching) -> AsyncIterator[Device]:
+    deployment = spec("sampler")
+    thread = ThreadPoolExecutor(1)
+    heap = Heap(Recording.heap_bytes(deployment))
+    backend = thread.submit(Recording, deployment, heap).result()
+    backend.calls = []
+    settings = RankConfig("token", KEY, 1, deployment, "n0", 0, "", "", "")
+    executor = Executor(settings, backend, Checkpoints(Path("nowhere"), KEY))
+    mine, others = socket.socketpair()
+    ranks = Ranks(thread, Peer[RankMessage](mine, RankMessage))
+    running = Device(executor, ranks, batching)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(running.queue.serve())
+        yield running
+        await lifecycle.end([serving])
+    thread.shutdown()
+    mine.close()
+    others.close()
+
+
+def sample(first: int, max_tokens: int = 2) -> Generate:
+    return Generate([Prompt([first, 3], seed=first)], SamplingParams(max_tokens))

@@ -1,0 +1,276 @@
+"""docs/errors.md: every error that Phaseloom answers with, read from its sources.
+
+    python -m tests.support.refusals
+
+writes it anew; a test holds it to the sources, and to this: whoever is told that a request was
+wrong (a CallerError) is told what to do about it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "errors.md"
+
+CODES = {
+    "INVALID_ARGUMENT": ("The request is wrong, whatever the mesh's state.", "Correct the field."),
+    "NOT_FOUND": ("What the request names is not there.", "Create it first, or correct the name."),
+    "ALREADY_EXISTS": ("What the request would make is there already.", "Choose another name."),
+    "FAILED_PRECONDITION": (
+        "The request is sound, and the state of what it is about does not allow it.",
+        "Bring that into the state named first.",
+    ),
+    "PERMISSION_DENIED": ("Who asks may not do this.", "Use the credentials of the owner."),
+    "RESOURCE_EXHAUSTED": (
+        "A bound is reached: a tenant's, a device's, a message's size.",
+        "Wait `retry_after_s` of the details where they have it, and send it again; else ask for "
+        "less, or for a higher bound.",
+    ),
+    "ABORTED": (
+        "What the request built on is gone: the session, the job, the incarnation, the weights "
+        "version; or it was cancelled.",
+        "Attach again, and go on from what the answer says.",
+    ),
+    "DEADLINE_EXCEEDED": ("It was not done in the time given.", "Give it more, or try again."),
+    "UNAVAILABLE": ("Somebody who is needed does not answer now.", "Try again."),
+    "DATA_LOSS": (
+        "Something stored is gone or damaged.",
+        "Go on from the job's last checkpoint; see the services' logs for which disk it was.",
+    ),
+    "INTERNAL": ("Phaseloom erred.", "Report it, with the service's log."),
+}
+"""Code → what it says, and what to do where the error itself does not say."""
+
+AREAS = {
+    "services/router": "Operations and sessions (router)",
+    "services/scheduler": "Jobs and order (scheduler)",
+    "services/worker/phaseloom/worker/backends": "Execution (backends)",
+    "services/worker": "Execution (worker)",
+    "libs/client": "Controllers (client library)",
+    "libs/common": "Messages, names, configuration, connections (all services)",
+    "libs/cli": "Running a mesh (command line)",
+    "services/profiler": "Profiles (profiler)",
+    "services/statemgr": "State (state manager)",
+}
+"""Folder → heading; the first that a file is under."""
+
+BETWEEN_OUR_OWN = {
+    "libs/common/phaseloom/common/framing.py": "two processes of one node",
+    "services/statemgr": "the state manager and its agent, ranks and peers",
+    "services/worker/phaseloom/worker/shell.py": "the agent and its ranks",
+    "services/worker/phaseloom/worker/stateclient.py": "a rank and the state manager",
+    "services/worker/phaseloom/worker/statelink.py": "a rank and the state manager",
+}
+"""Where a caller is one of our own processes: such a CallerError is a bug of ours, and nobody else
+is told of it."""
+
+_ROOTS = {
+    "CallerError": "INVALID_ARGUMENT",
+    "ResourceError": "UNAVAILABLE",
+    "InternalError": "INTERNAL",
+    "ErrorInfo": "",
+}
+"""Class → the code of its instances that name none."""
+
+
+@dataclass(frozen=True, order=True)
+class Refusal:
+    area: str
+    code: str
+    message: str
+    field: str
+    remedy: str
+    source: str
+    """File, and where in it."""
+    is_callers: bool
+    """Raised as a CallerError to somebody who is none of ours."""
+
+    @property
+    def has_remedy(self) -> bool:
+        return bool(self.remedy)
+
+
+def refusals(root: Path = ROOT) -> list[Refusal]:
+    """All of them, sorted by area, code and message.
+
+    Raises: AssertionError: one is in no area, or has a code that this file does not know.
+    """
+    files = [f for top in ("libs", "services") for f in sorted((root / top).rglob("*.py"))]
+    trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in files}
+    kinds = _kinds(trees)
+    found = {refusal for name, tree in trees.items() for refusal in _in_file(name, tree, kinds)}
+    unknown = {refusal.code for refusal in found} - CODES.keys()
+    assert not unknown, f"no meaning is given for {unknown}"
+    return sorted(found)
+
+
+def _kinds(trees: dict[str, ast.Module]) -> dict[str, str]:
+    """Every error class, by name, with its default code."""
+    kinds = dict(_ROOTS)
+    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    while True:
+        new = {
+            c.name: _default_code(c) or kinds[base.id]
+            for c in classes
+            for base in c.bases
+            if isinstance(base, ast.Name) and base.id in kinds and c.name not in kinds
+        }
+        if not new:
+            return kinds
+        kinds |= new
+
+
+def _default_code(node: ast.ClassDef) -> str:
+    for statement in node.body:
+        if (
+            isinstance(statement, ast.Assign)
+            and ast.unparse(statement.targets[0]) == "default_code"
+        ):
+            return ast.unparse(statement.value).rpartition(".")[2]
+    return ""
+
+
+def _in_file(name: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[Refusal]:
+    area = next((heading for folder, heading in AREAS.items() if name.startswith(folder)), "")
+    assert area, f"{name} is in no area of docs/errors.md"
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            continue
+        for node in _own_nodes(function):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in kinds
+            ):
+                refusal = _refusal(name, area, function, node, kinds)
+                if refusal is not None:
+                    yield refusal
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Of a function, not of those within it."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        yield child
+        yield from _own_nodes(child)
+
+
+def _refusal(
+    name: str, area: str, function: ast.AST, call: ast.Call, kinds: dict[str, str]
+) -> Refusal | None:
+    """None: it passes on another error's text, which is listed where that is made."""
+    assert isinstance(call.func, ast.Name)
+    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    order = ["code", "message", "field", "remedy"] if call.func.id == "ErrorInfo" else ["message"]
+    given |= dict(zip(order, call.args, strict=False))
+    message = _pattern(given.get("message"))
+    if not message.strip("{}….()_abcdefghijklmnopqrstuvwxyz") and " " not in message:
+        return None
+    code = _pattern(given.get("code")).rpartition(".")[2] or kinds[call.func.id]
+    if code.strip("{}") not in CODES:
+        return None
+    is_ours = any(name.startswith(place) for place in BETWEEN_OUR_OWN)
+    where = getattr(function, "name", "")
+    return Refusal(
+        area=area,
+        code=code.strip("{}"),
+        message=message,
+        field=_pattern(given.get("field")),
+        remedy=_pattern(given.get("remedy")),
+        source=f"{name}:{where}",
+        is_callers=_is_callers(call.func.id, kinds) and not is_ours,
+    )
+
+
+def _is_callers(name: str, kinds: dict[str, str]) -> bool:
+    return kinds[name] == "INVALID_ARGUMENT"
+
+
+def _pattern(node: ast.expr | None) -> str:  # noqa: PLR0911 - one a kind of node
+    """A text as it is written, each value in it as `{its expression}`."""
+    match node:
+        case None:
+            return ""
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(_pattern(value) for value in values)
+        case ast.FormattedValue(value=value):
+            return f"{{{_named(value)}}}"
+        case ast.BinOp(left=left, right=right, op=ast.Add()):
+            return _pattern(left) + _pattern(right)
+        case ast.Attribute():
+            return f"{{{ast.unparse(node)}}}"
+        case _:
+            return f"{{{_named(node)}}}"
+
+
+def _named(node: ast.expr) -> str:  # noqa: PLR0911 - one a kind of node
+    """What a reader makes of a value: its last name."""
+    match node:
+        case ast.Attribute(attr=name):
+            return name
+        case ast.Name(id=name):
+            return name
+        case ast.Call(func=ast.Name(id="len"), args=[value]):
+            return f"number of {_named(value)}"
+        case ast.Call(func=ast.Attribute(value=value)):
+            return _named(value)
+        case ast.Call(args=[value, *_]):
+            return _named(value)
+        case ast.Subscript(value=value):
+            return _named(value)
+        case _:
+            return "…"
+
+
+def document(found: list[Refusal]) -> str:
+    """The page."""
+    lines = [
+        "# Errors",
+        "",
+        "Every refusal has one form, in the completion of an operation (`error`), in the answer of "
+        "an API call (`error`, beside the header `Nats-Service-Error-Code`) and as the `info` of "
+        "the client library's exceptions:",
+        "",
+        "| field | what it says |",
+        "| --- | --- |",
+        "| `code` | one of gRPC's canonical codes, below |",
+        "| `message` | what is wrong, for a person |",
+        "| `field` | path of the value that is at fault, as `args.batch[3].targets`; or empty |",
+        "| `remedy` | what to do; where it is empty, what the code's line below says |",
+        "| `details` | numbers: `retry_after_s`, `limit`, `used`, `needed_bytes`, … |",
+        "",
+        "In the client library a code of the first five is a `CallerError`, `INTERNAL` an "
+        "`InternalError`, any other a `ResourceError`; `retry_after_s` of any of them is the time "
+        "after which the same request may pass, where that is known.",
+        "",
+        "| code | what it says | what to do |",
+        "| --- | --- | --- |",
+        *(f"| `{code}` | {says} | {remedy} |" for code, (says, remedy) in CODES.items()),
+        "",
+        "This page is made from the sources by `python -m tests.support.refusals`: each message as "
+        "it is written there, `{…}` for what it puts in.",
+    ]
+    for heading in AREAS.values():
+        rows = {_row(refusal) for refusal in found if refusal.area == heading}
+        if rows:
+            lines += ["", f"## {heading}", "| code | message | field | what to do |"]
+            lines += ["| --- | --- | --- | --- |", *sorted(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(refusal: Refusal) -> str:
+    cells = (refusal.message, refusal.field, refusal.remedy)
+    message, field, remedy = (text.replace("|", "\\|").replace("\n", " ") for text in cells)
+    shown = f"`{field}`" if field else ""
+    return f"| `{refusal.code}` | {message} | {shown} | {remedy or 'see the code'} |"
+
+
+if __name__ == "__main__":
+    FILE.write_text(document(refusals()))

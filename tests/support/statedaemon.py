@@ -1,0 +1,274 @@
+"""A state manager as a process of its own, with an agent's connection and ranks in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from tests.support.staterank import fill, slots_of
+
+MiB = 1024 * 1024
+SECRET = "the mesh's secret"
+POLICY = DeploymentKey("acme", "sums", "policy")
+SAMPLER = DeploymentKey("acme", "sums", "sampler")
+OTHER = DeploymentKey("acme", "letters", "policy")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Daemon:
+    """A state manager process and an agent's connection to it."""
+
+    directory: Path
+    environment: dict[str, str]
+    tasks: asyncio.TaskGroup
+    process: asyncio.subprocess.Process = field(init=False)
+    agent: AgentStateClient = field(init=False)
+    ranks: list[RankStateClient] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "state.sock"
+
+    @property
+    def files(self) -> Path:
+        return self.directory / "files"
+
+    async def endpoint(self) -> str:
+        return (await self.agent.status()).endpoint
+
+    async def launch(self) -> None:
+        """Start the process; returns when it serves."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "phaseloom.statemgr.main",
+            env=self.environment,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        ready = asyncio.Event()
+        self.tasks.create_task(self._read_log(process.stderr, ready))
+        self.process = process
+        await ready.wait()
+        assert process.returncode is None, self.text()
+
+    async def _read_log(self, stream: asyncio.StreamReader, ready: asyncio.Event) -> None:
+        while line := await stream.readline():
+            self.log.append(line.decode())
+            if "serves" in self.log[-1]:
+                ready.set()
+        ready.set()
+
+    def text(self) -> str:
+        return "".join(self.log)
+
+    async def kill(self) -> None:
+        """kill -9; returns when it is dead, as it may be already."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    async def relaunch(self) -> None:
+        """kill -9, and another life; agent and ranks come back to it by themselves."""
+        await self.kill()
+        await self.launch()
+
+
+@asynccontextmanager
+async def daemon(
+    directory: Path,
+    *,
+    devices: list[int] | None = None,
+    host_bytes: int = 256 * MiB,
+    reconnect_s: float = 30.0,
+    **extra: str,
+) -> AsyncIterator[Daemon]:
+    """A running state manager; at the end its books must agree and it must stop cleanly."""
+    await asyncio.to_thread(directory.mkdir, exist_ok=True)
+    settings = {
+        "NODE": "node0",
+        "SOCKET": str(directory / "state.sock"),
+        "SECRET": SECRET,
+        "DIRECTORY": str(directory / "files"),
+        "DEVICES": json.dumps(devices or [16 * MiB]),
+        "HOST_MEMORY_BYTES": str(host_bytes),
+        **extra,
+    }
+    environment = os.environ | {
+        name if name.startswith("PHASELOOM_") else f"PHASELOOM_STATEMGR_{name}": value
+        for name, value in settings.items()
+    }
+    async with asyncio.TaskGroup() as tasks:
+        running = Daemon(directory, environment, tasks)
+        await running.launch()
+        running.agent = await AgentStateClient.connect(
+            running.socket, SECRET, reconnect_s=reconnect_s
+        )
+        try:
+            yield running
+            if running.process.returncode is None:
+                await running.agent.status()  # fails where its books contradict themselves
+        finally:
+            for rank in running.ranks:
+                await rank.close()
+            await running.agent.close()
+            if running.process.returncode is None:
+                running.process.terminate()
+            code = await running.process.wait()
+        assert code in {0, -signal.SIGKILL}, running.text()
+        assert "Traceback" not in running.text(), running.text()
+
+
+class Rank:
+    """A rank in this process."""
+
+    def __init__(self, heap: Heap, slots: list[TensorSlot]) -> None:
+        self.client: RankStateClient
+        self.heap = heap
+        self.slots = slots
+        self.seq = 0
+        self.on_copy: Callable[[], None] = lambda: None
+        """Called in the copying thread just before the heap is copied out."""
+        self.on_loaded: Callable[[], None] = lambda: None
+        """Called in the copying thread after a copy in."""
+
+    def applied(self) -> int:
+        self.on_copy()
+        return self.seq
+
+    def loaded(self) -> None:
+        self.on_loaded()
+
+    def digest(self) -> str:
+        return str(xxhash.xxh3_128(self.heap.buffer).hexdigest())
+
+    def run(self, seq: int) -> str:
+        """A mutating operation; the digest of what it leaves."""
+        fill(self.heap, seq)
+        self.seq = seq
+        return self.digest()
+
+
+async def start(
+    daemon: Daemon,
+    key: DeploymentKey,
+    num_bytes: int = MiB,
+    *,
+    incarnation: int = 1,
+    device: int = 0,
+    seal_seq: int = 0,
+    slots: list[TensorSlot] | None = None,
+    applied: int = 0,
+    reconnect_s: float = 30.0,
+) -> Rank:
+    """Register a deployment with a rank in this process; it is offloaded then.
+
+    Args: applied: seq that its initial state stands for.
+    """
+    token = f"token of {key} {incarnation}"
+    await daemon.agent.register_wpg([token], key, incarnation, [device], seal_seq)
+    rank = Rank(Heap(num_bytes), slots or slots_of(num_bytes))
+    await join(daemon, token, rank, applied=applied, reconnect_s=reconnect_s)
+    return rank
+
+
+async def start_ranks(
+    daemon: Daemon,
+    key: DeploymentKey,
+    sizes: list[int],
+    *,
+    devices: list[int] | None = None,
+    incarnation: int = 1,
+    seal_seq: int = 0,
+) -> list[Rank]:
+    """Register a deployment with several ranks, rank i on device i where none are named."""
+    tokens = [f"token of {key} {incarnation} {index}" for index in range(len(sizes))]
+    devices = devices or list(range(len(sizes)))
+    await daemon.agent.register_wpg(tokens, key, incarnation, devices, seal_seq)
+    ranks = [Rank(Heap(size), slots_of(size)) for size in sizes]
+    for token, rank in zip(tokens, ranks, strict=True):
+        await join(daemon, token, rank)
+    return ranks
+
+
+async def join(
+    daemon: Daemon, token: str, rank: Rank, *, applied: int = 0, reconnect_s: float = 30.0
+) -> None:
+    rank.client = await RankStateClient.connect(
+        daemon.socket,
+        token,
+        applied=rank.applied,
+        on_loaded=rank.loaded,
+        reconnect_s=reconnect_s,
+    )
+    daemon.ranks.append(rank.client)
+    rank.seq = await rank.client.register_heap(rank.heap, rank.slots)
+    if not rank.seq:
+        fill(rank.heap, 0)
+        rank.seq = applied
+        await rank.client.commit_initial(applied)
+
+
+@asynccontextmanager
+async def child(daemon: Daemon, key: DeploymentKey, num_bytes: int) -> AsyncIterator[Child]:
+    """A deployment with a rank in a process of its own."""
+    token = f"child {key}"
+    await daemon.agent.register_wpg([token], key, 1, [0], 0)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.staterank",
+        str(daemon.socket),
+        token,
+        str(num_bytes),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    running = Child(process)
+    await running.answer()
+    try:
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@dataclass
+class Child:
+    """A rank in a process of its own."""
+
+    process: asyncio.subprocess.Process
+
+    async def ask(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        return await self.answer()
+
+    async def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(await self.process.stdout.readline())
+
+
+def names(daemon: Daemon) -> list[str]:
+    """Of the state files on its disk."""
+    return sorted(path.name for path in daemon.files.rglob("*.*"))
