@@ -47,9 +47,9 @@ def train(world: World, job: str, steps: int = STEPS) -> None:
         world.queue(job, "reference", reference, "forward", after=(("sampler", sampler),))
 
 
-def two_jobs(world: World) -> World:
+def two_jobs(world: World, num_ranks: int = 1) -> World:
     for job in ("a", "b"):
-        world.submit(job)
+        world.submit(job, num_ranks=num_ranks)
     world.run()
     for job in ("a", "b"):
         train(world, job)
@@ -128,14 +128,15 @@ def test_snapshot_of_another_core_version_is_refused() -> None:
         max_size=6,
     ),
     seal_every=st.sampled_from([0, 2, 4]),
+    num_ranks=st.sampled_from([1, 2]),
 )
 def test_states_after_kills_equal_states_without(
-    seed: int, kills: list[tuple[float, str, str, bool]], seal_every: int
+    seed: int, kills: list[tuple[float, str, str, bool]], seal_every: int, num_ranks: int
 ) -> None:
     """I2: whatever dies, every mutation is in the state once, in order."""
     expected = undisturbed()
     config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
-    world = two_jobs(World(config=config, seed=seed))
+    world = two_jobs(World(config=config, seed=seed, num_devices=2), num_ranks)
     start_s = world.now_s
     for at_s, job, name, after_done in sorted(kills):
         world.run(until_s=start_s + at_s)
@@ -260,7 +261,7 @@ def test_refused_operation_fails_and_leaves_no_gap() -> None:
     world.submit("a")
     world.run()
     bad = ErrorInfo(Code.INVALID_ARGUMENT, "empty batch", field="args.batch")
-    world.queue("a", "policy", 2, "forward_backward", error=bad)
+    world.queue("a", "policy", 2, "publish_weights", error=bad)
     world.queue("a", "policy", 3, "optim_step")
     world.queue("a", "policy", 1, "forward_backward")
     world.run()
@@ -455,7 +456,7 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
     world.submit("a")
     world.run()
-    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("a", "policy", 1, "publish_weights")
     world.queue("a", "policy", 2, "optim_step")
     key = deployment("a", "policy")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The job API: submit, status, finish. Calls become events of the log; the core answers."""
+"""The job API: jobs, phases, cancel, explain. Calls become events of the log, or read the core."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ import uuid
 from typing import Any
 
 from phaseloom.common.api import ApiHandler
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import JobKey, check_name
+from phaseloom.common.codec import encode
+from phaseloom.common.errors import CallerError, Code, session_over, to_exception
+from phaseloom.common.ids import JobKey, OperationKey, check_name, parse_operation_key
 from phaseloom.common.messages import (
+    CancelRequested,
     DeploymentSpec,
+    Explanation,
     JobFinished,
     JobRequest,
+    JobSpec,
     JobStatus,
     JobSubmitted,
+    Layout,
+    OperationRequest,
+    PhaseDeclared,
+    PhaseRequest,
     SubmitJob,
+    Usage,
+    UsageRequest,
 )
-from phaseloom.scheduler.core import jobs
+from phaseloom.scheduler.core import explain, jobs
+from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.core.step import Step
 from phaseloom.scheduler.shell import Shell
+
+MAX_CONFIG_DEPTH = 32
+MAX_SPEC_BYTES = 2**20
+"""Of a job, as MessagePack: every command that starts a WPG carries a part of it."""
 
 
 def check_job(request: SubmitJob) -> None:
@@ -33,9 +48,21 @@ def check_job(request: SubmitJob) -> None:
         )
     for index, spec in enumerate(specs):
         _check_deployment(spec, f"spec.deployments[{index}]")
+    num_bytes = _encoded_bytes(request.spec)
+    if num_bytes > MAX_SPEC_BYTES:
+        raise CallerError(
+            f"the job's spec has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are taken",
+            code=Code.RESOURCE_EXHAUSTED,
+            field="spec",
+            remedy="leave out `token_texts` where no stop strings are given",
+        )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
-        raise CallerError("two deployments have the same name", field="spec.deployments")
+        raise CallerError(
+            "two deployments have the same name",
+            field="spec.deployments",
+            remedy="give each a name of its own",
+        )
     if request.spec.slo != 0 and not 1 <= request.spec.slo <= 1000:
         raise CallerError(
             f"an SLO of {request.spec.slo} is not a slowdown over running alone",
@@ -48,6 +75,52 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     check_name(spec.name, f"{field}.name")
     check_name(spec.pool, f"{field}.pool")
     check_name(spec.backend, f"{field}.backend")
+    _check_layout(spec.layout, f"{field}.layout")
+    _check_depth(spec.model.config, f"{field}.model.config")
+
+
+def _check_depth(config: dict[str, Any], field: str) -> None:
+    """What is nested so deeply that a decoder may refuse it must not get into the log."""
+    level: list[Any] = [config]
+    for _ in range(MAX_CONFIG_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise CallerError(
+            f"it is nested more than {MAX_CONFIG_DEPTH} deep",
+            field=field,
+            remedy="give the config as `config.to_dict()` does",
+        )
+
+
+def _encoded_bytes(spec: JobSpec) -> int:
+    try:
+        return len(encode(spec))
+    except OverflowError:
+        raise CallerError(
+            "an integer is out of range", field="spec", remedy="use -2^63 to 2^64 - 1"
+        ) from None
+
+
+def _check_layout(layout: Layout, field: str) -> None:
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        if getattr(layout, axis) < 1:
+            raise CallerError(
+                f"{axis} = {getattr(layout, axis)} is no number of ranks",
+                field=f"{field}.{axis}",
+                remedy="use 1 where the model is not split this way",
+            )
+    num_holders = layout.dp * layout.cp * layout.tp
+    if num_holders % layout.ep:
+        raise CallerError(
+            f"ep = {layout.ep} does not divide dp * cp * tp = {num_holders}",
+            field=f"{field}.ep",
+            remedy="spread the experts over a divisor of it",
+        )
 
 
 def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
@@ -67,14 +140,84 @@ def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
     async def status(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
         key = JobKey(tenant, request.job)
+        return jobs.status(_now(shell), _job(shell, key))
+
+    async def declare(tenant: str, request: PhaseRequest) -> JobStatus:
+        check_name(request.job, "job")
+        job = _job(shell, JobKey(tenant, request.job))
+        _check_phase(job, request)
+        await shell.append(PhaseDeclared(job.key, request.session, request.pool, request.is_open))
+        return jobs.status(_now(shell), job)
+
+    async def cancel(tenant: str, request: OperationRequest) -> Explanation:
+        id = uuid.uuid4().hex
+        return await shell.ask_why(CancelRequested(_key(tenant, request), id), id)
+
+    async def why(tenant: str, request: OperationRequest) -> Explanation:
+        key = _key(tenant, request)
+        step = _now(shell)
+        deployment = step.deployment(key.deployment_key)
+        if deployment is None:
+            what = f"deployment {key.deployment_key} does not exist"
+            raise CallerError(what, code=Code.NOT_FOUND, field="deployment")
+        op = deployment.open_operation(key)
+        if op is None:
+            raise to_exception(explain.not_open(deployment, key))
+        return explain.explain(step, deployment, op)
+
+    async def usage(tenant: str, _: UsageRequest) -> Usage:
         state = shell.core.state
-        job = state.jobs.get(str(key))
-        if job is None:
-            raise CallerError(f"job {key} does not exist", code=Code.NOT_FOUND, field="job")
-        return jobs.status(Step(state, state.sequence, state.now_s), job)
+        mine = [d for d in state.deployments.values() if d.key.tenant == tenant]
+        return Usage(sum(len(d.operations) + len(d.unordered) for d in mine), state.sequence)
 
     return {
+        "tenant.usage": (UsageRequest, usage),
         "job.submit": (SubmitJob, submit),
         "job.finish": (JobRequest, finish),
         "job.status": (JobRequest, status),
+        "phase.declare": (PhaseRequest, declare),
+        "operation.cancel": (OperationRequest, cancel),
+        "operation.explain": (OperationRequest, why),
     }
+
+
+def _now(shell: Shell) -> Step:
+    """The core's state as it stands, to be read only."""
+    state = shell.core.state
+    return Step(state, state.sequence, state.now_s)
+
+
+def _job(shell: Shell, key: JobKey) -> Job:
+    job = shell.core.state.jobs.get(str(key))
+    if job is None:
+        raise CallerError(
+            f"job {key} does not exist",
+            code=Code.NOT_FOUND,
+            field="job",
+            remedy="submit it first",
+        )
+    return job
+
+
+def _key(tenant: str, request: OperationRequest) -> OperationKey:
+    return parse_operation_key(f"{tenant}.{request.job}.{request.deployment}.{request.slot}")
+
+
+def _check_phase(job: Job, request: PhaseRequest) -> None:
+    if job.state in JOB_ENDED:
+        raise CallerError(
+            f"job {job.key} is {job.state}",
+            code=Code.FAILED_PRECONDITION,
+            field="job",
+            remedy="submit a job under another name",
+        )
+    # A session that is not in the log yet is newer: the log's order decides then.
+    if request.session < job.session:
+        raise to_exception(session_over(request.session, job.session))
+    pools = sorted({spec.pool for spec in job.spec.deployments})
+    if request.pool not in pools:
+        raise CallerError(
+            f"job {job.key} has no deployment in pool {request.pool!r}",
+            field="pool",
+            remedy=f"its pools are: {', '.join(pools)}",
+        )

@@ -1,27 +1,40 @@
-"""The scheduler service: restore, fold, serve the job API, watch the node leases."""
+"""The scheduler service: stand by, then lead: restore, fold, serve the job API, watch leases.
+
+Any number of processes may run. A lease lets one of them do the work; were two to lead for a
+moment, they would send the same commands under the same ids.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable
 
 import msgspec
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common import config, lifecycle
 from phaseloom.common.api import serve_api
 from phaseloom.common.bus import Bus, BusConfig
-from phaseloom.common.errors import CallerError
-from phaseloom.common.leases import node_lease_key
-from phaseloom.common.messages import NodeLost, SchedulerConfig
-from phaseloom.common.streams import Bucket
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.leases import Lease, scheduler_lease_key
+from phaseloom.common.messages import SchedulerConfig
 from phaseloom.scheduler.api import job_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.housekeeping import Housekeeping
+from phaseloom.scheduler.observing import Gauges
+from phaseloom.scheduler.patience import PatientLog
 from phaseloom.scheduler.shell import Shell
-from phaseloom.scheduler.sink import SNAPSHOT_KEY, BusSink, unpack_snapshot
+from phaseloom.scheduler.sink import BusSink
+from phaseloom.scheduler.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
+
+_GOODBYE_S = 3.0
+"""For each of the last things to do; the process has 10 s to stop in."""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -36,6 +49,10 @@ class Config(msgspec.Struct, frozen=True):
     the others' go first. 0: the ordering policy alone decides."""
     seal_every: int = 60
     """Mutating operations between two seals of a trainable deployment; 0: never."""
+    seal_bytes: int = 128 * 2**20
+    """Payloads of mutating operations since the last seal that call for the next one."""
+    seal_age_s: float = 600.0
+    """So old, a seal is made again where anything changed since."""
     max_losses: int = 3
     """A WPG that dies more often than this at one operation fails it."""
     max_reading: int = 64
@@ -45,11 +62,19 @@ class Config(msgspec.Struct, frozen=True):
     for, after its last operation there; 0: not at all."""
     early_switch: bool = True
     """Open activations on idle devices before the operation that is predicted."""
+    max_open_operations: int = 10_000
+    """Of one deployment, without an outcome; more are refused."""
+    outcome_retention_s: float = 86_400.0
+    """How long outcomes are kept that no rebuild needs, and the name of an ended job."""
     snapshot_every: int = 2000
     """Log entries between two snapshots."""
     lease_margin_s: float = 3.0
     """After a node lease ran out, how much longer until its processes count as dead: more than the
     agent takes to kill its ranks."""
+    lease_ttl_s: float = 3.0
+    """How long after its last sign a leader counts as gone; in whole seconds."""
+    name: str = "scheduler"
+    """Of this process, for people: in the lease, and as NATS shows the connection."""
 
 
 def _check_policy(name: str, known: Iterable[str], field: str) -> None:
@@ -62,61 +87,122 @@ def _check_policy(name: str, known: Iterable[str], field: str) -> None:
 
 
 async def serve(stop: asyncio.Event) -> None:
+    """Lead, or stand by until the one that leads is gone."""
     settings = config.load(Config, "scheduler")
     _check_policy(settings.placement, placement.POLICIES, "placement")
     _check_policy(settings.ordering, ordering.POLICIES, "ordering")
-    bus = await Bus.open(config.load(BusConfig, "bus"), "scheduler")
+    bus = await Bus.open(config.load(BusConfig, "bus"), settings.name)
     try:
-        stored = await bus.kv_get(Bucket.SNAPSHOTS, SNAPSHOT_KEY)
-        core = Core.restore(unpack_snapshot(stored.payload)) if stored else Core()
-        sink = BusSink(bus)
-        policy = SchedulerConfig(
-            placement=settings.placement,
-            ordering=settings.ordering,
-            idle_grace_s=settings.idle_grace_s,
-            quantum_s=settings.quantum_s,
-            seal_every=settings.seal_every,
-            max_losses=settings.max_losses,
-            max_reading=settings.max_reading,
-            phase_hold_s=settings.phase_hold_s,
-            early_switch=settings.early_switch,
-        )
-        shell = Shell(core, bus, sink, policy, settings.snapshot_every)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(sink.run()),
-                tasks.create_task(shell.run()),
-                tasks.create_task(_watch_leases(bus, shell, settings.lease_margin_s)),
-                tasks.create_task(_serve_api(bus, shell)),
-            ]
-            await stop.wait()
-            await lifecycle.end(running)
+        lease = await _lease(bus, settings, stop)
+        if lease is None:
+            return
+        try:
+            await _lead(bus, settings, lease, stop)
+        finally:
+            await _release(lease)
     finally:
         await bus.close()
+
+
+async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:
+    """Wait for the leader's lease; None: told to stop before."""
+    who = f"{settings.name}, pid {os.getpid()}".encode()
+    acquiring = asyncio.create_task(
+        Lease.acquire(bus, scheduler_lease_key(), who, settings.lease_ttl_s)
+    )
+    stopping = asyncio.create_task(stop.wait())
+    log.info("standing by")
+    await asyncio.wait((acquiring, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await lifecycle.end([stopping])
+    if not stop.is_set():
+        return await acquiring
+    await lifecycle.end([acquiring])
+    if not acquiring.cancelled() and acquiring.exception() is None:
+        await _release(acquiring.result())
+    return None
+
+
+async def _release(lease: Lease) -> None:
+    """So that a standby need not wait for it to run out."""
+    try:
+        async with asyncio.timeout(_GOODBYE_S):
+            await lease.release()
+    except (TimeoutError, NatsError, NatsTimeoutError) as error:
+        log.warning("the lease is left to run out: %r", error)
+
+
+async def _lead(bus: Bus, settings: Config, lease: Lease, stop: asyncio.Event) -> None:
+    """Fold and perform until told to stop.
+
+    Raises: LeaseLost: another may lead; nothing is performed any more.
+    """
+    snapshots = Snapshots(bus)
+    core = await _restored(bus, snapshots)
+    sink = BusSink(bus, snapshots)
+    decisions = PatientLog(bus)
+    shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
+    Gauges(core, bus).register()
+    keeping = Housekeeping(bus, decisions, shell)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(lease.keep()),
+            tasks.create_task(sink.run()),
+            tasks.create_task(shell.run()),
+            tasks.create_task(keeping.watch_nodes(settings.lease_margin_s)),
+            tasks.create_task(keeping.watch_sessions()),
+            tasks.create_task(keeping.sweep_outcomes(settings.outcome_retention_s)),
+            tasks.create_task(_serve_api(bus, shell)),
+        ]
+        await stop.wait()
+        await _leave_final_snapshot(shell, sink)
+        await lifecycle.end(running)
+
+
+async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
+    """A core as of the newest snapshot.
+
+    Raises: ResourceError: it is of another core version and not final, damaged, or the log behind
+            it is gone.
+    """
+    stored = await snapshots.load()
+    core = (
+        Core()
+        if stored is None
+        else Core.restore(stored.payload, is_final=stored.manifest.is_final)
+    )
+    first = await bus.log_start()
+    if first > core.state.sequence + 1:
+        raise ResourceError(
+            f"the decision log begins at {first}, the newest snapshot is of {core.state.sequence}",
+            code=Code.DATA_LOSS,
+            remedy="restore the store of the NATS server from a backup",
+        )
+    await snapshots.take_over()
+    return core
+
+
+async def _leave_final_snapshot(shell: Shell, sink: BusSink) -> None:
+    """The next one starts at once, of whatever version it is."""
+    if not shell.caught_up.is_set():
+        return
+    try:
+        async with asyncio.timeout(_GOODBYE_S):
+            await shell.rest()
+            await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_final=True)
+    except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
+        log.warning("no final snapshot: %r", error)
+
+
+def _policy(settings: Config) -> SchedulerConfig:
+    """What the core decides by; it enters the log."""
+    shared = {name: getattr(settings, name) for name in SchedulerConfig.__struct_fields__}
+    return SchedulerConfig(**shared)
 
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
     await serve_api(bus, "scheduler", job_api(shell))
     log.info("scheduling from log sequence %d on", shell.core.state.sequence)
-
-
-async def _watch_leases(bus: Bus, shell: Shell, margin_s: float) -> None:
-    """Report a node whose lease ran out, once its agent must have killed its ranks."""
-    await shell.caught_up.wait()
-    loop = asyncio.get_running_loop()
-    gone_since: dict[tuple[str, int], float] = {}
-    while True:
-        nodes = [n for n in shell.core.state.nodes.values() if n.is_up]
-        for node in nodes:
-            life = (node.node, node.revision)
-            if await bus.kv_get(Bucket.LEASES, node_lease_key(node.node)) is not None:
-                gone_since.pop(life, None)
-                continue
-            if loop.time() - gone_since.setdefault(life, loop.time()) > margin_s:
-                event = NodeLost(node.node, node.revision, "its lease ran out")
-                await bus.append(event, msg_id=f"node-lost:{node.node}:{node.revision}")
-        await asyncio.sleep(margin_s / 3)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from phaseloom.common.bus import LogEntry
 from phaseloom.common.errors import InternalError, ResourceError, to_exception
 from phaseloom.common.messages import (
     Event,
+    Explanation,
     JobStatus,
     OperationFinished,
     Permit,
@@ -30,6 +31,7 @@ from phaseloom.common.messages import (
     SchedulerConfigured,
     TimerFired,
 )
+from phaseloom.scheduler import observing
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Answer, Output, SendCommand, SetTimer, WriteCompletion
 
@@ -76,7 +78,9 @@ class Shell:
         """How far this clock runs ahead of the log's: a timer that comes early is set again."""
         self._fired_with: dict[str, float] = {}
         """`_ahead_s` as it was when a timer fired that the log has not shown yet."""
-        self._answers: dict[str, asyncio.Future[JobStatus]] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._busy = asyncio.Lock()
+        """Held while an entry is taken: between two, all commands up to it are stored."""
         self._traces: dict[str, tuple[Context, float]] = {}
         """Of open operations: trace context, and when it was queued."""
 
@@ -87,12 +91,31 @@ class Shell:
             tasks.create_task(self._fold())
             tasks.create_task(self._fire_timers())
 
+    async def rest(self) -> None:
+        """Take no entry any more; returns once what was in hand is performed."""
+        await self._busy.acquire()
+
+    async def append(self, event: Event) -> None:
+        """Append an event that nobody waits for."""
+        await self._log.append(event)
+
     async def request(self, event: Event, request: str, timeout_s: float = 10.0) -> JobStatus:
-        """Append an event that asks for an answer, and wait for it.
+        """Append an event that asks for the job's status, and wait for it.
 
         Raises: PhaseloomError: the core's refusal; ResourceError: no answer in time.
         """
-        future: asyncio.Future[JobStatus] = asyncio.get_running_loop().create_future()
+        answer = await self._ask(event, request, timeout_s)
+        assert answer.status is not None
+        return answer.status
+
+    async def ask_why(self, event: Event, request: str, timeout_s: float = 10.0) -> Explanation:
+        """As `request`, of one operation."""
+        answer = await self._ask(event, request, timeout_s)
+        assert answer.explanation is not None
+        return answer.explanation
+
+    async def _ask(self, event: Event, request: str, timeout_s: float) -> Answer:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request] = future
         try:
             await self._log.append(event, msg_id=f"request:{request}")
@@ -112,13 +135,14 @@ class Shell:
             await self._caught_up()
         since_snapshot = 0
         async for entry in self._log.read_log(self.core.state.sequence + 1):
-            await self.take(entry)
+            async with self._busy:
+                await self.take(entry)
+                since_snapshot += 1
+                if since_snapshot >= self._snapshot_every:
+                    await self._sink.save(self.core.state.sequence, self.core.snapshot())
+                    since_snapshot = 0
             if entry.sequence >= backlog_end and not self.caught_up.is_set():
                 await self._caught_up()
-            since_snapshot += 1
-            if since_snapshot >= self._snapshot_every:
-                await self._sink.save(self.core.state.sequence, self.core.snapshot())
-                since_snapshot = 0
         raise InternalError("the decision log ended")
 
     async def _caught_up(self) -> None:
@@ -129,7 +153,9 @@ class Shell:
     async def take(self, entry: LogEntry) -> None:
         """Fold one entry and perform what comes of it."""
         self._note_trace(entry)
+        began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
+        step_s = time.perf_counter() - began_s
         if isinstance(entry.event, TimerFired):
             self._note_clock(entry.event, entry.time_s)
         permit = _permit_in(outputs)
@@ -140,6 +166,8 @@ class Shell:
             await asyncio.gather(*(self._perform(output, context) for output in outputs))
         if permit:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
+        if self.caught_up.is_set():
+            observing.stepped(outputs, step_s)
         if isinstance(entry.event, OperationFinished):
             self._traces.pop(str(entry.event.key), None)
         for output in outputs:
@@ -162,8 +190,8 @@ class Shell:
             return
         if answer.error is not None:
             future.set_exception(to_exception(answer.error))
-        elif answer.status is not None:
-            future.set_result(answer.status)
+        else:
+            future.set_result(answer)
 
     # --- timers ---------------------------------------------------------------------------------
 

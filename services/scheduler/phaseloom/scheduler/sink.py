@@ -1,58 +1,54 @@
-"""Performs the core's outputs on the bus."""
+"""Performs the core's outputs on the bus, for as long as it takes: the server may be away.
+
+Everything here may be done twice: commands and events carry ids, outcomes are first writer wins.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
+import time
 
+from nats.js.errors import NotFoundError
 from opentelemetry.context import Context
 
 from phaseloom.common import streams, telemetry
 from phaseloom.common.bus import AlreadyStored, Bus
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import OperationKey
+from phaseloom.common.codec import content_type_of, decode, encode
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import Completion, OperationFinished
 from phaseloom.common.streams import Bucket
 from phaseloom.scheduler.core.outputs import (
     DeleteOperations,
+    DropCheckpoint,
+    ForgetJob,
     Output,
     PutView,
     SendCommand,
+    SettleCompletion,
     Tell,
     WriteCompletion,
 )
-
-SNAPSHOT_KEY = "core"
-MAX_SNAPSHOT_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
-"""Compressed; room is left for headers."""
-
-
-def unpack_snapshot(payload: bytes) -> bytes:
-    """Inverse of what `save` stores.
-
-    Raises: ResourceError: DATA_LOSS, damaged.
-    """
-    try:
-        return zlib.decompress(payload)
-    except zlib.error as error:
-        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
+from phaseloom.scheduler.patience import until_done
+from phaseloom.scheduler.snapshots import Snapshots
 
 
 class BusSink:
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, snapshots: Snapshots) -> None:
         self._bus = bus
-        self._deletions: asyncio.Queue[OperationKey] = asyncio.Queue()
-        self._saved_sequence = 0
+        self._snapshots = snapshots
+        self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
     async def run(self) -> None:
         """Deletes in the background: nothing waits for it, and it may be done twice."""
         while True:
-            key = await self._deletions.get()
-            await self._bus.delete_subject(streams.ops_stream(key.tenant), streams.op_subject(key))
+            await self._delete_now(*await self._deletions.get())
             self._deletions.task_done()
 
     async def perform(self, output: Output, context: Context | None) -> None:
+        await until_done(lambda: self._perform(output, context), type(output).__name__)
+
+    async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
             case SendCommand(command):
                 await self._bus.publish(
@@ -62,28 +58,71 @@ class BusSink:
                     headers=telemetry.inject({}, context) if context else {},
                 )
             case WriteCompletion(key, completion, content_type):
-                # The first stored outcome decides; a refusal is a restart's second try.
-                with contextlib.suppress(AlreadyStored):
-                    await self._bus.publish(
-                        streams.done_subject(key), completion, content_type=content_type
-                    )
+                await self._write(key, completion, content_type)
+            case SettleCompletion(key, kind, completion, content_type):
+                await self._write(key, completion, content_type)
+                await self._tell_stored(key, kind, completion)
             case DeleteOperations(keys):
                 for key in keys:
-                    self._deletions.put_nowait(key)
+                    self._delete(streams.ops_stream(key.tenant), streams.op_subject(key))
             case PutView(job, status):
                 await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
+            case DropCheckpoint(job):
+                self._delete_key(Bucket.CHECKPOINTS, str(job))
+            case ForgetJob(job, deployments):
+                self._forget(job, deployments)
             case Tell(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
 
-    async def save(self, sequence: int, snapshot: bytes) -> None:
-        """Store a snapshot; the log below the one before it is not needed any more."""
+    async def save(self, sequence: int, snapshot: bytes, *, is_final: bool = False) -> None:
+        """Store a snapshot; the log below the one before it is not needed any more.
+
+        Raises: ResourceError: ABORTED, another leader has stored one.
+        """
         await self._deletions.join()
-        packed = zlib.compress(snapshot, 1)
-        if len(packed) > MAX_SNAPSHOT_BYTES:
-            # The log stays as long as it is: slower to restart from, and nothing is lost.
-            await self._bus.notice("scheduler", "snapshot skipped", f"{len(packed)} bytes")
-            return
-        await self._bus.kv_put(Bucket.SNAPSHOTS, SNAPSHOT_KEY, packed)
-        if self._saved_sequence:
-            await self._bus.truncate_log(self._saved_sequence)
-        self._saved_sequence = sequence
+        before = await self._snapshots.save(sequence, snapshot, is_final=is_final)
+        if before:
+            await until_done(lambda: self._bus.truncate_log(before), "truncate the log")
+
+    async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
+        # The first stored outcome decides; a refusal is mostly a restart's second try.
+        with contextlib.suppress(AlreadyStored):
+            await self._bus.publish(
+                streams.done_subject(key), completion, content_type=content_type
+            )
+
+    async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
+        """Append the outcome that is stored, be it ours or its workers'."""
+        stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        done = ours
+        if stored is not None:
+            done = decode(stored.payload, Completion, content_type_of(stored.headers))
+        event = OperationFinished(
+            key=key,
+            kind=kind,
+            outcome=done.outcome,
+            epoch=0,
+            incarnation=0,
+            started_unix_s=time.time(),
+            duration_s=0.0,
+            error=done.error,
+        )
+        await self._bus.append(event, msg_id=f"settled:{key}")
+
+    def _forget(self, job: JobKey, deployments: list[str]) -> None:
+        self._delete(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
+        self._delete(streams.ops_stream(job.tenant), f"{streams.PREFIX}.op.{job}.>")
+        self._delete_key(Bucket.VIEW, str(job))
+        self._delete_key(Bucket.CHECKPOINTS, str(job))
+        for name in deployments:
+            self._delete_key(Bucket.SEALS, f"{job}.{name}")
+
+    def _delete_key(self, bucket: Bucket, key: str) -> None:
+        self._delete(f"KV_{bucket}", f"$KV.{bucket}.{key}")
+
+    async def _delete_now(self, stream: str, subject: str) -> None:
+        with contextlib.suppress(NotFoundError):  # no such tenant: nothing to delete
+            await until_done(lambda: self._bus.delete_subject(stream, subject), "delete")
+
+    def _delete(self, stream: str, subject: str) -> None:
+        self._deletions.put_nowait((stream, subject))

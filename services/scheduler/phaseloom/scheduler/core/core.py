@@ -18,6 +18,7 @@ from phaseloom.common.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.messages import (
     ActivationOpened,
     ActivationRefused,
+    CancelRequested,
     Event,
     JobFinished,
     JobSubmitted,
@@ -25,17 +26,28 @@ from phaseloom.common.messages import (
     NodeUp,
     OperationFinished,
     PermitReturned,
+    PhaseDeclared,
     PhaseTrace,
     QueuedOperation,
     SchedulerConfigured,
     SealCommitted,
     SealFailed,
+    SessionLost,
     SessionOpened,
     TimerFired,
     WpgLost,
     WpgStarted,
 )
-from phaseloom.scheduler.core import dispatch, jobs, operations, outcomes, seals, wpgs
+from phaseloom.scheduler.core import (
+    cancel,
+    dispatch,
+    jobs,
+    operations,
+    outcomes,
+    seals,
+    sessions,
+    wpgs,
+)
 from phaseloom.scheduler.core.outputs import Output, PutView
 from phaseloom.scheduler.core.state import (
     CORE_VERSION,
@@ -75,10 +87,7 @@ class Core:
         operations.wake_all(step)
         jobs.settle(step)
         operations.wake_all(step)
-        for node, device in sorted(step.dirty):
-            # A node may have come back with fewer devices.
-            if device < len(self.state.nodes[node].devices):
-                dispatch.dispatch(step, self.state.nodes[node], device)
+        dispatch.dispatch(step)
         for name in sorted(step.changed_jobs):
             job = self.state.jobs[name]
             step.emit(PutView(job.key, jobs.status(step, job)))
@@ -88,17 +97,23 @@ class Core:
         return msgspec.msgpack.encode(Snapshot(CORE_VERSION, self.state))
 
     @classmethod
-    def restore(cls, payload: bytes) -> Core:
-        """Raises: ResourceError: a snapshot of another core version, or damaged."""
+    def restore(cls, payload: bytes, *, is_final: bool = False) -> Core:
+        """Go on from a snapshot.
+
+        Args:   is_final: nobody has folded anything after it. Only such a one may be of another
+                core version: what that one did after an earlier one, this one might do otherwise.
+        Raises: ResourceError: a snapshot of another core version, or damaged.
+        """
         try:
             snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
         except msgspec.DecodeError as error:
             raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
-        if snapshot.core_version != CORE_VERSION:
+        if snapshot.core_version != CORE_VERSION and not is_final:
             raise ResourceError(
                 f"snapshot of core version {snapshot.core_version}, this is {CORE_VERSION}",
                 code=Code.FAILED_PRECONDITION,
-                remedy="drain with the old version first, so that its newest snapshot is final",
+                remedy=f"start the scheduler of core version {snapshot.core_version} once more and "
+                "stop it with SIGTERM: it leaves a final snapshot, from which this one goes on",
             )
         return cls(snapshot.state)
 
@@ -111,7 +126,13 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
         case QueuedOperation():
             operations.file(step, event)
         case SessionOpened():
-            jobs.open_session(step, event)
+            sessions.opened(step, event)
+        case SessionLost():
+            sessions.lost(step, event)
+        case PhaseDeclared():
+            sessions.declared(step, event)
+        case CancelRequested():
+            cancel.request(step, event)
         case OperationFinished():
             outcomes.finish(step, event)
         case ActivationOpened():
@@ -152,27 +173,37 @@ def _timer(step: Step, event: TimerFired) -> None:
         # The shell's clock runs ahead of the log's.
         step.set_timer(event.timer, due_s)
         return
-    _, node, device, *_ = event.timer.split("/")
-    step.dirty.add((node, int(device)))
+    match event.timer.split("/"):
+        case ["expire", key]:
+            operations.expire(step, key)
+        case ["forget", job_name, sequence]:
+            jobs.forget(step, job_name, int(sequence))
+        case ["retry", name, _]:
+            deployment = step.state.deployments.get(name)
+            if deployment is not None:
+                step.touch(deployment)
+        case [_, node, device, *_]:
+            step.dirty.add((node, int(device)))
 
 
 def _refused(step: Step, event: ActivationRefused) -> None:
-    op = dispatch.refused(step, event.deployment, event.epoch)
+    ops = dispatch.refused(step, event.deployment, event.epoch)
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
     step.tell("activation refused", event.error.message, deployment.name)
-    step.dirty.discard((event.node, deployment.device))
-    if op is not None and op.state is OpState.PERMITTED:
+    step.dirty -= {(event.node, device) for device in deployment.devices}
+    for op in ops:
+        if op.state is not OpState.PERMITTED:
+            continue
         step.move_op(op, OpState.QUEUED)
         op.refusals += 1
-        # One that may have taken effect before its WPG died must not be called failed.
-        may_be_done = op.uncertain and op.is_mutating
-        if op.refusals >= MAX_REFUSALS and not may_be_done:
-            operations.end_unrun(step, deployment, op, _given_up(event.error, op.refusals))
+        if op.refusals >= MAX_REFUSALS:
+            operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
+        else:
+            operations.end_unwanted(step, deployment, op)
     deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
-    timer = f"refused/{event.node}/{deployment.device}/{step.sequence}"
-    step.set_timer(timer, deployment.retry_at_s)
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
 
 
 def _returned(step: Step, event: PermitReturned) -> None:
@@ -182,17 +213,16 @@ def _returned(step: Step, event: PermitReturned) -> None:
         return
     if deployment.node is None:
         return
-    device = step.device_of(deployment)
-    if device.running != event.key:
+    if event.key not in deployment.running:
         return
     step.tell("permit returned", event.error.message, str(event.key))
-    step.free(device, event.key, "")
+    step.free(deployment, event.key, "")
     op = deployment.open_operation(event.key)
     if op is not None and op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
+        operations.end_unwanted(step, deployment, op)
     deployment.retry_at_s = step.now_s + RETRY_PAUSE_S
-    timer = f"retry/{deployment.node}/{deployment.device}/{step.sequence}"
-    step.set_timer(timer, deployment.retry_at_s)
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
     step.touch(deployment)
 
 

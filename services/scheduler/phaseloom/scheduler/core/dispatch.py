@@ -1,154 +1,115 @@
-"""Which operation a device runs next: hold, switch, permit.
+"""Which operations run next: hold, choose, switch, permit.
 
-A device runs one operation at a time (one claim on all of its compute). Its *holder* is the job
-that used it last, and a phase of it is held open in two ways, so that the parts of one phase cost
-no switch between them. While the holder has ready operations they go first, for a quantum: the next
-operation of a job that submits serially has not waited yet and would lose against anyone who has
-(PlexRL's HRRS has that weakness). While it has none, another job's operation waits for the idle
-grace, the time in which the holder's controller may answer and go on. That wait ends early when the
-holder has said that its next work here comes after work elsewhere; where the profiler knows when
-the next operation usually comes, the wait lasts until that is overdue, or is not begun. Nothing
-starves: when a quantum ends, others go first. A quantum of 0 leaves the order to the policy alone.
+A device runs the operations of one deployment at a time (one claim on all of its compute): one
+mutating operation alone, or reading ones together, up to `max_reading`. While reading ones run,
+more of their deployment join them, until a mutating one is at its head (which then goes before all
+that came after it), another deployment has claimed one of its devices, or its quantum has ended
+while another waits: then what runs drains and the others go first. Whose turn it is on a free
+device is decided in `choice`, how long it is kept for its holder in `holding`, and what is switched
+in before it is asked for in `early`.
+
+A deployment with several ranks takes one device of one node each, all at once: chosen on one of
+them, it claims them all, and nothing else begins on the free ones until the last is free. Claims
+are taken in one order on every device, so that no two wait for each other.
+Cost of a step: linear in the deployments that have something ready on the touched devices.
 """
 
 from __future__ import annotations
 
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import OpenActivation, Permit, Residency
-from phaseloom.scheduler.core import estimates, seals
-from phaseloom.scheduler.core.ordering import POLICIES, Candidate
-from phaseloom.scheduler.core.state import (
-    JOB_ENDED,
-    Deployment,
-    Device,
-    Node,
-    Op,
-    OpState,
-    WpgState,
-)
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.messages import OpenActivation, Permit
+from phaseloom.scheduler.core import choice, devices, early, gradients, holding, ready, seals
+from phaseloom.scheduler.core.state import Deployment, Device, Node, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
 
-SOON = 2.0
-"""Times the idle grace: an operation known to come later than that is not waited for at all."""
-OVERDUE = 1.5
-"""Times its usual gap: an operation that has not come by then is not waited for any longer."""
+BUSY = 4
+"""Times the usual number of mutations, after which a state is sealed between two operations."""
 
 
-def dispatch(step: Step, node: Node, index: int) -> None:
-    """Give the device its next operation, if it is free and one is ready."""
+def dispatch(step: Step) -> None:
+    """Give every device that the step has touched its next operations, if any may begin."""
+    ready.note(step)
+    while step.dirty:
+        name, index = min(step.dirty)
+        step.dirty.remove((name, index))
+        node = step.state.nodes[name]
+        # A node may have come back with fewer devices.
+        if node.is_up and index < len(node.devices):
+            _dispatch(step, node, index)
+
+
+def _dispatch(step: Step, node: Node, index: int) -> None:
     device = node.devices[index]
-    if not node.is_up or device.running is not None:
+    if device.running:
+        _join(step, node, step.state.deployments[device.running])
         return
-    ready = _ready(step, device)
-    if not ready:
+    deployment = _claimant(step, node, index)
+    if deployment is not None:
+        _begin(step, node, deployment)
+        return
+    deployment, again_s = choice.choose(step, node, index)
+    if deployment is not None:
+        _begin(step, node, deployment)
+    elif again_s < choice.NEVER_S:
+        _wake_at(step, node, index, again_s)
+    elif not ready.is_any_on(step, device):
         _seal_idle(step, device)
-        return
-    candidates = [_candidate(step, deployment, op) for deployment, op in ready]
-    of_holder = [c for c in candidates if c.job == device.holder]
-    if device.holder and not of_holder:
-        held_until_s = _held_until_s(step, device)
-        if held_until_s > step.now_s:
-            _wake_at(step, node, index, held_until_s)
+        _open_early(step, node, index)
+
+
+def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
+    """Who has claimed the device; a claim of what cannot run any more is dropped."""
+    while (deployment := devices.claimant(step, node, index)) is not None:
+        if ready.first(step, deployment) is not None:
+            return deployment
+        node.claims.remove(deployment.name)
+        step.dirty.update((node.node, other) for other in deployment.devices if other != index)
+    return None
+
+
+def _begin(step: Step, node: Node, deployment: Deployment) -> None:
+    """Run what it has, or claim its devices where not all of them are free."""
+    for index in deployment.devices:
+        claimant = devices.claimant(step, node, index)
+        if node.devices[index].running or claimant not in (None, deployment):
+            if deployment.name not in node.claims:
+                node.claims.append(deployment.name)
             return
-    choice = _within_quantum(step, device, candidates, of_holder)
-    chosen = POLICIES[step.config.ordering](choice, step.now_s)
-    deployment, op = ready[candidates.index(chosen)]
+    if deployment.name in node.claims:
+        node.claims.remove(deployment.name)
+    ops = ready.batch(step, deployment, max(1, step.config.max_reading))
     if not deployment.epoch:
-        _open(step, node, device, deployment)
-    _permit(step, node, device, deployment, op)
+        _open(step, node, deployment)
+    elif seals.is_due(step, deployment, times=BUSY):
+        # It is never displaced and never idle: its log must not grow for ever.
+        seals.seal(step, deployment)
+    for op in ops:
+        _permit(step, node, deployment, op)
 
 
-def _within_quantum(
-    step: Step, device: Device, candidates: list[Candidate], of_holder: list[Candidate]
-) -> list[Candidate]:
-    """Among whom the policy chooses: the holder's operations for a quantum, then the others'."""
-    others = [c for c in candidates if c.job != device.holder]
-    if not of_holder or not others or step.config.quantum_s == 0:
-        return candidates
-    is_over = step.now_s - device.held_since_s >= step.config.quantum_s
-    return others if is_over else of_holder
+def _join(step: Step, node: Node, deployment: Deployment) -> None:
+    """Reading operations may begin beside those of their deployment that run."""
+    room = step.config.max_reading - len(deployment.running)
+    if room <= 0 or deployment.name not in node.devices[deployment.devices[0]].ready:
+        return
+    if any(_is_closed(step, node, index, deployment) for index in deployment.devices):
+        return
+    for op in ready.joiners(step, deployment, room):
+        _permit(step, node, deployment, op)
 
 
-def _ready(step: Step, device: Device) -> list[tuple[Deployment, Op]]:
-    deployments = [step.state.deployments[name] for name in device.placed]
-    return [(d, op) for d in deployments for op in _next_of(step, d) if _is_reachable(step, d, op)]
-
-
-def _next_of(step: Step, deployment: Deployment) -> list[Op]:
-    if deployment.retry_at_s > step.now_s:
-        return []
-    if deployment.replay and deployment.state is WpgState.RECOVERING:
-        return [_replay_op(step, deployment)]
-    if deployment.state is not WpgState.READY:
-        return []
-    head = deployment.operations.get(deployment.next_seq)
-    ops = [*([head] if head else []), *deployment.unordered.values()]
-    return [op for op in ops if op.state is OpState.QUEUED and op.eligible_s >= 0]
-
-
-def _is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
-    """Whether the weights version that it brings can be had, as far as is known.
-
-    A version lives in the memory of its policy's node and may be gone with it: it is then cut again
-    when the policy is rebuilt, unless it is on disk.
-    """
-    policy = step.deployment(op.version.policy) if op.version else None
-    if policy is None or op.version is None:
+def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
+    """Whether what runs there must drain, because it is others' turn."""
+    device = node.devices[index]
+    if devices.claimant(step, node, index) is not None:
         return True
-    if policy.state is WpgState.LOST:
+    if not holding.is_quantum_over(step, device.used_since_s):
         return False
-    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
-    return not is_rebuilding or op.version.seq in policy.durable_versions
-
-
-def _replay_op(step: Step, deployment: Deployment) -> Op:
-    seq = deployment.replay[0]
-    key = deployment.key
-    mutation = next(m for m in deployment.history if m.seq == seq)
-    return Op(
-        key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),
-        id="",
-        kind=mutation.kind,
-        after=[],
-        version=deployment.holds if mutation.kind == "sync_weights" else None,
-        content_type="",
-        arrival=0,
-        queued_s=step.now_s,
-        eligible_s=step.now_s,
-    )
-
-
-def _candidate(step: Step, deployment: Deployment, op: Op) -> Candidate:
-    return Candidate(
-        operation=str(op.key),
-        deployment=deployment.name,
-        job=str(deployment.key.job_key),
-        arrival_s=max(op.queued_s, op.eligible_s),
-        arrival=op.arrival,
-        duration_s=estimates.duration_s(step.state, deployment, op.kind),
-        switch_s=0.0 if deployment.epoch else estimates.switch_s(step.state, deployment),
-    )
-
-
-def _held_until_s(step: Step, device: Device) -> float:
-    """Until when the device is kept for its holder, which has nothing ready."""
-    job = step.state.jobs.get(device.holder)
-    if job is None or job.state in JOB_ENDED:
-        return 0.0
-    deployments = [step.state.deployments[name] for name in device.placed]
-    mine = [d for d in deployments if d.key.job_key == job.key]
-    if any(_waits_elsewhere(d) for d in mine):
-        return 0.0
-    grace_s = step.config.idle_grace_s
-    gap_s = estimates.next_gap_s(step.state, job.key, device.last)
-    if gap_s > SOON * grace_s:
-        return 0.0
-    return device.idle_since_s + max(grace_s, OVERDUE * gap_s)
-
-
-def _waits_elsewhere(deployment: Deployment) -> bool:
-    head = deployment.operations.get(deployment.next_seq)
-    return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
+    job = device.holder
+    is_over = holding.is_quantum_over(step, device.held_since_s)
+    if is_over and ready.is_any_on(step, device, but_job=job):
+        return True
+    return any(d is not deployment for d, _ in ready.on(step, device, of_job=job))
 
 
 def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
@@ -160,55 +121,55 @@ def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
     step.set_timer(timer, due_s)
 
 
-def _open(step: Step, node: Node, device: Device, deployment: Deployment) -> None:
+def _open_early(step: Step, node: Node, index: int) -> None:
+    target, open_s = early.plan(step, node, index)
+    if target is None:
+        return
+    if open_s > step.now_s:
+        _wake_at(step, node, index, open_s)
+    elif not early.try_skip(step, target):
+        _open(step, node, target, is_early=True)
+        early.opened(step, target)
+
+
+def _open(step: Step, node: Node, deployment: Deployment, *, is_early: bool = False) -> None:
     """Open an activation: its epoch is this event's place in the log."""
-    victims = _victims(step, node, device, deployment)
-    for victim in victims:
+    leaving: list[Deployment] = []
+    for index in deployment.devices:
+        found = devices.victims(step, node, index, deployment)
+        leaving += [victim for victim in found if victim not in leaving]
+    for victim in leaving:
         victim.epoch = 0
-        device.resident.remove(victim.name)
+        early.displaced(step, victim)
+        for device in step.devices_of(victim):
+            if victim.name in device.resident:
+                device.resident.remove(victim.name)
     deployment.epoch = step.sequence
+    for device in step.devices_of(deployment):
+        if deployment.name not in device.resident:
+            device.resident.append(deployment.name)
     step.send(
         OpenActivation,
         node,
         deployment=deployment.key,
         incarnation=deployment.incarnation,
         epoch=deployment.epoch,
-        displaces=[victim.key for victim in victims],
+        displaces=[victim.key for victim in leaving],
+        early=is_early,
     )
-    for victim in victims:
+    for victim in leaving:
         if seals.is_due(step, victim):
             seals.seal(step, victim)
 
 
-def _victims(step: Step, node: Node, device: Device, deployment: Deployment) -> list[Deployment]:
-    """What must leave the device: other jobs' state where residency is per job, then the least
-    recently used until the newcomer fits."""
-    residents = [step.state.deployments[name] for name in device.resident]
-    victims = []
-    if node.residency is Residency.JOB:
-        victims = [d for d in residents if d.key.job_key != deployment.key.job_key]
-    staying = [d for d in residents if d not in victims]
-    used = deployment.state_bytes + sum(d.state_bytes for d in staying)
-    for resident in staying:
-        if used <= device.memory_bytes:
-            break
-        victims.append(resident)
-        used -= resident.state_bytes
-    return victims
-
-
-def _permit(step: Step, node: Node, device: Device, deployment: Deployment, op: Op) -> None:
+def _permit(step: Step, node: Node, deployment: Deployment, op: Op) -> None:
     replay = deployment.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
-    device.running = op.key
-    job = str(deployment.key.job_key)
-    if device.holder != job:
-        device.holder = job
-        device.held_since_s = step.now_s
-    if deployment.name in device.resident:
-        device.resident.remove(deployment.name)
-    device.resident.append(deployment.name)
+    op.permitted_s = step.now_s
+    early.came(step, deployment, op)
+    deployment.running.append(op.key)
+    devices.use(step, deployment)
     step.send(
         Permit,
         node,
@@ -220,6 +181,7 @@ def _permit(step: Step, node: Node, device: Device, deployment: Deployment, op: 
         prev=deployment.applied,
         replay=replay or (op.uncertain and op.is_mutating),
         sources=_sources(step, op),
+        partial=gradients.is_partial(deployment, op),
     )
 
 
@@ -241,27 +203,26 @@ def _seal_idle(step: Step, device: Device) -> None:
             seals.seal(step, deployment)
 
 
-def refused(step: Step, key: DeploymentKey, epoch: int) -> Op | None:
-    """An activation did not open; returns the operation that it was opened for.
+def refused(step: Step, key: DeploymentKey, epoch: int) -> list[Op]:
+    """An activation did not open; returns the operations that it was opened for.
 
-    What it should have displaced may be on the device still: it stays booked there, without an
+    What it should have displaced may be on the devices still: it stays booked there, without an
     activation, so that the next one displaces it again (harmless where it is gone).
     """
     deployment = step.deployment(key)
     if deployment is None or deployment.epoch != epoch:
-        return None
-    device = step.device_of(deployment)
-    running = device.running
-    op = None
-    if running is not None and running.deployment_key == key:
-        op = deployment.open_operation(running)
-        step.free(device, running, "")
-    for name in device.placed:
-        other = step.state.deployments[name]
-        if name not in device.resident and other.incarnation and other is not deployment:
-            device.resident.insert(0, name)
-    deployment.epoch = 0
-    if deployment.name in device.resident:
-        device.resident.remove(deployment.name)
-    step.touch(deployment)
-    return op
+        return []
+    ops = [op for name in deployment.running if (op := deployment.open_operation(name)) is not None]
+    step.vacate(deployment)
+    for device in step.devices_of(deployment):
+        for name in device.placed:
+            other = step.state.deployments[name]
+            if other.incarnation and other is not deployment:
+                _rebook(step, other)
+    return ops
+
+
+def _rebook(step: Step, deployment: Deployment) -> None:
+    for device in step.devices_of(deployment):
+        if deployment.name not in device.resident:
+            device.resident.insert(0, deployment.name)

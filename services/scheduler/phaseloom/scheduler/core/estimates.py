@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import KindEstimate
 from phaseloom.scheduler.core.state import Deployment, State
 
 DEFAULT_DURATION_S = 0.1
@@ -19,18 +20,26 @@ def duration_s(state: State, deployment: Deployment, kind: str) -> float:
     return DEFAULT_DURATION_S
 
 
-def next_gap_s(state: State, job: JobKey, last: str) -> float:
-    """Seconds until the job's next operation on this pool is ready, after `last` ended.
+def after(state: State, job: JobKey, last: str) -> KindEstimate | None:
+    """What the profiler knows of the job's operations like `last` and of what follows them.
 
-    Args:    last: `<deployment>.<kind>`.
-    Returns: -1 where the profiler does not know.
+    Args: last: `<deployment>.<kind>`.
     """
     trace = state.traces.get(str(job))
     if trace is not None:
         for estimate in trace.estimates:
             if f"{estimate.deployment}.{estimate.kind}" == last:
-                return estimate.next_gap_s
-    return -1.0
+                return estimate
+    return None
+
+
+def next_gap_s(state: State, job: JobKey, last: str) -> float:
+    """Seconds until the job's next operation on this pool is ready, after `last` ended.
+
+    Returns: -1 where the profiler does not know.
+    """
+    estimate = after(state, job, last)
+    return -1.0 if estimate is None else estimate.next_gap_s
 
 
 def switch_s(state: State, deployment: Deployment) -> float:

@@ -1,20 +1,25 @@
 """The life of operations: filed, made eligible, ended.
 
-Order (I1): a deployment's ordered operations run one at a time in `seq` order; only `next_seq` may
-run, and only after what it names. A reading operation without order may run whenever its
-deployment's WPG is up. The first entry for a key decides (I2); later ones are ignored.
+Order (I1): a deployment's ordered operations run in `seq` order and after what they name: a
+mutating one alone, once everything before it has ended; reading ones between two mutating ones
+together, so that they may end in another order. A reading operation without order may run whenever
+its deployment's WPG is up. The first entry for a key decides (I2); later ones are ignored.
+
+What has no permit ends at once when it is cancelled or its time is over; it keeps its place in the
+order, and what names it in `after` fails. An operation whose WPG died while it was permitted may
+have taken effect: what is stored as its outcome decides, and is looked up before any other is told.
 """
 
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo, session_over
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.ids import DeploymentKey, OperationKey, parse_operation_key
 from phaseloom.common.messages import (
     Completion,
     Outcome,
     QueuedOperation,
 )
-from phaseloom.scheduler.core import outputs
+from phaseloom.scheduler.core import cycles, gradients, outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
     Deployment,
@@ -23,6 +28,9 @@ from phaseloom.scheduler.core.state import (
     OpState,
 )
 from phaseloom.scheduler.core.step import Step
+
+RETRY_AFTER_S = 1.0
+"""Where too much is open: some of it may have ended by then."""
 
 
 def file(step: Step, event: QueuedOperation) -> None:
@@ -36,6 +44,8 @@ def file(step: Step, event: QueuedOperation) -> None:
         if event.key.slot in deployment.unordered:
             return
     elif seq in deployment.operations:
+        if deployment.is_done(seq):
+            step.emit(outputs.DeleteOperations([event.key]))
         return
     elif seq < deployment.next_seq:
         if all(mutation.seq != seq for mutation in deployment.history):
@@ -51,30 +61,74 @@ def file(step: Step, event: QueuedOperation) -> None:
         content_type=event.content_type,
         arrival=step.sequence,
         queued_s=step.now_s,
+        expires_s=step.now_s + event.timeout_s if event.timeout_s > 0 else 0.0,
+        num_bytes=event.num_bytes,
     )
+    error = event.error or _refusal(step, deployment, event)
     if seq is None:
         deployment.unordered[event.key.slot] = op
     else:
         deployment.operations[seq] = op
-    error = event.error or _refusal(step.job(event.key.job_key), event)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
         end_unrun(step, deployment, op, error)
     else:
-        settle_after(step, deployment, op)
+        _admit(step, deployment, op)
     step.touch(deployment)
 
 
-def _refusal(job: Job, event: QueuedOperation) -> ErrorInfo | None:
-    """Why an operation that its router found sound comes too late."""
+def _admit(step: Step, deployment: Deployment, op: Op) -> None:
+    cycles.note_targets(step.state, op)
+    cycle = cycles.find(step.state, deployment, op)
+    if cycle:
+        error = ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"`after` closes a cycle: {' after '.join(cycle)}",
+            field="after",
+            remedy="let operations come after earlier ones only",
+        )
+        end_unrun(step, deployment, op, error)
+        return
+    if op.version is not None and op.key.seq is not None:
+        deployment.queued_syncs[op.key.seq] = op.version
+    settle_after(step, deployment, op)
+    if op.expires_s and op.state is OpState.QUEUED:
+        step.set_timer(_expiry_timer(op.key), op.expires_s)
+
+
+def _refusal(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
+    """Why an operation that its router found sound cannot be taken."""
+    job = step.job(event.key.job_key)
     if job.state in JOB_ENDED:
         return ErrorInfo(
             Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"
         )
+    if event.session <= job.ended_session:
+        return over_since_roll_back(job, event.session)
     if event.session < job.session:
         # A router may not know of a session yet that another gave out: here the log's order counts.
         return session_over(event.session, job.session)
+    num_open = len(deployment.operations) + len(deployment.unordered)
+    if num_open >= step.config.max_open_operations:
+        return ErrorInfo(
+            Code.RESOURCE_EXHAUSTED,
+            f"{deployment.name} has {num_open} open operations",
+            remedy="wait for some of them to end",
+            details={"retry_after_s": str(RETRY_AFTER_S)},
+        )
     return None
+
+
+def over_since_roll_back(job: Job, session: int) -> ErrorInfo:
+    """Of a session that ended with the state that it knew; or with an earlier job of the name."""
+    details = {"rolled_back_to": job.checkpoint} if job.checkpoint else {}
+    return ErrorInfo(
+        Code.ABORTED,
+        f"session {session} is over",
+        field="session",
+        remedy="attach again, and go on from the job's last checkpoint",
+        details=details,
+    )
 
 
 def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
@@ -114,49 +168,109 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if after.seq >= other.next_seq:
-            waiting = step.state.waiters.setdefault(f"{key}.{after.seq}", [])
-            if deployment.name not in waiting:
-                waiting.append(deployment.name)
+        if not other.is_done(after.seq):
+            step.state.waiters.setdefault(f"{key}.{after.seq}", []).append(str(op.key))
             return
     op.eligible_s = step.now_s
 
 
-def end_unrun(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> None:
-    """An operation that will never run fails now; the scheduler writes its outcome."""
-    step.move_op(op, OpState.FAILED)
-    completion = Completion(op.id, Outcome.FAILED, error=error)
+def end_unrun(
+    step: Step,
+    deployment: Deployment,
+    op: Op,
+    error: ErrorInfo,
+    outcome: Outcome = Outcome.FAILED,
+) -> None:
+    """An operation that will never run ends now; the scheduler writes its outcome."""
+    step.move_op(op, OpState(outcome))
+    completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
     step.emit(outputs.DeleteOperations([op.key]))
     close(step, deployment, op, completed=False)
 
 
+def give_up(
+    step: Step,
+    deployment: Deployment,
+    op: Op,
+    error: ErrorInfo,
+    outcome: Outcome = Outcome.FAILED,
+) -> None:
+    """End an operation that has no permit now; where it may have taken effect, what is stored
+    decides."""
+    if not op.uncertain:
+        end_unrun(step, deployment, op, error, outcome)
+        return
+    op.is_settling = True
+    op.eligible_s = -1.0
+    completion = Completion(op.id, outcome, error=error)
+    step.emit(outputs.SettleCompletion(op.key, op.kind, completion, op.content_type))
+
+
+def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
+    """End what has no permit if it was cancelled, or if its time is over.
+
+    What had a permit when its WPG died was in time.
+    """
+    if op.state is not OpState.QUEUED or op.is_settling:
+        return
+    if op.is_cancelled:
+        cancelled = ErrorInfo(Code.ABORTED, "cancelled", remedy="submit it again if it is needed")
+        give_up(step, deployment, op, cancelled, Outcome.CANCELLED)
+    elif op.expires_s and op.expires_s <= step.now_s and not op.uncertain:
+        waited_s = op.expires_s - op.queued_s
+        expired = ErrorInfo(
+            Code.DEADLINE_EXCEEDED,
+            f"it had no permit {waited_s:g} s after it was queued",
+            field="timeout_s",
+            remedy="give it more time; `explain` says what an operation waits for",
+        )
+        end_unrun(step, deployment, op, expired, Outcome.EXPIRED)
+
+
+def expire(step: Step, key_text: str) -> None:
+    """The timer of an operation's expiry has fired."""
+    key = parse_operation_key(key_text)
+    deployment = step.deployment(key.deployment_key)
+    op = deployment.open_operation(key) if deployment else None
+    if deployment is not None and op is not None:
+        end_unwanted(step, deployment, op)
+        step.touch(deployment)
+
+
+def _expiry_timer(key: OperationKey) -> str:
+    return f"expire/{key}"
+
+
 def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the books and wake whoever waited for it."""
     seq = op.key.seq
+    if op.expires_s:
+        step.state.timers.pop(_expiry_timer(op.key), None)
     if completed:
         deployment.losses = 0
     if seq is None:
         deployment.unordered.pop(op.key.slot, None)
         return
+    deployment.queued_syncs.pop(seq, None)
     if not completed:
         deployment.not_completed.append(seq)
+        gradients.not_completed(deployment, op)
+    step.woken += step.state.waiters.pop(str(op.key), [])
     if seq == deployment.next_seq:
         _advance(step, deployment)
-    # A refused one above `next_seq` stays on the books, ended, until its turn comes.
+    # Above `next_seq` a reading one, and a refused one, stays on the books until its turn comes.
 
 
 def _advance(step: Step, deployment: Deployment) -> None:
     """Move `next_seq` past everything that has an outcome."""
     while True:
         op = deployment.operations.get(deployment.next_seq)
-        if op is None or op.state in (OpState.QUEUED, OpState.PERMITTED):
+        if op is None or not op.has_ended:
             return
         del deployment.operations[deployment.next_seq]
-        ended = f"{deployment.name}.{deployment.next_seq}"
         deployment.next_seq += 1
         deployment.losses = 0
-        step.woken += step.state.waiters.pop(ended, [])
         step.touch(deployment)
 
 
@@ -164,16 +278,14 @@ def wake_all(step: Step) -> None:
     """Settle whoever waited for what this step ended; one failure may end a long chain of others,
     hence a list and no recursion."""
     while step.woken:
-        deployment = step.state.deployments.get(step.woken.pop())
-        if deployment is not None:
-            _wake(step, deployment)
-
-
-def _wake(step: Step, deployment: Deployment) -> None:
-    for op in [*deployment.operations.values(), *deployment.unordered.values()]:
-        if op.state is OpState.QUEUED and op.eligible_s < 0:
+        key = parse_operation_key(step.woken.pop())
+        deployment = step.deployment(key.deployment_key)
+        if deployment is None:
+            continue
+        op = deployment.open_operation(key)
+        if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
-    step.touch(deployment)
+        step.touch(deployment)
 
 
 def requeue(step: Step, op: Op) -> None:
@@ -181,6 +293,9 @@ def requeue(step: Step, op: Op) -> None:
     if op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         op.uncertain = True
+        deployment = step.deployment(op.key.deployment_key)
+        assert deployment is not None
+        end_unwanted(step, deployment, op)
 
 
 def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:

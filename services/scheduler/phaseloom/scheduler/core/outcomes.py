@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.messages import OperationFinished, Outcome
-from phaseloom.scheduler.core import operations, outputs, seals, wpgs
+from phaseloom.scheduler.core import early, gradients, operations, outputs, rollback, seals, wpgs
 from phaseloom.scheduler.core.state import Deployment, Mutation, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
 
@@ -13,11 +13,14 @@ def finish(step: Step, event: OperationFinished) -> None:
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None:
         return
+    if event.incarnation == 0:
+        _settle(step, deployment, event)
+        return
     in_this_life = event.incarnation == deployment.incarnation and deployment.node is not None
     if in_this_life:
-        device = step.device_of(deployment)
-        if device.running == event.key:
-            step.free(device, event.key, event.kind)
+        if event.key in deployment.running:
+            step.free(deployment, event.key, event.kind)
+            early.expect(step, deployment, event.kind)
         step.touch(deployment)
     elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
         # Word of a dead life that came late: the operation is being run again and will tell.
@@ -34,18 +37,37 @@ def finish(step: Step, event: OperationFinished) -> None:
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
     seq = event.key.seq
     op = deployment.open_operation(event.key)
-    if op is None:
+    if op is None or op.has_ended:
         return
     if op.state is OpState.QUEUED:
         # It ended in an incarnation that died before its word came.
         step.move_op(op, OpState.PERMITTED)
     completed = event.outcome is Outcome.COMPLETED
-    step.move_op(op, OpState.COMPLETED if completed else OpState.FAILED)
+    step.move_op(op, OpState(event.outcome))
+    rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
-        deployment.history.append(Mutation(seq, op.kind))
+        deployment.history.append(Mutation(seq, op.kind, op.num_bytes))
         deployment.applied = seq
         seals.mutated(step, deployment, op)
     else:
         step.emit(outputs.DeleteOperations([op.key]))
+    was_refused = gradients.was_refused(deployment, op, event)
     operations.close(step, deployment, op, completed)
+    if was_refused:
+        # Those who refused zeroed them; where that incarnation died, its successor did it again.
+        seals.delete(step, deployment, gradients.drop(deployment, op))
+
+
+def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    """What was stored as the outcome of an operation whose incarnation died."""
+    op = deployment.open_operation(event.key)
+    if op is None:
+        return
+    applied = deployment.applied
+    _record(step, deployment, event)
+    if op.is_mutating and op.state is OpState.COMPLETED:
+        assert event.key.seq is not None
+        deployment.applied = applied
+        wpgs.catch_up(step, deployment, event.key.seq)
+    step.touch(deployment)

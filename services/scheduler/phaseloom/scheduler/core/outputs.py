@@ -6,7 +6,7 @@ import msgspec
 
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Command, Completion, JobStatus
+from phaseloom.common.messages import Command, Completion, Explanation, JobStatus
 
 
 class SendCommand(msgspec.Struct, frozen=True):
@@ -19,6 +19,19 @@ class WriteCompletion(msgspec.Struct, frozen=True):
     """Write the outcome of an operation that never ran."""
 
     key: OperationKey
+    completion: Completion
+    content_type: str
+
+
+class SettleCompletion(msgspec.Struct, frozen=True):
+    """Write this outcome unless one is stored, and append what is stored then.
+
+    Of an operation that may have taken effect in an incarnation that died: an `OperationFinished`
+    of incarnation 0 tells what it is.
+    """
+
+    key: OperationKey
+    kind: str
     completion: Completion
     content_type: str
 
@@ -43,11 +56,25 @@ class PutView(msgspec.Struct, frozen=True):
     status: JobStatus
 
 
+class DropCheckpoint(msgspec.Struct, frozen=True):
+    """An earlier job of this name left a controller's blob that nobody may go on from."""
+
+    job: JobKey
+
+
+class ForgetJob(msgspec.Struct, frozen=True):
+    """Delete what the bus keeps of a job that ended long ago."""
+
+    job: JobKey
+    deployments: list[str]
+
+
 class Answer(msgspec.Struct, frozen=True):
     """Answer an API request, if it is this process that holds it."""
 
     request: str
     status: JobStatus | None = None
+    explanation: Explanation | None = None
     error: ErrorInfo | None = None
 
 
@@ -59,4 +86,15 @@ class Tell(msgspec.Struct, frozen=True):
     subject: str = ""
 
 
-Output = SendCommand | WriteCompletion | SetTimer | DeleteOperations | PutView | Answer | Tell
+Output = (
+    SendCommand
+    | WriteCompletion
+    | SettleCompletion
+    | SetTimer
+    | DeleteOperations
+    | PutView
+    | DropCheckpoint
+    | ForgetJob
+    | Answer
+    | Tell
+)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from phaseloom.common.ids import OperationKey, VersionKey
 from phaseloom.common.messages import ReleaseVersions, SealCommitted, SealFailed, SealState
-from phaseloom.scheduler.core import outputs
-from phaseloom.scheduler.core.state import Deployment, Op, WpgState
+from phaseloom.scheduler.core import gradients, outputs
+from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Op, State, WpgState
 from phaseloom.scheduler.core.step import Step
 
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
@@ -19,6 +19,7 @@ _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 def mutated(step: Step, deployment: Deployment, op: Op) -> None:
     """A mutating operation took effect."""
+    gradients.took_effect(deployment, op)
     if op.kind == "publish_weights":
         seq = op.key.seq
         assert seq is not None
@@ -32,7 +33,10 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
             deployment.history = deployment.history[-1:]
         release_versions(step, deployment)
     if deployment.spec.trainable:
+        if not deployment.since_seal:
+            deployment.changed_s = step.now_s
         deployment.since_seal += 1
+        deployment.since_seal_bytes += op.num_bytes
 
 
 def needed_versions(step: Step, deployment: Deployment) -> set[VersionKey]:
@@ -45,7 +49,7 @@ def needed_versions(step: Step, deployment: Deployment) -> set[VersionKey]:
     for other in step.deployments_of(job.key):
         if other.holds is not None:
             needed.add(other.holds)
-        needed.update(op.version for op in other.operations.values() if op.version is not None)
+        needed.update(other.queued_syncs.values())
     return needed
 
 
@@ -67,15 +71,49 @@ def release_versions(step: Step, deployment: Deployment) -> None:
         step.send(ReleaseVersions, step.node(name), versions=gone)
 
 
+def release_restored(step: Step, deployment: Deployment) -> None:
+    """A WPG came back with its seal's versions; some may have been released meanwhile."""
+    needed = needed_versions(step, deployment)
+    restored = [VersionKey(deployment.key, seq) for seq in deployment.durable_versions]
+    gone = [version for version in restored if version not in needed]
+    if gone:
+        step.send(ReleaseVersions, step.node_of(deployment), versions=gone)
+
+
+def is_outcome_needed(state: State, key: OperationKey) -> bool:
+    """Whether the outcome of an operation that ended long ago must still be kept.
+
+    A rebuild compares with it, and an `attach` tells by it what a gap is.
+    """
+    deployment = state.deployments.get(str(key.deployment_key))
+    if deployment is None or key.seq is None:
+        return False
+    if state.jobs[str(key.job_key)].state in JOB_ENDED:
+        return False
+    history = deployment.history
+    return key.seq >= (history[0].seq if history else deployment.next_seq)
+
+
 def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
-    """Whether to seal now: often enough mutated, and no gradients to carry along."""
-    every = step.config.seal_every * times
+    """Whether to seal now: enough has changed since, and there are no gradients to carry along.
+
+    Args: times: how much more patient to be with the number of mutations: a seal costs least when
+        the state leaves its device anyway. A long log or an old seal waits for nothing.
+    """
+    config = step.config
+    has_enough = deployment.since_seal > 0 and (
+        deployment.since_seal >= config.seal_every * times
+        or deployment.since_seal_bytes >= config.seal_bytes
+        or step.now_s - deployment.changed_s >= config.seal_age_s
+    )
     return (
-        every > 0
-        and deployment.since_seal >= every
+        config.seal_every > 0
+        and has_enough
         and not deployment.sealing
         and not deployment.replay
         and deployment.last_kind in _GRADIENT_FREE
+        # A refused step throws gradients away: a seal must not bring them back.
+        and not gradients.pending(deployment)
     )
 
 
@@ -98,11 +136,14 @@ def seal(step: Step, deployment: Deployment) -> None:
 
 def committed(step: Step, event: SealCommitted) -> None:
     deployment = step.deployment(event.deployment)
-    if deployment is None or event.seq <= deployment.seal_seq:
+    if deployment is None or event.seq <= max(deployment.seal_seq, deployment.origin_seq):
         return
     deployment.seal_seq = event.seq
     deployment.durable_versions = event.versions
-    deployment.since_seal = sum(m.seq > event.seq for m in deployment.history)
+    later = [m for m in deployment.history if m.seq > event.seq]
+    deployment.since_seal = len(later)
+    deployment.since_seal_bytes = sum(m.num_bytes for m in later)
+    deployment.changed_s = step.now_s
     if deployment.sealing <= event.seq:
         deployment.sealing = 0
     floor = _floor(step, deployment)
@@ -116,7 +157,7 @@ def failed(step: Step, event: SealFailed) -> None:
         return
     deployment.sealing = 0
     # Not at once again: what filled the disk is likely still there.
-    deployment.since_seal = 0
+    deployment.since_seal = deployment.since_seal_bytes = 0
     step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
 
 

@@ -54,13 +54,17 @@ class JobState(StrEnum):
     DONE = "done"
     FAILED = "failed"
     REJECTED = "rejected"
+    ROLLED_BACK = "rolled_back"
+    """Its state fell back to its last checkpoint; ACTIVE again once a controller attaches."""
 
 
 OP_TRANSITIONS: dict[OpState, frozenset[OpState]] = {
     OpState.QUEUED: frozenset(
         {OpState.PERMITTED, OpState.FAILED, OpState.CANCELLED, OpState.EXPIRED}
     ),
-    OpState.PERMITTED: frozenset({OpState.QUEUED, OpState.COMPLETED, OpState.FAILED}),
+    OpState.PERMITTED: frozenset(
+        {OpState.QUEUED, OpState.COMPLETED, OpState.FAILED, OpState.CANCELLED, OpState.EXPIRED}
+    ),
     OpState.COMPLETED: frozenset(),
     OpState.FAILED: frozenset(),
     OpState.CANCELLED: frozenset(),
@@ -85,7 +89,10 @@ JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.PLACED: frozenset(
         {JobState.ACTIVE, JobState.REJECTED, JobState.DONE, JobState.FAILED}
     ),
-    JobState.ACTIVE: frozenset({JobState.DONE, JobState.FAILED}),
+    JobState.ACTIVE: frozenset({JobState.DONE, JobState.FAILED, JobState.ROLLED_BACK}),
+    JobState.ROLLED_BACK: frozenset(
+        {JobState.ACTIVE, JobState.ROLLED_BACK, JobState.DONE, JobState.FAILED}
+    ),
     JobState.DONE: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.REJECTED: frozenset(),
@@ -119,10 +126,29 @@ class Op(msgspec.Struct):
     uncertain: bool = False
     """Its WPG died while it was permitted: it may have taken effect in the dead incarnation."""
     refusals: int = 0
+    expires_s: float = 0.0
+    """It ends EXPIRED where it has no permit by then; 0: it waits."""
+    is_cancelled: bool = False
+    """Whoever made it wants it no more: it is not permitted again."""
+    is_settling: bool = False
+    """Its outcome is being found out: what is stored decides."""
+    permitted_s: float = 0.0
+    """When it was permitted last."""
+    num_bytes: int = 0
+    """Of its payload."""
 
     @property
     def is_mutating(self) -> bool:
         return self.kind in MUTATING_KINDS
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in (OpState.QUEUED, OpState.PERMITTED)
+
+    @property
+    def ready_s(self) -> float:
+        """Since when it could run, as far as other deployments go."""
+        return max(self.queued_s, self.eligible_s)
 
 
 class Mutation(msgspec.Struct, frozen=True):
@@ -130,25 +156,38 @@ class Mutation(msgspec.Struct, frozen=True):
 
     seq: int
     kind: str
+    num_bytes: int = 0
 
 
 class Deployment(msgspec.Struct):
     key: DeploymentKey
     spec: DeploymentSpec
     node: NodeId | None = None
-    device: int = 0
+    devices: list[int] = []
+    """Of its node, one a rank."""
     state: WpgState = WpgState.UNPLACED
     incarnation: int = 0
     state_bytes: int = 0
     epoch: int = 0
     """Of its open activation; 0: none."""
+    running: list[OperationKey] = []
+    """Permitted in this incarnation and not ended: a mutating one, or reading ones."""
+    idle_since_s: float = 0.0
+    """When the last that ran ended."""
     operations: dict[int, Op] = {}
-    """Ordered ones without an outcome, by seq."""
+    """Ordered ones without an outcome, by seq; above `next_seq` ended ones too."""
     unordered: dict[str, Op] = {}
     next_seq: int = 1
-    """The lowest seq without an outcome: the only ordered one that may run."""
+    """The lowest seq without an outcome: it may run, and so may the reading ones that follow it if
+    it only reads too."""
     not_completed: list[int] = []
-    """Seqs below `next_seq` whose outcome was not COMPLETED."""
+    """Seqs whose outcome was not COMPLETED."""
+    awaited_seq: int = 0
+    """The highest seq of this deployment that an operation ever named in `after`."""
+    queued_syncs: dict[int, VersionKey] = {}
+    """Weights version that each open `sync_weights` brings, by seq."""
+    missing_gradients: list[int] = []
+    """Seqs of `forward_backward`s since the last step that were not completed."""
     applied: int = 0
     """seq of the last mutating operation in the state of this incarnation."""
     history: list[Mutation] = []
@@ -157,10 +196,18 @@ class Deployment(msgspec.Struct):
     holds: VersionKey | None = None
     base: int = 0
     """The seal that this incarnation was started from."""
+    checkpoint: str = ""
+    """What it starts from where it has no seal; empty: its seeds."""
+    origin_seq: int = 0
+    """seq that the checkpoint, or the fresh state, stands for."""
     seal_seq: int = 0
     sealing: int = 0
     """seq of the seal under way; 0: none."""
     since_seal: int = 0
+    """Mutating operations that took effect since the last seal, or the last try."""
+    since_seal_bytes: int = 0
+    changed_s: float = 0.0
+    """When the first of them took effect."""
     durable_versions: list[int] = []
     retry_at_s: float = 0.0
     """Until then nothing of it runs: its activation was refused, or the weights version that its
@@ -173,9 +220,19 @@ class Deployment(msgspec.Struct):
     def name(self) -> str:
         return str(self.key)
 
+    def is_done(self, seq: int) -> bool:
+        """Whether this ordered operation has an outcome."""
+        op = self.operations.get(seq)
+        return seq < self.next_seq or (op is not None and op.has_ended)
+
     def open_operation(self, key: OperationKey) -> Op | None:
         seq = key.seq
         return self.unordered.get(key.slot) if seq is None else self.operations.get(seq)
+
+    @property
+    def last_seq(self) -> int:
+        """The last seq that was ever used, as far as is known."""
+        return max(self.next_seq - 1, self.applied, max(self.operations, default=0))
 
     @property
     def last_kind(self) -> str:
@@ -190,9 +247,44 @@ class Job(msgspec.Struct):
     submitted_sequence: int = 0
     session: int = 0
     """The newest: operations of older ones are refused."""
+    has_controller: bool = True
+    """Until its newest session's heartbeat has ended."""
     published: list[VersionKey] = []
     """Weights versions that exist."""
+    phases: dict[str, int] = {}
+    """Pool → session whose controller declared a phase there that is open."""
+    follows: dict[str, str] = {}
+    """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
+    early_misses: int = 0
+    """Activations opened early for it, in a row, that were displaced before their operation."""
+    early_skips: int = 0
+    """Gaps still to pass before an activation is opened early for it again."""
+    checkpoint: str = ""
+    """Name of the newest checkpoint with a controller's blob."""
+    checkpoints: dict[str, str] = {}
+    """Deployment -> its checkpoint that belongs to that one."""
+    ended_session: int = -1
+    """Sessions up to this one ended with a roll-back: what they send is refused."""
+    last_seqs: dict[str, int] = {}
+    """Deployment of an earlier job of this name -> the last seq that it used."""
+    incarnations: dict[str, int] = {}
+    """Deployment of an earlier job of this name -> its last incarnation."""
     error: ErrorInfo | None = None
+
+
+class Expected(msgspec.Struct):
+    """When a job's next operation on a device is predicted, after one that ended."""
+
+    after: str
+    """`<deployment>.<kind>`."""
+    ended_s: float
+    soonest_s: float
+    """10th percentile, where the profiler knows it."""
+    at_s: float
+    late_s: float
+    """From then on the prediction counts as wrong."""
+    is_tried: bool = False
+    """An activation was opened for it, or deliberately not: once a gap is enough."""
 
 
 class Device(msgspec.Struct):
@@ -200,11 +292,24 @@ class Device(msgspec.Struct):
     resident: list[str] = []
     """Deployments whose state is on it, least recently used first."""
     placed: list[str] = []
+    ready: dict[str, str] = {}
+    """Of those placed, the ones with a ready operation → their job."""
     holder: str = ""
     """Job that used it last."""
     held_since_s: float = 0.0
     """When the holder took it."""
-    running: OperationKey | None = None
+    running: str = ""
+    """Deployment whose operations run on it now."""
+    used_by: str = ""
+    """Deployment that used it last, …"""
+    used_since_s: float = 0.0
+    """… and since when no other did."""
+    is_let_go: bool = False
+    """The holder has said that its phase here is over: it is not kept for it."""
+    early: str = ""
+    """Deployment whose activation was opened before its operation, which has not come yet."""
+    expected: dict[str, Expected] = {}
+    """Job → its next operation here, where predicted."""
     last: str = ""
     """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""
     idle_since_s: float = 0.0
@@ -220,6 +325,8 @@ class Node(msgspec.Struct):
     state_endpoint: str
     residency: Residency
     is_up: bool = True
+    claims: list[str] = []
+    """Deployments that were chosen and wait until all of their devices are free, in that order."""
 
 
 class State(msgspec.Struct):
@@ -235,7 +342,12 @@ class State(msgspec.Struct):
     timers: dict[str, float] = {}
     """When each is due."""
     waiters: dict[str, list[str]] = {}
-    """Operation key -> deployments that have an operation waiting for it."""
+    """Operation key -> the operations that wait for it."""
+    waiting_jobs: list[str] = []
+    """Without a place, the oldest first."""
+    stopping: dict[str, dict[str, int]] = {}
+    """Node -> deployments of ended jobs that it has not confirmed to have forgotten, and in which
+    incarnation it was told."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -39,10 +39,14 @@ class Step:
     outputs: list[Output] = field(default_factory=list)
     dirty: set[tuple[str, int]] = field(default_factory=set)
     """Devices whose ready operations may have changed: (node, device)."""
+    touched: set[str] = field(default_factory=set)
+    """Deployments of which something may be ready now, or not any more."""
     doomed: dict[str, ErrorInfo] = field(default_factory=dict)
     """Jobs that cannot go on, and why."""
+    unrecoverable: dict[str, ErrorInfo] = field(default_factory=dict)
+    """Jobs of which a deployment cannot be rebuilt from what is stored, and why."""
     woken: list[str] = field(default_factory=list)
-    """Deployments of which something that they wait for has ended."""
+    """Operations of which something that they wait for has ended."""
     has_new_room: bool = False
     """A node came, or a job left one: what waits for a place may have one now."""
     changed_jobs: set[str] = field(default_factory=set)
@@ -92,8 +96,9 @@ class Step:
         assert deployment.node is not None, deployment.name
         return self.state.nodes[deployment.node]
 
-    def device_of(self, deployment: Deployment) -> Device:
-        return self.node_of(deployment).devices[deployment.device]
+    def devices_of(self, deployment: Deployment) -> list[Device]:
+        devices = self.node_of(deployment).devices
+        return [devices[index] for index in deployment.devices]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -103,9 +108,10 @@ class Step:
     # --- changing -------------------------------------------------------------------------------
 
     def touch(self, deployment: Deployment) -> None:
-        """Its device must be looked at again before this step ends."""
+        """Its devices must be looked at again before this step ends."""
+        self.touched.add(deployment.name)
         if deployment.node is not None:
-            self.dirty.add((deployment.node, deployment.device))
+            self.dirty.update((deployment.node, index) for index in deployment.devices)
 
     def move_op(self, op: Op, to: OpState) -> None:
         if to not in OP_TRANSITIONS[op.state]:
@@ -129,16 +135,26 @@ class Step:
         deployment.epoch = 0
         if deployment.node is None:
             return
-        device = self.device_of(deployment)
-        if deployment.name in device.resident:
-            device.resident.remove(deployment.name)
-        running = device.running
-        if running and running.deployment_key == deployment.key:
-            self.free(device, running, "")
+        name = deployment.name
+        for key in list(deployment.running):
+            self.free(deployment, key, "")
+        for device in self.devices_of(deployment):
+            if name in device.resident:
+                device.resident.remove(name)
+            if device.early == name:
+                device.early = ""
+            device.expected.pop(str(deployment.key.job_key), None)
+        claims = self.node_of(deployment).claims
+        if name in claims:
+            claims.remove(name)
         self.touch(deployment)
 
-    def free(self, device: Device, key: OperationKey, kind: str) -> None:
-        """The device's operation has ended: it is idle from now on."""
-        device.running = None
-        device.last = f"{key.deployment}.{kind}"
-        device.idle_since_s = self.now_s
+    def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:
+        """A running operation has ended; with the last one its devices are idle."""
+        deployment.running.remove(key)
+        deployment.idle_since_s = self.now_s
+        for device in self.devices_of(deployment):
+            if not deployment.running:
+                device.running = ""
+            device.last = f"{key.deployment}.{kind}"
+            device.idle_since_s = self.now_s

@@ -9,7 +9,7 @@ effect after it; an operation that was permitted when the old life ended is run 
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import NodeId
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
 from phaseloom.scheduler.core import operations, seals
 from phaseloom.scheduler.core.state import (
@@ -22,6 +22,7 @@ from phaseloom.scheduler.core.state import (
 from phaseloom.scheduler.core.step import Step
 
 _REPLACES_STATE = frozenset({"sync_weights", "load_state"})
+_REBUILDING = frozenset({WpgState.STARTING, WpgState.RECOVERING})
 
 
 def node_up(step: Step, event: NodeUp) -> None:
@@ -29,7 +30,7 @@ def node_up(step: Step, event: NodeUp) -> None:
     old = step.state.nodes.get(event.node)
     if old is not None and old.revision >= event.revision:
         return
-    placed = [] if old is None else [name for d in old.devices for name in d.placed]
+    placed = [] if old is None else _placed(old)
     for name in placed:
         _bury(step, step.state.deployments[name])
     node = Node(
@@ -44,32 +45,68 @@ def node_up(step: Step, event: NodeUp) -> None:
     step.state.nodes[event.node] = node
     for name in placed:
         deployment = step.state.deployments[name]
-        if deployment.device >= len(node.devices):
-            gone = f"device {deployment.device} of {event.node} is gone"
+        if deployment.devices[-1] >= len(node.devices):
+            gone = f"device {deployment.devices[-1]} of {event.node} is gone"
             error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
             step.doomed[str(deployment.key.job_key)] = error
             deployment.node = None
             continue
-        node.devices[deployment.device].placed.append(name)
+        for device in step.devices_of(deployment):
+            device.placed.append(name)
         start(step, deployment)
+    _stop_again(step, node)
     step.has_new_room = True
+
+
+def _placed(node: Node) -> list[str]:
+    return list(dict.fromkeys(name for device in node.devices for name in device.placed))
+
+
+def _stop_again(step: Step, node: Node) -> None:
+    """Jobs ended while the node was away, or it died before it had dropped their seals."""
+    stopping = step.state.stopping.get(node.node, {})
+    for name in stopping:
+        stopping[name] += 1  # a life of its own, so that its confirmation is one too
+        step.send(
+            StopWpg,
+            node,
+            deployment=DeploymentKey(*name.split(".")),
+            incarnation=stopping[name],
+            forget=True,
+        )
+
+
+def _note_stopped(step: Step, event: WpgLost) -> None:
+    stopping = step.state.stopping.get(event.node, {})
+    name = str(event.deployment)
+    if stopping.get(name, event.incarnation + 1) <= event.incarnation:
+        del stopping[name]
+        if not stopping:
+            del step.state.stopping[event.node]
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
     node = step.state.nodes.get(event.node)
     if node is None or node.revision != event.revision or not node.is_up:
         return
-    for device in node.devices:
-        for name in device.placed:
-            _bury(step, step.state.deployments[name])
+    for name in _placed(node):
+        _bury(step, step.state.deployments[name])
     node.is_up = False
     step.tell("node lost", event.reason, event.node)
 
 
-def place(step: Step, deployment: Deployment, node: NodeId, device: int) -> None:
+def nodes_of(step: Step, job: JobKey) -> list[Node]:
+    """Where the job's deployments are."""
+    names = {d.node for d in step.deployments_of(job) if d.node is not None}
+    return [step.node(name) for name in sorted(names)]
+
+
+def place(step: Step, deployment: Deployment, node: NodeId, devices: list[int]) -> None:
+    """Args: devices: of the node, one a rank, in order."""
     deployment.node = node
-    deployment.device = device
-    step.device_of(deployment).placed.append(deployment.name)
+    deployment.devices = devices
+    for device in step.devices_of(deployment):
+        device.placed.append(deployment.name)
     start(step, deployment)
 
 
@@ -84,9 +121,23 @@ def start(step: Step, deployment: Deployment) -> None:
         deployment=deployment.key,
         incarnation=deployment.incarnation,
         spec=deployment.spec,
-        devices=[deployment.device],
+        devices=deployment.devices,
         seal_seq=deployment.seal_seq,
+        checkpoint="" if deployment.seal_seq else deployment.checkpoint,
+        applied=0 if deployment.seal_seq else deployment.origin_seq,
     )
+
+
+def restart(step: Step, deployment: Deployment) -> None:
+    """Throw this life's state away and begin another from what the deployment's books say."""
+    if deployment.node is None:
+        return
+    is_alive = deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY)
+    _bury(step, deployment)
+    if is_alive:
+        _stop_command(step, deployment, forget=False)  # `lost` starts the next
+    elif step.node_of(deployment).is_up:
+        start(step, deployment)
 
 
 def started(step: Step, event: WpgStarted) -> None:
@@ -100,6 +151,7 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.applied = event.applied
     deployment.replay = _to_replay(step, deployment, event.applied)
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
+    seals.release_restored(step, deployment)
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
@@ -131,6 +183,16 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
 
+def catch_up(step: Step, deployment: Deployment, seq: int) -> None:
+    """An operation turned out to have taken effect in an incarnation that is dead: this one must
+    have its effect too."""
+    if deployment.state is WpgState.RECOVERING:
+        deployment.replay.append(seq)
+    elif deployment.state is WpgState.READY:
+        reason = f"{seq} had been completed in the incarnation before"
+        rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
+
+
 def _touch_job(step: Step, deployment: Deployment) -> None:
     """Others of the job may wait for a weights version that is there again."""
     for other in step.deployments_of(deployment.key.job_key):
@@ -139,6 +201,7 @@ def _touch_job(step: Step, deployment: Deployment) -> None:
 
 def lost(step: Step, event: WpgLost) -> None:
     """The ranks are dead and reaped. Start anew, unless the start itself cannot succeed."""
+    _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.incarnation:
         return
@@ -148,28 +211,40 @@ def lost(step: Step, event: WpgLost) -> None:
         start(step, deployment)
         return
     before = deployment.state
-    culprit = _running_op(step, deployment)
+    culprits = _running_ops(deployment)
     _bury(step, deployment)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.error = event.error
     deployment.losses += 1
+    if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
+        _cannot_be_rebuilt(step, deployment, event.error)
+        return
     if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
         step.doomed[str(deployment.key.job_key)] = event.error
         return
     if deployment.losses > step.config.max_losses:
-        if culprit is not None:
-            _give_up(step, deployment, culprit, event.error)
+        if culprits:
+            _give_up(step, deployment, culprits, event.error)
         elif before is WpgState.RECOVERING:
             step.doomed[str(deployment.key.job_key)] = event.error
             return
     start(step, deployment)
 
 
-def _running_op(step: Step, deployment: Deployment) -> Op | None:
-    running = step.device_of(deployment).running
-    if running is None or running.deployment_key != deployment.key:
-        return None
-    return deployment.open_operation(running)
+def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+    """Its job may fall back to its checkpoint, unless it is that which cannot be read."""
+    job = step.job(deployment.key.job_key)
+    is_at_origin = not deployment.base and not deployment.history
+    newest = job.checkpoints.get(deployment.key.deployment, "")
+    if is_at_origin and deployment.checkpoint == newest:
+        step.doomed[str(job.key)] = error
+    else:
+        step.unrecoverable[str(job.key)] = error
+
+
+def _running_ops(deployment: Deployment) -> list[Op]:
+    ops = [deployment.open_operation(key) for key in deployment.running]
+    return [op for op in ops if op is not None]
 
 
 def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
@@ -177,14 +252,16 @@ def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
     return refused or deployment.losses > step.config.max_losses
 
 
-def _give_up(step: Step, deployment: Deployment, op: Op, error: ErrorInfo) -> None:
-    """It killed its WPG again and again: it fails, and the rest goes on without it."""
+def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
+    """They killed their WPG again and again: they fail, and the rest goes on without them. More
+    than one only if the first loss is one too many: what ran in a loss runs alone after it."""
     given_up = ErrorInfo(
         Code.ABORTED,
         f"its workers died {deployment.losses} times while it ran: {error.message}",
         remedy="make it smaller, or look at the worker's log",
     )
-    operations.end_unrun(step, deployment, op, given_up)
+    for op in ops:
+        operations.give_up(step, deployment, op, given_up)
     deployment.losses = 0
 
 
@@ -192,10 +269,8 @@ def _bury(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
     if deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY):
         step.move_wpg(deployment, WpgState.LOST)
-    if deployment.node is not None:
-        op = _running_op(step, deployment)
-        if op is not None:
-            operations.requeue(step, op)
+    for op in _running_ops(deployment):
+        operations.requeue(step, op)
     step.vacate(deployment)
     deployment.replay = []
     deployment.sealing = 0
@@ -203,6 +278,10 @@ def _bury(step: Step, deployment: Deployment) -> None:
 
 def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None:
     """A mutating operation failed half-way: kill this incarnation; `lost` starts the next."""
+    is_lost = error is not None and error.code is Code.DATA_LOSS
+    if is_lost and error is not None and deployment.state in _REBUILDING:
+        _cannot_be_rebuilt(step, deployment, error)
+        return
     _bury(step, deployment)
     reason = error.message if error else "a mutating operation failed"
     step.tell("rebuilding a WPG without the failed operation", reason, deployment.name)
@@ -220,8 +299,13 @@ def stop(step: Step, deployment: Deployment) -> None:
         return
     step.vacate(deployment)
     if deployment.node is not None:
+        if deployment.state is WpgState.LOST:
+            deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
+        stopping = step.state.stopping.setdefault(deployment.node, {})
+        stopping[deployment.name] = deployment.incarnation
         _stop_command(step, deployment, forget=True)
-        step.device_of(deployment).placed.remove(deployment.name)
+        for device in step.devices_of(deployment):
+            device.placed.remove(deployment.name)
     step.move_wpg(deployment, WpgState.STOPPED)
 
 

@@ -8,6 +8,8 @@ from phaseloom.common.ids import NodeId
 
 
 class NodeView(msgspec.Struct, frozen=True):
+    """A node that has enough devices for every deployment of the job."""
+
     node: NodeId
     num_jobs: int
     """Jobs pinned to it."""

@@ -1,0 +1,156 @@
+"""Where an operation stands in the queue of its devices, for people: nothing is decided here.
+
+Speaks of operations that wait for a device only: those that wait for other operations, or for
+their workers, are nowhere in a queue yet. Predictions add up estimates and know nothing of what is
+still to come.
+"""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core import choice, devices, estimates, holding, ready
+from phaseloom.scheduler.core.ordering import POLICIES, Candidate
+from phaseloom.scheduler.core.state import Deployment, Device, Op
+from phaseloom.scheduler.core.step import Step
+
+Queue = list[tuple[Candidate, str]]
+"""Deployments in the order in which they are expected to begin, each with the reason."""
+
+
+def queue_of(step: Step, deployment: Deployment) -> Queue:
+    """The queue of its device; of several, of the one where it is last."""
+    queues = [_queue_on(step, deployment, index) for index in deployment.devices]
+    return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
+
+
+def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
+    """Its place among what is ready on its devices, and the predicted start in seconds from now.
+
+    Returns: (0, -1) where it is not ready.
+    """
+    own = list(ready.operations(step, deployment))
+    queue = queue_of(step, deployment) if op in own else []
+    ahead = _index_in(queue, deployment)
+    if ahead < 0:
+        return 0, -1.0
+    busy_s = max((_remaining_s(step, device) for device in step.devices_of(deployment)), default=0)
+    wait_s = max(busy_s, _let_in_s(step, deployment) - step.now_s)
+    wait_s += sum(c.duration_s + c.switch_s for c, _ in queue[:ahead]) + queue[ahead][0].switch_s
+    batches = _batches_before(step, deployment, own, op)
+    wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
+    return 1 + ahead + own.index(op), wait_s
+
+
+def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
+    """What an operation waits for that waits for no other of its job; one line each."""
+    if deployment.retry_at_s > step.now_s:
+        pause_s = deployment.retry_at_s - step.now_s
+        return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
+    if not ready.is_reachable(step, deployment, op):
+        return [f"weights version {op.version}, which is being rebuilt"]
+    if deployment.running and op.is_mutating:
+        return [f"{_running(step, deployment.name)}: it runs alone"]
+    lines = []
+    for index in deployment.devices:
+        lines += _of_device(step, deployment, index)
+    return list(dict.fromkeys(lines))
+
+
+def _of_device(step: Step, deployment: Deployment, index: int) -> list[str]:
+    node = step.node_of(deployment)
+    device, where = node.devices[index], f"device {index} of {node.node}"
+    lines = []
+    if device.running:
+        lines.append(f"{where}, which runs {_running(step, device.running)}")
+    claimant = devices.claimant(step, node, index)
+    if claimant is not None and claimant is not deployment:
+        lines.append(f"{where}, which {claimant.name} has claimed")
+    until_s = _held_s(step, device, deployment)
+    if until_s > step.now_s and not device.running:
+        left_s = until_s - step.now_s
+        lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, device)}")
+    for name in device.resident:
+        if step.state.deployments[name].sealing:
+            lines.append(f"{where}, while {name} is being sealed")
+    return lines
+
+
+def _holder(step: Step, device: Device) -> str:
+    job = step.state.jobs[device.holder]
+    if ready.is_any_on(step, device, of_job=device.holder):
+        return f"job {job.key}, whose quantum is not over"
+    if holding.has_phase(step, job, device):
+        return f"job {job.key}, which has declared a phase"
+    return f"job {job.key}, whose next operation may come"
+
+
+def _held_s(step: Step, device: Device, deployment: Deployment) -> float:
+    """Until when the device is kept for another job than this deployment's."""
+    if device.holder in ("", choice.job_of(deployment)) or device.early:
+        return 0.0
+    if ready.is_any_on(step, device, of_job=device.holder):
+        return device.held_since_s + step.config.quantum_s
+    return holding.held_until_s(step, device)
+
+
+def _let_in_s(step: Step, deployment: Deployment) -> float:
+    free = [d for d in step.devices_of(deployment) if not d.running and not _has_own(step, d)]
+    return max((_held_s(step, device, deployment) for device in free), default=0.0)
+
+
+def _has_own(step: Step, device: Device) -> bool:
+    return ready.is_any_on(step, device, of_job=device.holder)
+
+
+def _running(step: Step, name: str) -> str:
+    keys = step.state.deployments[name].running
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{keys[0]}{more}"
+
+
+def _queue_on(step: Step, deployment: Deployment, index: int) -> Queue:
+    device = step.node_of(deployment).devices[index]
+    turn = choice.turn_on(step, device)
+    every = list(ready.on(step, device))
+    first = [*turn.options, *turn.rest]
+    later = [option for option in every if option[0] not in [d for d, _ in first]]
+    claimed = devices.claimant(step, step.node_of(deployment), index)
+    queue: Queue = []
+    for options, what in ((turn.options, ""), (turn.rest, "; its turn is over"), (later, "")):
+        left = [choice.candidate(step, d, op) for d, op in options if d is not claimed]
+        queue += [(c, why + what) for c, why in _ordered(step, left)]
+    if claimed is not None and (op := ready.first(step, claimed)) is not None:
+        queue.insert(0, (choice.candidate(step, claimed, op), "it has claimed its devices"))
+    return queue
+
+
+def _ordered(step: Step, left: list[Candidate]) -> Queue:
+    policy = POLICIES[step.config.ordering]
+    queue: Queue = []
+    while left:
+        chosen = policy.choose(left, step.now_s)
+        queue.append((chosen, policy.why(chosen, step.now_s)))
+        left.remove(chosen)
+    return queue
+
+
+def _index_in(queue: Queue, deployment: Deployment) -> int:
+    names = [candidate.deployment for candidate, _ in queue]
+    return names.index(deployment.name) if deployment.name in names else -1
+
+
+def _batches_before(step: Step, deployment: Deployment, own: list[Op], op: Op) -> list[str]:
+    """Kinds of the operations of its own deployment that must end before it begins."""
+    before = own[: own.index(op)]
+    mutating = [other.kind for other in before if other.is_mutating]
+    reading = [other.kind for other in before if not other.is_mutating]
+    size = max(1, step.config.max_reading)
+    return mutating + reading[size - 1 :: size]
+
+
+def _remaining_s(step: Step, device: Device) -> float:
+    if not device.running:
+        return 0.0
+    deployment = step.state.deployments[device.running]
+    ops = [op for key in deployment.running if (op := deployment.open_operation(key)) is not None]
+    ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
+    return max(0.0, max(ends_s, default=step.now_s) - step.now_s)

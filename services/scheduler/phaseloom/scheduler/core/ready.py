@@ -1,0 +1,157 @@
+"""What could run: a deployment's operations that wait for nothing but a device.
+
+Of the ordered ones that is the mutating one at `next_seq`, or the reading ones from there up to the
+first mutating one or gap; of the unordered ones every one. An operation counts once what it names
+in `after` is done, while its WPG is up.
+Cost: O(operations looked at); a device knows by name which of its deployments have any.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from phaseloom.common.ids import OperationKey
+from phaseloom.scheduler.core.state import Deployment, Device, Op, OpState, WpgState
+from phaseloom.scheduler.core.step import Step
+
+READ_AHEAD = 512
+"""So far above `next_seq` reading operations may run: bounds what ended ones stay on the books."""
+
+
+def note(step: Step) -> None:
+    """Book on their devices which of the touched deployments have a ready operation."""
+    for name in sorted(step.touched):
+        deployment = step.state.deployments.get(name)
+        if deployment is None or deployment.node is None:
+            continue
+        is_ready = next(operations(step, deployment), None) is not None
+        for device in step.devices_of(deployment):
+            if is_ready:
+                device.ready[name] = str(deployment.key.job_key)
+            else:
+                device.ready.pop(name, None)
+
+
+def on(
+    step: Step, device: Device, *, of_job: str | None = None, but_job: str = ""
+) -> Iterator[tuple[Deployment, Op]]:
+    """Deployments with something to run on the device, each with what it would begin with.
+
+    Args: of_job: only this job's. but_job: all but this one's.
+    """
+    for name, job in device.ready.items():
+        if job != but_job and of_job in (None, job):
+            deployment = step.state.deployments[name]
+            op = first(step, deployment)
+            if op is not None:
+                yield deployment, op
+
+
+def is_any_on(step: Step, device: Device, *, of_job: str | None = None, but_job: str = "") -> bool:
+    return next(on(step, device, of_job=of_job, but_job=but_job), None) is not None
+
+
+def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
+    """Ready ones by arrival, whether or not their weights version can be had."""
+    if deployment.retry_at_s > step.now_s:
+        return iter(())
+    if deployment.replay and deployment.state is WpgState.RECOVERING:
+        return iter(() if deployment.running else (_replay_op(step, deployment),))
+    if deployment.state is not WpgState.READY:
+        return iter(())
+    unordered = (op for op in deployment.unordered.values() if waits_for_device(op))
+    if deployment.next_seq not in deployment.operations:
+        return unordered
+    if not deployment.unordered:
+        return _ordered(deployment)
+    return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
+
+
+def first(step: Step, deployment: Deployment) -> Op | None:
+    """What would run first, were the device free."""
+    reachable = (op for op in operations(step, deployment) if is_reachable(step, deployment, op))
+    return next(reachable, None)
+
+
+def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
+    """What may run together from now on: one mutating operation, or reading ones by arrival.
+
+    A reading one that ran while its WPG died runs alone: should it be what kills it, the others
+    do not suffer for it again, and the blame is clear.
+    """
+    chosen: list[Op] = []
+    for op in operations(step, deployment):
+        if len(chosen) == room:
+            break
+        if not is_reachable(step, deployment, op):
+            continue
+        if op.is_mutating or op.uncertain:
+            return chosen or [op]
+        chosen.append(op)
+    return chosen
+
+
+def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
+    """Reading operations that may begin beside those that run: none from behind a mutating one."""
+    running = deployment.open_operation(deployment.running[0])
+    if running is None or running.is_mutating or running.uncertain:
+        return []
+    chosen = batch(step, deployment, room)
+    return [op for op in chosen if not (op.is_mutating or op.uncertain)]
+
+
+def waits_elsewhere(deployment: Deployment) -> bool:
+    """Whether its next ordered operation is known and comes after others'."""
+    head = deployment.operations.get(deployment.next_seq)
+    return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
+
+
+def waits_for_device(op: Op) -> bool:
+    is_wanted = not op.is_cancelled and not op.is_settling
+    return op.state is OpState.QUEUED and op.eligible_s >= 0 and is_wanted
+
+
+def _ordered(deployment: Deployment) -> Iterator[Op]:
+    for seq in range(deployment.next_seq, deployment.next_seq + READ_AHEAD):
+        op = deployment.operations.get(seq)
+        if op is None:
+            return
+        if op.is_mutating and not op.has_ended:
+            if seq == deployment.next_seq and waits_for_device(op):
+                yield op
+            return
+        if waits_for_device(op):
+            yield op
+
+
+def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
+    """Whether the weights version that it brings can be had, as far as is known.
+
+    A version lives in the memory of its policy's node and may be gone with it: it is then cut again
+    when the policy is rebuilt, unless it is on disk.
+    """
+    policy = step.deployment(op.version.policy) if op.version else None
+    if policy is None or op.version is None:
+        return True
+    if policy.state is WpgState.LOST:
+        return False
+    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
+    return not is_rebuilding or op.version.seq in policy.durable_versions
+
+
+def _replay_op(step: Step, deployment: Deployment) -> Op:
+    seq = deployment.replay[0]
+    key = deployment.key
+    mutation = next(m for m in deployment.history if m.seq == seq)
+    return Op(
+        key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),
+        id="",
+        kind=mutation.kind,
+        after=[],
+        version=deployment.holds if mutation.kind == "sync_weights" else None,
+        content_type="",
+        arrival=0,
+        queued_s=step.now_s,
+        eligible_s=step.now_s,
+    )

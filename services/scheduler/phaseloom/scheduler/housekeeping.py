@@ -1,0 +1,124 @@
+"""Beside the fold: whose leases have run out, and which outcomes nobody needs any more.
+
+What is found enters the log as an event; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus, KeyChange
+from phaseloom.common.errors import CallerError
+from phaseloom.common.ids import JobKey, parse_operation_key
+from phaseloom.common.leases import node_lease_key, session_lease_key
+from phaseloom.common.messages import NodeLost, SessionLost, SessionOpened
+from phaseloom.common.streams import Bucket
+from phaseloom.scheduler.core import seals
+from phaseloom.scheduler.core.state import JOB_ENDED, Job
+from phaseloom.scheduler.patience import PatientLog, until_done
+from phaseloom.scheduler.shell import Shell
+
+log = logging.getLogger(__name__)
+
+_SWEEPS_PER_RETENTION = 4
+_SHORTEST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 60.0
+_SWEEP_S = 30.0
+_DONE_PREFIX = f"{streams.PREFIX}.done."
+
+
+@dataclass(frozen=True, slots=True)
+class Housekeeping:
+    """Each method runs until cancelled."""
+
+    bus: Bus
+    log: PatientLog
+    shell: Shell
+
+    async def watch_nodes(self, margin_s: float) -> None:
+        """Report a node whose lease ran out, once its agent must have killed its ranks."""
+        await self.shell.caught_up.wait()
+        loop = asyncio.get_running_loop()
+        gone_since: dict[tuple[str, int], float] = {}
+        while True:
+            nodes = [n for n in self.shell.core.state.nodes.values() if n.is_up]
+            for node in nodes:
+                life = (node.node, node.revision)
+                if await self._has_lease(node_lease_key(node.node)):
+                    gone_since.pop(life, None)
+                elif loop.time() - gone_since.setdefault(life, loop.time()) > margin_s:
+                    event = NodeLost(node.node, node.revision, "its lease ran out")
+                    await self.log.append(event, msg_id=f"node-lost:{node.node}:{node.revision}")
+            await asyncio.sleep(margin_s / 3)
+
+    async def watch_sessions(self) -> None:
+        """Report controllers whose heartbeat ended, and those who are back."""
+        await self.shell.caught_up.wait()
+        lives: dict[str, tuple[int, int]] = {}
+        async with aclosing(self.bus.kv_watch(Bucket.LEASES, session_lease_key(_ANY))) as changes:
+            async for change in changes:
+                await self._note_session(change, lives)
+
+    async def sweep_outcomes(self, retention_s: float) -> None:
+        """Delete outcomes that are old and that no rebuild needs."""
+        await self.shell.caught_up.wait()
+        pause_s = retention_s / _SWEEPS_PER_RETENTION
+        pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                async with asyncio.timeout(_SWEEP_S):
+                    await self._sweep(time.time() - retention_s)
+            except (TimeoutError, NatsError, NatsTimeoutError) as error:
+                log.info("the next sweep of outcomes goes on: %r", error)
+
+    async def _has_lease(self, key: str) -> bool:
+        stored = await until_done(lambda: self.bus.kv_get(Bucket.LEASES, key), "read a lease")
+        return stored is not None
+
+    async def _note_session(self, change: KeyChange, lives: dict[str, tuple[int, int]]) -> None:
+        """Args: lives: by key, the session that was alive last, and its lease's revision."""
+        _, tenant, name = change.key.split(".")
+        job = self.shell.core.state.jobs.get(str(JobKey(tenant, name)))
+        if change.stored is not None:
+            session = int(change.stored.payload)
+            lives[change.key] = (session, change.stored.sequence)
+            if job is not None and job.session == session and not job.has_controller:
+                await self.log.append(SessionOpened(job.key, session))
+        elif job is not None and job.state not in JOB_ENDED:
+            await self._report_lost(job, *lives.pop(change.key, (job.session, 0)))
+
+    async def _report_lost(self, job: Job, session: int, revision: int) -> None:
+        """Of a lease that ran out before this process began, it is assumed to be the newest
+        session's: a heartbeat of it tells otherwise."""
+        msg_id = f"session-lost:{job.key}:{session}:{revision}"
+        await self.log.append(SessionLost(job.key, session), msg_id=msg_id)
+
+    async def _sweep(self, before_s: float) -> None:
+        subjects = self.bus.stored_before(streams.DONE, f"{_DONE_PREFIX}>", before_s)
+        num_deleted = 0
+        async with aclosing(subjects) as old:
+            async for subject in old:
+                if not self._is_needed(subject):
+                    await self.bus.delete_subject(streams.DONE, subject)
+                    num_deleted += 1
+        if num_deleted:
+            log.info("deleted %d outcomes that nobody needs any more", num_deleted)
+
+    def _is_needed(self, subject: str) -> bool:
+        try:
+            key = parse_operation_key(subject.removeprefix(_DONE_PREFIX))
+        except CallerError:
+            return False
+        return seals.is_outcome_needed(self.shell.core.state, key)
+
+
+_ANY = JobKey("*", "*")

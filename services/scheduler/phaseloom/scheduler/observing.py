@@ -1,0 +1,63 @@
+"""The scheduler's metrics: looked at from outside of the core, at each step and at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phaseloom.common import metrics, streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import Permit
+from phaseloom.common.metrics import Reading
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import Output, SendCommand
+from phaseloom.scheduler.core.state import JOB_ENDED
+
+
+def stepped(outputs: Iterable[Output], duration_s: float) -> None:
+    """The core took an entry of the log, and this came of it."""
+    metrics.measure(metrics.STEP_DURATION, duration_s)
+    for output in outputs:
+        if isinstance(output, SendCommand) and isinstance(output.command, Permit):
+            metrics.count(metrics.PERMITS, kind=output.command.kind)
+
+
+class Gauges:
+    """What a scrape reads: queues from the core, lag and sizes from the server."""
+
+    def __init__(self, core: Core, bus: Bus) -> None:
+        self._core = core
+        self._bus = bus
+        self._log_end = 0
+        self._log_bytes = 0
+        self._operations_bytes: dict[str, int] = {}
+
+    def register(self) -> None:
+        metrics.before_scrape(self._refresh)
+        metrics.observe(metrics.QUEUE_DEPTH, lambda: metrics.per_job(self._depths()))
+        metrics.observe(metrics.SCHEDULER_LAG, lambda: [(self._lag(), {})])
+        metrics.observe(metrics.LOG_SIZE, lambda: [(self._log_bytes, {})])
+        metrics.observe(metrics.OPERATIONS_SIZE, self._sizes)
+
+    async def _refresh(self) -> None:
+        log = (await self._bus.js.stream_info(streams.SCHED)).state
+        self._log_end, self._log_bytes = log.last_seq, log.bytes
+        for tenant in {job.key.tenant for job in self._core.state.jobs.values()}:
+            stream = await self._bus.js.stream_info(streams.ops_stream(tenant))
+            self._operations_bytes[tenant] = stream.state.bytes
+
+    def _depths(self) -> dict[JobKey, float]:
+        state = self._core.state
+        depths = {j.key: 0.0 for j in state.jobs.values() if j.state not in JOB_ENDED}
+        for deployment in state.deployments.values():
+            if deployment.key.job_key in depths:
+                num_open = len(deployment.operations) + len(deployment.unordered)
+                depths[deployment.key.job_key] += num_open
+        return depths
+
+    def _lag(self) -> int:
+        # The server was asked a moment ago, the core has gone on since.
+        return max(0, self._log_end - self._core.state.sequence)
+
+    def _sizes(self) -> list[Reading]:
+        return [(size, {"tenant": tenant}) for tenant, size in self._operations_bytes.items()]

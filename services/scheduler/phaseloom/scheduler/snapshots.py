@@ -1,0 +1,147 @@
+"""Snapshots in KV: as large as they come, and never an older one over a newer.
+
+A snapshot is cut into chunks under keys of its own; a manifest, swapped by compare-and-set, makes
+it the newest. Whoever finds the manifest changed under it is not the only leader any more, and must
+not drop the part of the log that another's snapshot needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import msgspec
+
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus, Conflict
+from phaseloom.common.codec import decode, encode
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.streams import Bucket
+from phaseloom.scheduler.patience import until_done
+
+MANIFEST_KEY = "core"
+CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2
+_READ_ATTEMPTS = 5
+_ATTEMPT_S = 10.0
+"""For one request: a chunk is large."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What the newest snapshot is made of."""
+
+    sequence: int
+    """Of the decision log: everything up to here is in it."""
+    num_chunks: int
+    num_bytes: int
+    """Of all chunks."""
+    checksum: int
+    """CRC-32 of them."""
+    is_final: bool
+    """Its leader stopped with it: nobody has folded anything after it."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    manifest: Manifest
+    payload: bytes
+
+
+class Snapshots:
+    """One leader's. `load` first: it learns what its own will follow."""
+
+    def __init__(self, bus: Bus, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._bus = bus
+        self._chunk_bytes = chunk_bytes
+        self._manifest: Manifest | None = None
+        self._revision = 0
+        """Of the manifest, as this leader knows it."""
+
+    async def load(self) -> Snapshot | None:
+        """The newest, or None where there is none.
+
+        Raises: ResourceError: DATA_LOSS, damaged.
+        """
+        for _ in range(_READ_ATTEMPTS):
+            stored = await self._bus.kv_get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
+            if stored is None or stored.is_gone:
+                self._revision = stored.sequence if stored else 0
+                return None
+            self._revision = stored.sequence
+            self._manifest = decode(stored.payload, Manifest)
+            packed = await self._chunks(self._manifest)
+            if packed is not None:
+                return Snapshot(self._manifest, await asyncio.to_thread(_unpack, packed))
+            # Another leader has stored a newer one meanwhile and dropped this one's chunks.
+        raise ResourceError("the snapshot's chunks are missing or damaged", code=Code.DATA_LOSS)
+
+    async def save(self, sequence: int, snapshot: bytes, *, is_final: bool) -> int:
+        """Store a snapshot; returns the sequence of the one before it, 0 where there was none.
+
+        Raises: ResourceError: ABORTED, another leader has stored one.
+        """
+        packed = await asyncio.to_thread(zlib.compress, snapshot, 1)
+        parts = [
+            packed[start : start + self._chunk_bytes]
+            for start in range(0, len(packed), self._chunk_bytes)
+        ]
+        for index, part in enumerate(parts):
+            await self._put(_chunk_key(sequence, index), part)
+        before = self._manifest
+        manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed), is_final)
+        await until_done(lambda: self._swap(manifest), "store the manifest", _ATTEMPT_S)
+        if before is None:
+            return 0
+        if before.sequence != sequence:
+            await until_done(lambda: self._drop(before), "drop old chunks", _ATTEMPT_S)
+        return before.sequence
+
+    async def take_over(self) -> None:
+        """What is folded from now on is behind the newest snapshot: it is final no more."""
+        if self._manifest is not None and self._manifest.is_final:
+            await self._swap(msgspec.structs.replace(self._manifest, is_final=False))
+
+    async def _put(self, key: str, part: bytes) -> None:
+        await until_done(
+            lambda: self._bus.kv_put(Bucket.SNAPSHOTS, key, part), "store a chunk", _ATTEMPT_S
+        )
+
+    async def _drop(self, manifest: Manifest) -> None:
+        keys = f"$KV.{Bucket.SNAPSHOTS}.{_chunk_key(manifest.sequence)}"
+        await self._bus.delete_subject(f"KV_{Bucket.SNAPSHOTS}", keys)
+
+    async def _swap(self, manifest: Manifest) -> None:
+        payload = encode(manifest)
+        try:
+            self._revision = await self._bus.kv_swap(
+                Bucket.SNAPSHOTS, MANIFEST_KEY, payload, self._revision
+            )
+        except Conflict:
+            stored = await self._bus.kv_get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
+            if stored is None or stored.payload != payload:
+                raise ResourceError(
+                    "another scheduler has stored a snapshot: this one does not lead any more",
+                    code=Code.ABORTED,
+                ) from None
+            self._revision = stored.sequence  # our own, of which the answer was lost
+        self._manifest = manifest
+
+    async def _chunks(self, manifest: Manifest) -> bytes | None:
+        parts = []
+        for index in range(manifest.num_chunks):
+            key = _chunk_key(manifest.sequence, index)
+            stored = await self._bus.kv_get(Bucket.SNAPSHOTS, key)
+            if stored is None:
+                return None
+            parts.append(stored.payload)
+        packed = b"".join(parts)
+        return packed if zlib.crc32(packed) == manifest.checksum else None
+
+
+def _chunk_key(sequence: int, index: int | str = "*") -> str:
+    return f"{MANIFEST_KEY}.{sequence}.{index}"
+
+
+def _unpack(packed: bytes) -> bytes:
+    try:
+        return zlib.decompress(packed)
+    except zlib.error as error:
+        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None

@@ -1,0 +1,595 @@
+"""The scheduler's shell on a real server: snapshots, outcomes, leases, and who leads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from grpo import deployments
+
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common import lifecycle, streams
+from phaseloom.common.bus import Bus, LogEntry
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.leases import renew_session, scheduler_lease_key
+from phaseloom.common.messages import (
+    AdamParams,
+    After,
+    Completion,
+    DeviceSpec,
+    Event,
+    Explanation,
+    Generate,
+    JobFinished,
+    JobSpec,
+    JobStatus,
+    JobSubmitted,
+    ModelSpec,
+    NodeUp,
+    Operation,
+    OperationFinished,
+    OperationRequest,
+    OptimStep,
+    Outcome,
+    PhaseRequest,
+    Prompt,
+    QueuedOperation,
+    SamplingParams,
+    SchedulerConfig,
+    SchedulerConfigured,
+    SealCommitted,
+    SessionLost,
+    SessionOpened,
+    WpgStarted,
+)
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+from phaseloom.scheduler import main
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import (
+    ForgetJob,
+    SendCommand,
+    SettleCompletion,
+    WriteCompletion,
+)
+from phaseloom.scheduler.core.state import CORE_VERSION
+from phaseloom.scheduler.housekeeping import Housekeeping
+from phaseloom.scheduler.patience import PatientLog
+from phaseloom.scheduler.shell import Shell
+from phaseloom.scheduler.sink import BusSink
+from phaseloom.scheduler.snapshots import Snapshots
+from tests.support.jobs import (
+    TASKS,
+    Wire,
+    kill_rank,
+    oracle,
+    policy_seq,
+    run_job,
+    running_mesh,
+    short,
+    tenant,
+)
+
+ACME = "acme"
+A = JobKey(ACME, "a")
+POLICY = DeploymentKey(ACME, "a", "policy")
+CONFIG = SchedulerConfig("pack", "hrrs", 0.03, 2.0, 0, 3, 64, 1.0, early_switch=False)
+
+
+def key(seq: int, job: str = "a") -> OperationKey:
+    return OperationKey(ACME, job, "policy", str(seq))
+
+
+def spec() -> client.DeploymentSpec:
+    return client.DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
+
+
+@asynccontextmanager
+async def running(*coroutines: Awaitable[None]) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        await lifecycle.end(tasks)
+
+
+# --- snapshots ----------------------------------------------------------------------------------
+
+LARGE = os.urandom(100_000)
+"""Cannot be compressed."""
+
+
+async def test_snapshot_larger_than_a_message_comes_back_whole(bus: Bus) -> None:
+    writer = Snapshots(bus, chunk_bytes=30_000)
+    assert await writer.load() is None
+    assert await writer.save(7, b"the first", is_final=False) == 0
+    assert await writer.save(9, LARGE, is_final=True) == 7
+    stored = await Snapshots(bus).load()
+    assert stored is not None
+    assert stored.payload == LARGE
+    assert (stored.manifest.sequence, stored.manifest.is_final) == (9, True)
+    assert stored.manifest.num_chunks == 4
+    keys = await bus.kv_keys(Bucket.SNAPSHOTS)
+    assert keys == ["core", *(f"core.9.{index}" for index in range(4))], "the old one's chunks stay"
+
+
+async def test_leader_whose_place_was_taken_cannot_store_an_older_snapshot(bus: Bus) -> None:
+    old, new = Snapshots(bus), Snapshots(bus)
+    for snapshots in (old, new):
+        await snapshots.load()
+    await new.save(9, b"new", is_final=False)
+    with pytest.raises(ResourceError, match="does not lead any more"):
+        await old.save(7, b"old", is_final=False)
+    stored = await Snapshots(bus).load()
+    assert stored is not None
+    assert stored.payload == b"new"
+
+
+async def test_damaged_snapshot_is_refused(bus: Bus) -> None:
+    snapshots = Snapshots(bus)
+    await snapshots.save(7, b"sound", is_final=False)
+    await bus.kv_put(Bucket.SNAPSHOTS, "core.7.0", zlib.compress(b"other"))
+    with pytest.raises(ResourceError) as caught:
+        await Snapshots(bus).load()
+    assert caught.value.info.code is Code.DATA_LOSS
+
+
+@pytest.fixture
+def environment(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scheduler process is given."""
+    credentials = nats_server.credentials
+    for name in ("url", "user", "password"):
+        monkeypatch.setenv(f"PHASELOOM_BUS_{name.upper()}", getattr(credentials, name))
+
+
+async def store_snapshot(bus: Bus, core_version: int, *, is_final: bool) -> None:
+    fields = msgspec.msgpack.decode(Core().snapshot())
+    fields["core_version"] = core_version
+    await Snapshots(bus).save(0, msgspec.msgpack.encode(fields), is_final=is_final)
+
+
+@pytest.mark.usefixtures("environment")
+async def test_scheduler_refuses_a_snapshot_of_another_core_version(bus: Bus) -> None:
+    await store_snapshot(bus, CORE_VERSION + 1, is_final=False)
+    with pytest.raises(ResourceError) as caught:
+        await main.serve(asyncio.Event())
+    assert caught.value.info.code is Code.FAILED_PRECONDITION
+    assert f"core version {CORE_VERSION + 1} once more" in caught.value.info.remedy
+    assert await bus.kv_get(Bucket.LEASES, "scheduler") is None, "the lease is kept"
+
+
+@pytest.mark.usefixtures("environment")
+async def test_scheduler_goes_on_from_a_final_snapshot_of_another_version(bus: Bus) -> None:
+    """A clean stop leaves one, and it is final only until somebody leads again."""
+    await store_snapshot(bus, CORE_VERSION + 1, is_final=True)
+    stop = asyncio.Event()
+    serving = asyncio.create_task(main.serve(stop))
+    await until(lambda: configured(bus))
+    stored = await Snapshots(bus).load()
+    assert stored is not None
+    assert not stored.manifest.is_final
+    stop.set()
+    await serving
+    stored = await Snapshots(bus).load()
+    assert stored is not None
+    assert stored.manifest.is_final
+    assert stored.manifest.sequence >= 1
+    assert msgspec.msgpack.decode(stored.payload)["core_version"] == CORE_VERSION
+
+
+@pytest.mark.usefixtures("environment")
+async def test_scheduler_refuses_a_log_that_begins_behind_its_snapshot(bus: Bus) -> None:
+    for _ in range(3):
+        await bus.append(SchedulerConfigured(CONFIG))
+    await bus.truncate_log(3)
+    with pytest.raises(ResourceError, match="begins at 3") as caught:
+        await main.serve(asyncio.Event())
+    assert caught.value.info.code is Code.DATA_LOSS
+
+
+async def until(is_met: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await is_met():
+            await asyncio.sleep(0.02)
+
+
+async def configured(bus: Bus) -> bool:
+    return await bus.log_end() > 0
+
+
+@pytest.mark.usefixtures("environment")
+async def test_standby_leads_once_the_leader_has_stopped(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops, serving = {}, {}
+    for name in ("one", "two", "three"):
+        monkeypatch.setenv("PHASELOOM_SCHEDULER_NAME", name)
+        stops[name] = asyncio.Event()
+        serving[name] = asyncio.create_task(main.serve(stops[name]))
+        await until(lambda: leads(bus, "one"))
+    stops["three"].set()
+    await serving["three"]  # while it stands by
+    assert await leads(bus, "one")
+    stops["one"].set()
+    await serving["one"]
+    await until(lambda: leads(bus, "two"))
+    stops["two"].set()
+    await serving["two"]
+    assert await leader(bus) == ("", 0), "the lease is released"
+
+
+async def leads(bus: Bus, name: str) -> bool:
+    return (await leader(bus))[0] == name
+
+
+# --- the sink -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_settled_operation_is_told_as_it_is_stored(bus: Bus, is_stored: bool) -> None:
+    """Its workers died after they had stored the outcome, or before."""
+    if is_stored:
+        await bus.publish(streams.done_subject(key(1)), Completion("id", Outcome.COMPLETED))
+    given_up = Completion("id", Outcome.FAILED, error=ErrorInfo(Code.ABORTED, "given up"))
+    settle = SettleCompletion(key(1), "optim_step", given_up, "application/msgpack")
+    for _ in range(2):  # a restart performs it again
+        await BusSink(bus, Snapshots(bus)).perform(settle, None)
+    assert await bus.log_end() == 1
+    stored = await bus.get_stored(streams.DONE, streams.done_subject(key(1)))
+    assert stored is not None
+    outcome = decode(stored.payload, Completion).outcome
+    assert outcome is (Outcome.COMPLETED if is_stored else Outcome.FAILED)
+    async for entry in bus.read_log():
+        assert isinstance(entry.event, OperationFinished)
+        assert (entry.event.outcome, entry.event.incarnation) == (outcome, 0)
+        break
+
+
+async def test_outputs_are_stored_though_the_server_dies_under_them(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    sink = BusSink(bus, Snapshots(bus))
+    pid = nats_server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it takes nothing any more, and the connection stands
+    failed = Completion("id", Outcome.FAILED)
+    async with asyncio.TaskGroup() as tasks:
+        write = WriteCompletion(key(1), failed, "application/msgpack")
+        performing = tasks.create_task(sink.perform(write, None))
+        appending = tasks.create_task(PatientLog(bus).append(SchedulerConfigured(CONFIG)))
+        await asyncio.sleep(0)  # both are on their way
+        await nats_server.kill()
+        await nats_server.start()
+    assert performing.done()
+    assert appending.result() >= 1
+    assert await bus.get_stored(streams.DONE, streams.done_subject(key(1))) is not None
+
+
+async def test_job_that_is_forgotten_leaves_nothing_on_the_bus(bus: Bus) -> None:
+    sink = BusSink(bus, Snapshots(bus))
+    for job in ("a", "b"):
+        await bus.publish(streams.done_subject(key(1, job)), Completion("id", Outcome.FAILED))
+        await bus.publish(streams.op_subject(key(2, job)), b"late")
+        await bus.kv_put(Bucket.VIEW, f"{ACME}.{job}", b"x")
+        await bus.kv_put(Bucket.SEALS, f"{ACME}.{job}.policy", b"x")
+    async with running(sink.run()):
+        await sink.perform(ForgetJob(A, ["policy"]), None)
+        await until(lambda: absent(bus, Bucket.SEALS, f"{POLICY}"))
+    assert await bus.subjects(streams.DONE, "pl.v1.done.>") == [streams.done_subject(key(1, "b"))]
+    stored = await bus.subjects(streams.ops_stream(ACME), "pl.v1.op.>")
+    assert stored == [streams.op_subject(key(2, "b"))]
+    assert await bus.kv_keys(Bucket.VIEW) == [f"{ACME}.b"]
+
+
+async def absent(bus: Bus, bucket: Bucket, name: str) -> bool:
+    return await bus.kv_get(bucket, name) is None
+
+
+# --- housekeeping -------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def keeping(bus: Bus) -> AsyncIterator[tuple[Housekeeping, Shell]]:
+    """A scheduler's fold with one job that is active, and what watches beside it."""
+    log = PatientLog(bus)
+    sink = BusSink(bus, Snapshots(bus))
+    shell = Shell(Core(), log, sink, CONFIG, snapshot_every=1000)
+    async with running(shell.run(), sink.run()):
+        await shell.caught_up.wait()
+        for event in (
+            NodeUp(NodeId("t0"), "train", [DeviceSpec(100)], 100, 1, "t0:1"),
+            JobSubmitted(A, JobSpec(deployments=[spec()]), "submit"),
+            WpgStarted(POLICY, 1, NodeId("t0"), 10, 0),
+            SessionOpened(A, 1),
+        ):
+            await bus.append(event)
+        await folded(bus, shell)
+        yield Housekeeping(bus, log, shell), shell
+
+
+async def folded(bus: Bus, shell: Shell) -> None:
+    end = await bus.log_end()
+    async with asyncio.timeout(20):
+        while shell.core.state.sequence < end:
+            await asyncio.sleep(0.01)
+
+
+async def finish(bus: Bus, shell: Shell, seq: int) -> None:
+    """An operation that is queued, permitted, and completed."""
+    await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
+    await folded(bus, shell)
+    epoch = shell.core.state.deployments[str(POLICY)].epoch
+    await bus.publish(streams.done_subject(key(seq)), Completion("id", Outcome.COMPLETED))
+    event = OperationFinished(key(seq), "optim_step", Outcome.COMPLETED, epoch, 1, 0.0, 0.0)
+    await bus.append(event)
+    await folded(bus, shell)
+
+
+async def test_old_outcomes_are_deleted_once_no_rebuild_needs_them(bus: Bus) -> None:
+    async with keeping(bus) as (housekeeping, shell):
+        await finish(bus, shell, 1)
+        for stray in (key(3), key(1, "nobody"), key(1)):
+            subject = streams.done_subject(stray)
+            if not await bus.subjects(streams.DONE, subject):
+                await bus.publish(subject, Completion("id", Outcome.FAILED))
+        async with running(housekeeping.sweep_outcomes(0.1)):
+            await until(lambda: is_gone(bus, key(1, "nobody")))
+            assert not await is_gone(bus, key(1)), "a rebuild compares with it"
+            assert not await is_gone(bus, key(3)), "an attach tells by it what a gap is"
+            await bus.append(JobFinished(A, "end"))
+            await until(lambda: is_gone(bus, key(1)))
+            await until(lambda: is_gone(bus, key(3)))
+
+
+async def is_gone(bus: Bus, op: OperationKey) -> bool:
+    return not await bus.subjects(streams.DONE, streams.done_subject(op))
+
+
+async def test_controller_without_a_heartbeat_is_reported_and_so_is_its_return(bus: Bus) -> None:
+    async with keeping(bus) as (housekeeping, shell), running(housekeeping.watch_sessions()):
+        job = shell.core.state.jobs[str(A)]
+        await renew_session(bus, A, 1, ttl_s=1)
+        assert await next_of(bus, SessionLost) == SessionLost(A, 1)
+        await folded(bus, shell)
+        assert not job.has_controller
+        await renew_session(bus, A, 1, ttl_s=1)
+        await until(lambda: value(lambda: job.has_controller))
+        await until(lambda: value(lambda: not job.has_controller))
+
+
+async def test_controller_that_died_while_no_scheduler_watched_is_reported(bus: Bus) -> None:
+    await renew_session(bus, A, 1, ttl_s=1)
+    await until(lambda: absent(bus, Bucket.LEASES, f"session.{A}"))
+    async with keeping(bus) as (housekeeping, _), running(housekeeping.watch_sessions()):
+        assert await next_of(bus, SessionLost) == SessionLost(A, 1)
+
+
+async def value(read: Callable[[], bool]) -> bool:
+    return read()
+
+
+async def next_of(bus: Bus, kind: type[Event]) -> Event:
+    async with asyncio.timeout(20):
+        async for entry in bus.read_log():
+            if isinstance(entry.event, kind):
+                return entry.event
+    raise AssertionError
+
+
+# --- two of them --------------------------------------------------------------------------------
+
+
+async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
+    """The lease saves work; were it lost unnoticed, both would send the same under one id."""
+    logs = PatientLog(bus)
+    sinks = [BusSink(bus, Snapshots(bus)) for _ in range(2)]
+    shells = [Shell(Core(), logs, sink, CONFIG, 1000) for sink in sinks]
+    async with running(*(shell.run() for shell in shells), *(sink.run() for sink in sinks)):
+        for event in (
+            SchedulerConfigured(CONFIG),
+            NodeUp(NodeId("t0"), "train", [DeviceSpec(100)], 100, 1, "t0:1"),
+            JobSubmitted(A, JobSpec(deployments=[spec()]), "submit"),
+            WpgStarted(POLICY, 1, NodeId("t0"), 10, 0),
+            SessionOpened(A, 1),
+        ):
+            await bus.append(event)
+        for shell in shells:
+            await folded(bus, shell)
+        for seq in range(1, 4):
+            await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
+        for shell in shells:
+            await folded(bus, shell)
+            await shell.rest()
+    sent = (await bus.js.stream_info(streams.PERMITS)).state.messages
+    replayed = Core()
+    commands = [
+        output
+        for entry in await entries(bus)
+        for output in replayed.step(entry.sequence, entry.time_s, entry.event)
+        if isinstance(output, SendCommand)
+    ]
+    assert sent == len(commands) == 3, "start, open, permit"
+
+
+async def entries(bus: Bus) -> list[LogEntry]:
+    found = []
+    end = await bus.log_end()
+    async for entry in bus.read_log():
+        found.append(entry)
+        if entry.sequence == end:
+            break
+    return found
+
+
+# --- on a mesh ----------------------------------------------------------------------------------
+
+STEPS = 3
+TASK = TASKS[0]
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> str:
+    """SHA-256 of the task's final weights, undisturbed."""
+    return oracle(TASK, short(TASK, STEPS), tmp_path)
+
+
+async def test_standby_goes_on_where_the_leader_was_killed(
+    expected: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = short(TASK, STEPS)
+    monkeypatch.setenv("PHASELOOM_SCHEDULER_SNAPSHOT_EVERY", "25")
+    async with running_mesh(MeshConfig(schedulers=2, seal_every=4), short_dir) as (mesh, log):
+        async with asyncio.TaskGroup() as group:
+            job = group.create_task(run_job(mesh, TASK, settings))
+            await log.until_finished(f"{TASK}.policy.{policy_seq(1, 1)}")
+            await kill_until_another_leads(mesh)
+        assert job.result() == expected
+        assert log.failures() == []
+
+
+async def kill_until_another_leads(mesh: Mesh) -> None:
+    """The supervisor starts the killed one again, and it too waits for the lease."""
+    bus = await Bus.open(mesh.credentials.bus, "killer")
+    try:
+        before, pid = await leader(bus)
+        os.kill(pid, signal.SIGKILL)
+        killed = {pid, 0}
+        async with asyncio.timeout(60):
+            while (now := await leader(bus))[0] in (before, ""):
+                if now[1] not in killed:
+                    with suppress(ProcessLookupError):
+                        os.kill(now[1], signal.SIGKILL)
+                    killed.add(now[1])
+                await asyncio.sleep(0.05)
+    finally:
+        await bus.close()
+
+
+async def leader(bus: Bus) -> tuple[str, int]:
+    """Name and process of the scheduler that holds the lease; empty and 0 where none does."""
+    stored = await bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+    if stored is None:
+        return "", 0
+    name, _, pid = stored.payload.decode().partition(", pid ")
+    return name, int(pid)
+
+
+NOOP = [
+    client.DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True),
+    client.DeploymentSpec("sampler", "rollout", "noop", ModelSpec({})),
+]
+STEP = OptimStep(AdamParams(1e-3))
+
+
+async def test_life_of_jobs_and_operations_as_a_controller_sees_it(short_dir: Path) -> None:
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, _), tenant(mesh) as controller:
+        job = await controller.submit_job("noop", NOOP)
+        policy = job.deployment("policy")
+        await policy.optim_step(AdamParams(1e-3))
+        async with Wire.connected(mesh) as wire:
+            await cancel_and_expiry(wire)
+            await stale_phase(wire)
+            await job.finish()
+            assert await asks_no_more(wire)
+            again = await controller.submit_job("noop", NOOP)
+            step = again.deployment("policy").optim_step(AdamParams(1e-3))
+            await step
+            assert step.seq == 5, "it goes on behind the operations of the job before"
+            await again.finish()
+
+
+async def cancel_and_expiry(wire: Wire) -> None:
+    """policy 2 is missing, so that 3 and 4 wait; then it comes."""
+    await wire.send("noop.policy.3", Operation("three", 1, STEP))
+    await wire.send("noop.policy.4", Operation("four", 1, STEP, timeout_s=0.5))
+    assert (await wire.outcome("noop.policy.4")).outcome is Outcome.EXPIRED
+    three = OperationRequest("noop", "policy", "3")
+    explained = await wire.call("operation.explain", three, Explanation)
+    assert explained.state == "queued"
+    assert explained.waits_for == ["policy 2 (not published yet), which comes first"]
+    assert (await wire.call("operation.cancel", three, Explanation)).state == "cancelled"
+    assert (await wire.outcome("noop.policy.3")).outcome is Outcome.CANCELLED
+    with pytest.raises(CallerError, match="has ended"):
+        await wire.call("operation.cancel", three, Explanation)
+    await wire.send("noop.policy.2", Operation("two", 1, STEP))
+    assert (await wire.outcome("noop.policy.2")).outcome is Outcome.COMPLETED
+
+
+async def stale_phase(wire: Wire) -> None:
+    for is_open in (True, False):
+        declared = PhaseRequest("noop", 1, "train", is_open)
+        assert (await wire.call("phase.declare", declared, JobStatus)).state == "active"
+    with pytest.raises(ResourceError) as caught:
+        await wire.call("phase.declare", PhaseRequest("noop", 0, "train", True), JobStatus)
+    assert caught.value.info.code is Code.ABORTED
+    with pytest.raises(CallerError, match="no deployment in pool"):
+        await wire.call("phase.declare", PhaseRequest("noop", 1, "gpu", True), JobStatus)
+
+
+async def asks_no_more(wire: Wire) -> bool:
+    """An operation of a job that has ended is refused, and answered."""
+    await wire.send("noop.sampler.rlate", Operation("late", 1, Generate([], SamplingParams(1))))
+    return (await wire.outcome("noop.sampler.rlate")).outcome is Outcome.FAILED
+
+
+async def test_job_whose_seal_is_damaged_falls_back_to_its_checkpoint_whole(
+    short_dir: Path,
+) -> None:
+    config = MeshConfig(seal_every=2)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as controller:
+        job = await controller.submit_job("grpo", deployments(short(TASK, 1)))
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await train(policy)
+        saved = await policy.save_state("best", controller_blob=b"step 1")
+        await train(policy)
+        published = policy.publish_weights()
+        await sampler.sync_weights(published)
+        await log.until(lambda e: isinstance(e, SealCommitted))
+        for seal in (mesh.run_dir / "nodes" / "train-0").rglob("*seal*"):
+            if seal.is_file():
+                damage(seal)
+        waiting = sampler.generate([Prompt([1])], SamplingParams(1), after=[After("policy", 99)])
+        kill_rank(mesh, "grpo.policy")
+        with pytest.raises(ResourceError) as caught:
+            await waiting
+        assert caught.value.info.code is Code.ABORTED
+        assert caught.value.info.details == {"rolled_back_to": "best"}
+        await until(lambda: is_in_state(controller, "rolled_back"))
+        again = await controller.attach("grpo")
+        assert again.checkpoint is not None
+        assert again.checkpoint.controller_blob == b"step 1"
+        await until(lambda: is_in_state(controller, "active"))
+        policy, sampler = again.deployment("policy"), again.deployment("sampler")
+        restored = await policy.save_state("after")
+        assert restored.weights_sha256 == saved.weights_sha256
+        await train(policy)
+        await sampler.sync_weights(policy.publish_weights())
+        await again.finish()
+
+
+async def train(policy: client.Deployment) -> None:
+    batch = [client.Datum([1, 2, 3], [2, 3, 4], weights=[1.0, 1.0, 1.0])]
+    policy.forward_backward(batch, "cross_entropy")
+    await policy.optim_step(AdamParams(1e-2))
+
+
+async def is_in_state(controller: client.Mesh, state: str) -> bool:
+    return (await controller.status("grpo")).state == state
+
+
+def damage(file: Path) -> None:
+    """Flip what is in its middle, as a bad disk does."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64 * [0xAA])
+    file.write_bytes(content)

@@ -1,0 +1,69 @@
+"""What a job may be: checked before it enters the log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.messages import DeploymentSpec, JobSpec, Layout, ModelSpec, SubmitJob
+from phaseloom.scheduler.api import MAX_SPEC_BYTES, check_job
+
+SOUND = DeploymentSpec("policy", "train", "fsdp", ModelSpec({}), trainable=True)
+
+
+def job(*deployments: DeploymentSpec, slo: float = 0.0) -> SubmitJob:
+    return SubmitJob("a", JobSpec(slo=slo, deployments=list(deployments)))
+
+
+def spread(**axes: int) -> DeploymentSpec:
+    return msgspec.structs.replace(SOUND, layout=Layout(**axes))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (job(), "spec.deployments"),
+        (job(SOUND, SOUND), "spec.deployments"),
+        (job(SOUND, slo=0.5), "spec.slo"),
+        (job(msgspec.structs.replace(SOUND, pool="a.b")), "spec.deployments[0].pool"),
+        (job(spread(dp=0)), "spec.deployments[0].layout.dp"),
+        (job(spread(tp=-1)), "spec.deployments[0].layout.tp"),
+        (job(spread(dp=4, ep=3)), "spec.deployments[0].layout.ep"),
+    ],
+    ids=["empty", "same name", "slo", "pool", "dp", "tp", "ep"],
+)
+def test_job_that_cannot_be_is_refused_and_the_field_named(request_: SubmitJob, field: str) -> None:
+    with pytest.raises(CallerError) as caught:
+        check_job(request_)
+    assert caught.value.info.code is Code.INVALID_ARGUMENT
+    assert caught.value.info.field == field
+
+
+def test_job_whose_spec_is_too_large_is_refused_with_the_numbers() -> None:
+    texts = ["x" * 100] * (MAX_SPEC_BYTES // 100)
+    large = msgspec.structs.replace(SOUND, model=ModelSpec({}, token_texts=texts))
+    with pytest.raises(CallerError, match=str(MAX_SPEC_BYTES)) as caught:
+        check_job(job(large))
+    assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+
+
+def test_config_that_a_decoder_may_refuse_gets_into_no_log() -> None:
+    """Once in it, it would end every scheduler that reads it."""
+    nested: dict[str, Any] = {}
+    for _ in range(100):
+        nested = {"x": [nested]}
+    for config, field in (
+        (nested, "spec.deployments[0].model.config"),
+        ({"x": 10**30}, "spec"),
+    ):
+        with pytest.raises(CallerError) as caught:
+            check_job(job(msgspec.structs.replace(SOUND, model=ModelSpec(config))))
+        assert caught.value.info.field == field
+
+
+def test_sound_jobs_are_taken() -> None:
+    check_job(job(SOUND))
+    check_job(job(spread(dp=2, tp=2, ep=4), slo=1.5))
