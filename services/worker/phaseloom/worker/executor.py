@@ -1,23 +1,28 @@
-"""Runs one operation on a backend: the part of a rank that needs no bus.
+"""Runs operations on a backend: the part of a rank that needs no bus.
 
-Runs in the device thread. `applied` moves with the heap's content, never ahead of it.
+Runs in the device thread. `applied` moves with the heap's content, never ahead of it. Where a WPG
+has several ranks, only the leader checks and finishes; `compute` is what every rank does.
 """
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import check_name
+from phaseloom.common.layouts import merge, split, split_shared
 from phaseloom.common.messages import (
     Args,
     Forward,
     ForwardBackward,
     Generate,
+    GenerateResult,
     LoadState,
     LoadStateResult,
+    Operation,
     OptimStep,
     Result,
     SaveState,
@@ -25,8 +30,11 @@ from phaseloom.common.messages import (
     kind_of,
 )
 from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, Watch
+from phaseloom.worker.checkpoints import Checkpoints
 from phaseloom.worker.rankwire import RankConfig
+
+MAX_BLOB_BYTES = 1024 * 1024
 
 
 class Refused(Exception):
@@ -41,12 +49,19 @@ class Refused(Exception):
 class Executor:
     settings: RankConfig
     backend: Backend
+    checkpoints: Checkpoints
     applied: int = 0
     """seq of the last mutating operation in the heap."""
 
     @property
     def weight_slots(self) -> list[TensorSlot]:
         return [slot for slot in self.backend.slots if slot.role is Role.WEIGHT]
+
+    @property
+    def is_alone(self) -> bool:
+        return self.settings.num_ranks == 1
+
+    # --- the leader's -----------------------------------------------------------------------------
 
     def check(self, args: Args) -> None:
         """Raises: Refused: names the field."""
@@ -64,63 +79,130 @@ class Executor:
                 remedy="send it to a deployment whose backend can",
             )
         match args:
+            case Generate():
+                self.backend.check_generate(args)
+            case Forward():
+                self.backend.check_forward(args)
             case ForwardBackward():
                 self.backend.check_forward_backward(args)
+            case OptimStep():
+                self.backend.check_optim_step(args.adam)
             case SaveState():
-                check_name(args.name, "args.name")
-                if self._checkpoint(args.name).exists():
-                    raise CallerError(
-                        f"checkpoint {args.name!r} exists",
-                        code=Code.ALREADY_EXISTS,
-                        field="args.name",
-                        remedy="choose another name",
-                    )
+                _check_save(args)
             case LoadState():
-                check_name(args.name, "args.name")
-                if not self._checkpoint(args.name).is_dir():
-                    raise CallerError(
-                        f"checkpoint {args.name!r} does not exist",
-                        code=Code.NOT_FOUND,
-                        field="args.name",
-                    )
+                self.checkpoints.existing(args.name)
             case _:
                 pass
 
-    def run(self, args: Args) -> Result:
-        """Check, then do, every kind that moves no weights between deployments.
+    def run(self, operation: Operation) -> Result:
+        """The whole of an operation, of any kind but `generate` and those that move weights.
 
         Raises: Refused. Anything else: it failed half-way.
         """
+        done = self.prepare(operation)
+        if done is not None:
+            return done
+        try:
+            share = self.compute(operation.args)
+        except CallerError as error:
+            if isinstance(operation.args, LoadState):
+                # Of another model: raised before anything is touched.
+                raise Refused(error.info) from error
+            raise
+        return self.finish(operation, [share])
+
+    def prepare(self, operation: Operation) -> Result | None:
+        """Check; its result where it was done before. Raises: Refused."""
+        args = operation.args
         self.check(args)
+        if isinstance(args, SaveState):
+            try:
+                written = self.checkpoints.written_by(operation.id, args.name)
+            except CallerError as error:
+                raise Refused(error.info) from error
+            if written is not None:
+                return written
+            with _writing():
+                self.checkpoints.begin(args.name)
+        return None
+
+    def finish(self, operation: Operation, shares: Sequence[Result]) -> Result:
+        """The operation's result from those of all ranks, in their order."""
+        args = operation.args
+        if isinstance(args, SaveState):
+            (saved, *_) = shares
+            assert isinstance(saved, SaveStateResult)
+            with _writing():
+                return self.checkpoints.commit(args.name, operation.id, saved.weights_sha256)
+        return (
+            shares[0] if self.is_alone else merge(kind_of(args), shares, self.settings.spec.layout)
+        )
+
+    # --- every rank's -----------------------------------------------------------------------------
+
+    def start_from(self, checkpoint: str) -> None:
+        """Replace what the seeds gave. Raises: CallerError, ResourceError."""
+        self.backend.load(self.checkpoints.existing(checkpoint))
+        self.backend.weights_changed()
+
+    def generate(
+        self, requests: Sequence[Generate], watch: Watch
+    ) -> Sequence[GenerateResult | None]:
+        """This rank's part of requests that were checked."""
+        if not self.is_alone:
+            layout = self.settings.spec.layout
+            requests = split_shared(requests, layout, self.settings.rank)
+        return self.backend.generate(requests, watch)
+
+    def compute(self, args: Args) -> Result:
+        """This rank's part of an operation that was checked. Raises: it failed half-way."""
         match args:
-            case Generate():
-                return self.backend.generate(args)
             case Forward():
-                return self.backend.forward(args)
+                return self.backend.forward(self._share(args))
             case ForwardBackward():
-                return self.backend.forward_backward(args)
+                return self.backend.forward_backward(self._share(args))
             case OptimStep():
                 return self.backend.optim_step(args.adam)
             case SaveState():
-                return self._save(args.name)
+                draft = self.checkpoints.draft(args.name)
+                with _writing():
+                    self.backend.save(draft)
+                return SaveStateResult(str(draft), self.backend.weights_sha256())
             case LoadState():
-                self.backend.load(self._checkpoint(args.name))
+                self.start_from(args.name)
                 return LoadStateResult(self.backend.weights_sha256())
             case _:
-                raise AssertionError(f"{kind_of(args)} is the leader's")
+                raise AssertionError(f"{kind_of(args)} goes another way")
 
-    def _checkpoint(self, name: str) -> Path:
-        key = self.settings.deployment
-        root = Path(self.settings.checkpoint_root)
-        return root / key.tenant / key.job / key.deployment / name
+    def _share(self, args: Args) -> Any:
+        """What of it is this rank's."""
+        if self.is_alone:
+            return args
+        return split(args, self.settings.spec.layout, self.settings.rank)
 
-    def _save(self, name: str) -> SaveStateResult:
-        final = self._checkpoint(name)
-        draft = final.with_name(f".{name}.draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        self.backend.save(draft)
-        digest = self.backend.weights_sha256()
-        draft.rename(final)
-        key = self.settings.deployment
-        return SaveStateResult(f"{key.job}/{key.deployment}/{name}", digest)
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Raises: ResourceError: the disk is full, or cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"the checkpoint cannot be written: {error}",
+            code=Code.RESOURCE_EXHAUSTED,
+            remedy="make room where checkpoints are kept, and save again",
+        ) from error
+
+
+def _check_save(args: SaveState) -> None:
+    check_name(args.name, "args.name")
+    if len(args.controller_blob) > MAX_BLOB_BYTES:
+        raise CallerError(
+            f"the controller's state has {len(args.controller_blob)} bytes, at most "
+            f"{MAX_BLOB_BYTES} are kept",
+            field="args.controller_blob",
+            remedy="save less, or keep it elsewhere and save where",
+        )
+    for deployment, name in args.checkpoints.items():
+        check_name(deployment, "args.checkpoints")
+        check_name(name, f"args.checkpoints.{deployment}")

@@ -4,19 +4,20 @@ Normal order of an operation: check (incarnation, `prev`, DONE absent) → read 
 operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
 outcome; everything after it may be done again. Dedup of effects is by (incarnation, seq): in one
 life a mutating operation runs once, because the scheduler permits it once and `prev` must match.
+
+Reading operations are permitted side by side and wait in the `DeviceQueue`; a mutating one comes
+alone. What the bus does not answer is asked again: a restart of its server costs time only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import nats.errors
 from msgspec.structs import replace
 from opentelemetry.context import Context
 
@@ -32,46 +33,69 @@ from phaseloom.common.codec import (
     encode,
 )
 from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
-    Args,
+    Checkpoint,
     Completion,
     Operation,
     OperationFinished,
+    OptimStep,
     Outcome,
     Permit,
     PermitReturned,
+    Progress,
     PublishWeights,
     PublishWeightsResult,
     Result,
+    SaveState,
     SyncWeights,
     SyncWeightsResult,
 )
+from phaseloom.common.streams import Bucket
+from phaseloom.worker.core.tokens import num_tokens
+from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused
-from phaseloom.worker.rankwire import RankConfig
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.ranks import Broken, Ranks
+from phaseloom.worker.rankwire import Payload, RankConfig, RunShare
+from phaseloom.worker.stateclient import RankStateClient, VersionCopy
 
 log = logging.getLogger(__name__)
+
+PROGRESS_S = 0.5
+"""Between two words on how far a `generate` is."""
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 """How a weights version's source fails that is restarted, or that the network hides."""
 
-MAX_JSON_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
+MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
 """Room is left for headers."""
 _TOO_LARGE = ErrorInfo(
     Code.RESOURCE_EXHAUSTED,
-    "the result is too large for one message in JSON",
-    remedy="send fewer samples at once, or send MessagePack",
+    "the result is too large for one message",
+    remedy="send fewer samples at once; as MessagePack it is smaller than as JSON",
+)
+_CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
+_PARTIAL = ErrorInfo(
+    Code.FAILED_PRECONDITION,
+    "a forward_backward since the last optim_step was not completed: the gradients, which were of "
+    "a part of the batch, are dropped",
+    remedy="send the batch again, or step with allow_partial",
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ran:
     completion: Completion
-    dirty: bool
     started_unix_s: float
     duration_s: float
+    is_dirty: bool = False
+    """The state is now one that no operation made."""
+    broken: Broken | None = None
+    """The ranks cannot go on together."""
+    num_tokens: int = 0
+    checkpoints: dict[str, str] = field(default_factory=dict)
 
 
 class _NotNow(Exception):
@@ -88,183 +112,308 @@ class Leader:
     bus: Bus
     state: RankStateClient
     executor: Executor
-    device_thread: ThreadPoolExecutor
+    ranks: Ranks
+    queue: DeviceQueue
+    _num_reading: int = 0
 
     async def run(self, permit: Permit, traceparent: str) -> None:
         """Returns once the outcome is stored and in the decision log, or the permit's return is.
 
-        Raises: ResourceError: this permit is not for this rank's state; nothing happened.
+        Raises: ResourceError: this permit is not for this rank's state, nothing happened; or the
+                ranks cannot go on, whatever is stored.
         """
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
         stored, payload = await asyncio.gather(
-            self.bus.get_stored(streams.DONE, streams.done_subject(permit.operation)),
-            self.bus.get_stored(
+            self._get(streams.DONE, streams.done_subject(permit.operation)),
+            self._get(
                 streams.ops_stream(permit.operation.tenant), streams.op_subject(permit.operation)
             ),
         )
         done = _decoded(stored)
-        if done is not None and not (permit.replay and done.outcome is Outcome.COMPLETED):
+        if done is not None and not _is_to_run_again(permit, done):
             await self._append_finished(permit, done, parent)
             return
         self._check_order(permit)
+        is_reading = permit.kind not in MUTATING_KINDS
+        self._num_reading += is_reading
         try:
-            ran = await self._execute(permit, payload)
+            ran = await self._execute(permit, payload, traceparent)
         except _NotNow as later:
             await self._return(permit, later.error)
             return
-        if done is None:
-            completion = await self._store(permit, ran.completion, payload, parent)
-        else:
-            completion = done
-            await self._compare(permit, done, ran.completion)
-            if ran.completion.outcome is not Outcome.COMPLETED:
-                # Its outcome stands, but this incarnation does not have its effect.
-                completion = replace(done, error=ran.completion.error)
-                ran = dataclasses.replace(ran, dirty=True)
-        end_s = ran.started_unix_s + ran.duration_s
-        attributes = self._attributes(permit)
-        telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
-        await self._append_finished(permit, completion, parent, ran)
+        finally:
+            self._num_reading -= is_reading
+        if not is_reading and self.queue.is_cancelled(permit.operation):
+            await self._notice("cancel ignored", "it mutates, and ran", permit.operation)
+        await self._tell(permit, payload, done, ran, parent)
+        if ran.broken is not None:
+            raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
+
+    def cancel(self, operation: OperationKey) -> None:
+        self.queue.cancel(operation)
 
     def _check_order(self, permit: Permit) -> None:
-        if permit.kind in MUTATING_KINDS and permit.prev != self.executor.applied:
+        if permit.kind not in MUTATING_KINDS:
+            return
+        if permit.prev != self.executor.applied:
             raise ResourceError(
                 f"{permit.operation} comes after {permit.prev}, this state is at "
                 f"{self.executor.applied}",
                 code=Code.FAILED_PRECONDITION,
             )
+        if self._num_reading:
+            raise ResourceError(
+                f"{permit.operation} would change what {self._num_reading} operations read",
+                code=Code.FAILED_PRECONDITION,
+            )
+
+    async def _get(self, stream: str, subject: str) -> Stored | None:
+        return await until_answered(lambda: self.bus.get_stored(stream, subject))
 
     # --- running --------------------------------------------------------------------------------
 
-    async def _execute(self, permit: Permit, payload: Stored | None) -> _Ran:
-        started_s = time.time()
-        clock_s = time.perf_counter()
+    async def _execute(self, permit: Permit, payload: Stored | None, traceparent: str) -> _Ran:
+        started_s, clock_s = time.time(), time.perf_counter()
         try:
-            operation = self._decode(permit, payload)
+            call = self._call(permit, payload, traceparent)
         except PhaseloomError as error:
-            completion, dirty = _failed(permit, error.info), False
-        else:
-            completion, dirty = await self._outcome(permit, operation)
-        return _Ran(completion, dirty, started_s, time.perf_counter() - clock_s)
+            return _Ran(_failed(permit, error.info), started_s, time.perf_counter() - clock_s)
+        ran = await self._outcome(call)
+        if not ran.duration_s:
+            ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
+        return ran
 
-    async def _outcome(self, permit: Permit, operation: Operation) -> tuple[Completion, bool]:
-        """How it ended, and whether the state is now one that no operation made."""
+    async def _outcome(self, call: Call) -> _Ran:
+        permit, args = call.permit, call.operation.args
+        is_mutating = permit.kind in MUTATING_KINDS
+
+        def ended(completion: Completion, **more: Any) -> _Ran:
+            return _Ran(completion, call.started_unix_s, call.duration_s, **more)
+
         try:
-            result = await self._run(permit, operation.args)
+            if isinstance(args, OptimStep) and permit.partial and not args.allow_partial:
+                self.executor.check(args)
+                await self._zero_gradients(call)
+                return ended(_failed(permit, _PARTIAL))
+            result = await self._run(call)
         except _NotNow:
             raise
         except Refused as refused:
-            return _failed(permit, refused.error), False
+            return ended(_failed(permit, refused.error))
+        except Broken as broken:
+            error = _info(permit, broken.__cause__)
+            return ended(_failed(permit, error), is_dirty=is_mutating, broken=broken)
         except Exception as error:
-            return _failed(permit, _info(permit, error)), permit.kind in MUTATING_KINDS
-        return Completion(operation.id, Outcome.COMPLETED, result=result), False
+            return ended(_failed(permit, _info(permit, error)), is_dirty=is_mutating)
+        if result is None:
+            cancelled = Completion(call.operation.id, Outcome.CANCELLED, error=_CANCELLED)
+            return ended(cancelled)
+        if is_mutating:
+            assert permit.operation.seq is not None
+            self.executor.applied = permit.operation.seq
+        checkpoints = await self._put_checkpoint(permit, args)
+        return ended(
+            Completion(call.operation.id, Outcome.COMPLETED, result=result),
+            num_tokens=num_tokens(args, result),
+            checkpoints=checkpoints,
+        )
 
-    def _decode(self, permit: Permit, payload: Stored | None) -> Operation:
+    def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> Call:
         if payload is None:
             raise ResourceError(
                 f"the payload of {permit.operation} is not in its stream", code=Code.DATA_LOSS
             )
-        operation: Operation = decode(payload.payload, Operation, _content_type(payload))
-        return operation
+        content_type = _content_type(payload)
+        operation: Operation = decode(payload.payload, Operation, content_type)
+        raw = Payload(permit.operation, payload.payload, content_type)
+        return Call(permit, operation, raw, traceparent)
 
-    async def _run(self, permit: Permit, args: Args) -> Result:
-        result: Result
-        match args:
-            case PublishWeights():
+    async def _run(self, call: Call) -> Result | None:
+        match call.operation.args:
+            case PublishWeights() as args:
                 self.executor.check(args)
-                result = await self._publish(permit)
-            case SyncWeights():
+                return await self._publish(call)
+            case SyncWeights() as args:
                 self.executor.check(args)
-                result = await self._sync(permit, args)
+                return await self._sync(call, args)
             case _:
-                result = await self._in_device_thread(self.executor.run, args)
-        if permit.kind in MUTATING_KINDS:
-            assert permit.operation.seq is not None
-            self.executor.applied = permit.operation.seq
-        return result
+                return await self.queue.run(call)
 
-    async def _publish(self, permit: Permit) -> PublishWeightsResult:
-        seq = permit.operation.seq
+    async def _zero_gradients(self, call: Call) -> None:
+        share = replace(_share(call), zero_gradients=True)
+        await self.ranks.everywhere(self.executor.backend.zero_gradients, share)
+
+    async def _publish(self, call: Call) -> PublishWeightsResult:
+        seq = call.key.seq
         assert seq is not None
         version = VersionKey(self.settings.deployment, seq)
-        copy = await self.state.create_version(version, self.executor.weight_slots)
+        try:
+            copy = await self._write_version(call, version)
+        except PhaseloomError as error:
+            # The weights were read only.
+            raise Refused(error.info) from error
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
-    async def _sync(self, permit: Permit, args: SyncWeights) -> SyncWeightsResult:
+    async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
+        backend = self.executor.backend
+        if self.ranks.is_alone:
+            return await self.state.create_version(version, self.executor.weight_slots)
+        begun = await self.state.begin_version(version, backend.version_slots)
+        if isinstance(begun, VersionCopy):
+            return begun
+        buffer = begun
+        await self.ranks.everywhere(lambda: backend.write_weights(buffer), _share(call))
+        return await self.state.commit_version(version, buffer)
+
+    async def _sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        slots = self.executor.weight_slots
         try:
-            digest = await self.state.load_version(version, permit.sources, slots)
-        except ResourceError as error:
+            digest = await self._read_version(call, version)
+        except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise _NotNow(error.info) from error
-            raise
-        await self._in_device_thread(self.executor.backend.weights_changed)
+            raise Refused(error.info) from error
         return SyncWeightsResult(args.version, digest)
 
-    async def _in_device_thread(self, call: Callable[..., Any], *args: object) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.device_thread, call, *args)
+    async def _read_version(self, call: Call, version: VersionKey) -> str:
+        """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
+        backend, sources = self.executor.backend, call.permit.sources
+        if self.ranks.is_alone:
+            digest = await self.state.load_version(version, sources, self.executor.weight_slots)
+            await self.ranks.here(backend.weights_changed)
+            return digest
+        buffer, digest = await self.state.open_version(version, sources, backend.version_slots)
+        await self.ranks.everywhere(lambda: backend.read_weights(buffer), _share(call))
+        return digest
+
+    async def _put_checkpoint(self, permit: Permit, args: object) -> dict[str, str]:
+        """With a controller's blob, make it the job's last one; before DONE says that it is."""
+        if not isinstance(args, SaveState) or not args.controller_blob:
+            return {}
+        key = permit.operation
+        checkpoints = {**args.checkpoints, key.deployment: args.name}
+        checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
+        value, kv_key = encode(checkpoint), str(key.job_key)
+        await until_answered(lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value))
+        return checkpoints
 
     async def _return(self, permit: Permit, error: ErrorInfo) -> None:
         log.warning("permit of %s returned: %s", permit.operation, error.message)
-        await self.bus.append(
-            PermitReturned(permit.operation, permit.epoch, permit.incarnation, error),
-            msg_id=f"returned:{permit.operation}:{permit.id}",
-        )
+        returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
+        msg_id = f"returned:{permit.operation}:{permit.id}"
+        await until_answered(lambda: self.bus.append(returned, msg_id=msg_id))
 
     # --- telling --------------------------------------------------------------------------------
 
+    async def _tell(
+        self,
+        permit: Permit,
+        payload: Stored | None,
+        done: Completion | None,
+        ran: _Ran,
+        parent: Context,
+    ) -> None:
+        """Store the outcome, unless there is one; then append it to the decision log."""
+        completion = ran.completion
+        if done is None:
+            completion, done = await self._store(permit, completion, payload, parent)
+        if done is not None:
+            await self._compare(permit, done, completion)
+            if completion.outcome is not done.outcome and permit.kind in MUTATING_KINDS:
+                # The stored outcome stands, but it is not what this incarnation did.
+                ran.is_dirty = True
+            if not ran.is_dirty:
+                completion = done
+            else:
+                completion = replace(done, error=completion.error or done.error)
+        end_s = ran.started_unix_s + ran.duration_s
+        attributes = self._attributes(permit)
+        telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
+        await self._append_finished(permit, completion, parent, ran)
+
     async def _store(
         self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
-    ) -> Completion:
-        """Returns what was written: JSON may not fit where MessagePack would."""
+    ) -> tuple[Completion, Completion | None]:
+        """Returns what was to be written (it may be too large for its form), and another's outcome
+        where that was stored first."""
         content_type = _content_type(payload)
         if content_type == JSON and completion.result is not None:
             completion = replace(completion, result=as_lists(completion.result))
-            if len(encode(completion, JSON)) > MAX_JSON_BYTES:
-                completion = _failed(permit, _TOO_LARGE)
+        if len(encode(completion, content_type)) > MAX_OUTCOME_BYTES:
+            completion = _failed(permit, _TOO_LARGE)
+        subject = streams.done_subject(permit.operation)
         try:
-            await self.bus.publish(
-                streams.done_subject(permit.operation),
-                completion,
-                headers=telemetry.inject({}, parent),
-                content_type=content_type,
+            await until_answered(
+                lambda: self.bus.publish(
+                    subject,
+                    completion,
+                    headers=telemetry.inject({}, parent),
+                    content_type=content_type,
+                )
             )
         except AlreadyStored:
-            await self.bus.notice(
-                "worker", "outcome dropped", "another was stored first", str(permit.operation)
-            )
-        return completion
+            first = _decoded(await self._get(streams.DONE, subject))
+            # Our own, where only the acknowledgement was lost.
+            return completion, None if first == completion else first
+        return completion, None
 
     async def _compare(self, permit: Permit, done: Completion, again: Completion) -> None:
-        if done.result != again.result:
-            await self.bus.notice(
-                "worker",
-                "replay differs",
-                "the stored outcome stands; the state may not be the one that made it",
-                str(permit.operation),
+        if (done.outcome, done.result) != (again.outcome, again.result):
+            await self._notice(
+                "outcome differs",
+                "the stored one stands; the state may not be the one that made it",
+                permit.operation,
             )
 
     async def _append_finished(
         self, permit: Permit, completion: Completion, parent: Context, ran: _Ran | None = None
     ) -> None:
+        finished = OperationFinished(
+            key=permit.operation,
+            kind=permit.kind,
+            outcome=completion.outcome,
+            epoch=permit.epoch,
+            incarnation=permit.incarnation,
+            started_unix_s=ran.started_unix_s if ran else time.time(),
+            duration_s=ran.duration_s if ran else 0.0,
+            replay=permit.replay,
+            dirty=ran.is_dirty if ran else False,
+            error=completion.error,
+            num_tokens=ran.num_tokens if ran else 0,
+            checkpoints=ran.checkpoints if ran else {},
+        )
+        msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
         with telemetry.span("complete", parent=parent, **self._attributes(permit)):
-            await self.bus.append(
-                OperationFinished(
-                    key=permit.operation,
-                    kind=permit.kind,
-                    outcome=completion.outcome,
-                    epoch=permit.epoch,
-                    incarnation=permit.incarnation,
-                    started_unix_s=ran.started_unix_s if ran else time.time(),
-                    duration_s=ran.duration_s if ran else 0.0,
-                    replay=permit.replay,
-                    dirty=ran.dirty if ran else False,
-                    error=completion.error,
-                ),
-                msg_id=f"finished:{permit.operation}:{permit.incarnation}:{permit.id}",
+            await until_answered(lambda: self.bus.append(finished, msg_id=msg_id))
+
+    async def report_progress(self) -> None:
+        """Tell how far each `generate` is, for ever; nothing is decided on it."""
+        told: dict[OperationKey, int] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            calls = [call for call in self.queue.running if call.num_total]
+            for call in calls:
+                if told.get(call.key) != call.num_done:
+                    await self._publish_progress(call)
+            told = {call.key: call.num_done for call in calls}
+
+    async def _publish_progress(self, call: Call) -> None:
+        progress = Progress(call.key, call.num_done, call.num_total)
+        try:
+            await self.bus.client.publish(
+                streams.progress_subject(call.key),
+                encode(progress),
+                headers={CONTENT_TYPE: MSGPACK},
             )
+        except nats.errors.Error as error:
+            log.debug("no progress of %s is told: %r", call.key, error)
+
+    async def _notice(self, what: str, why: str, operation: OperationKey) -> None:
+        try:
+            await self.bus.notice("worker", what, why, str(operation))
+        except nats.errors.Error as error:
+            log.warning("%s: %s (%s); nobody was told: %r", operation, what, why, error)
 
     def _attributes(self, permit: Permit) -> dict[str, Any]:
         key = permit.operation
@@ -278,6 +427,15 @@ class Leader:
             "device": self.settings.device,
             "epoch": permit.epoch,
         }
+
+
+def _is_to_run_again(permit: Permit, done: Completion) -> bool:
+    """Rebuilding: what took effect, and what dropped gradients, must do so again."""
+    return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
+
+
+def _share(call: Call) -> RunShare:
+    return RunShare([call.payload], call.permit, call.traceparent)
 
 
 def _content_type(payload: Stored | None) -> str:
@@ -296,7 +454,7 @@ def _failed(permit: Permit, error: ErrorInfo) -> Completion:
     return Completion(permit.operation_id, Outcome.FAILED, error=error)
 
 
-def _info(permit: Permit, error: Exception) -> ErrorInfo:
+def _info(permit: Permit, error: BaseException | None) -> ErrorInfo:
     if isinstance(error, PhaseloomError):
         return error.info
     log.error("%s failed", permit.operation, exc_info=error)

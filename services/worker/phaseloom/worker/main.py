@@ -15,7 +15,7 @@ from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rankwire import RankMessage
 from phaseloom.worker.shell import Agent
 from phaseloom.worker.stateclient import AgentStateClient
-from phaseloom.worker.wpg import fork_server
+from phaseloom.worker.wpg import fork_server, remove_old_stores
 
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 100
@@ -29,6 +29,7 @@ async def serve(stop: asyncio.Event) -> None:
         state = await _connect_state(settings)
         ttl_s = settings.lease_ttl_s
         lease = await Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
+        remove_old_stores(settings)
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(
@@ -40,6 +41,7 @@ async def serve(stop: asyncio.Event) -> None:
                 agent_socket=agent_socket,
                 tasks=tasks,
             )
+            agent.register_metrics()
             running = [
                 tasks.create_task(lease.keep()),
                 tasks.create_task(framing.serve(listener, RankMessage, agent.rank_session)),

@@ -1,8 +1,9 @@
 """One rank of a WPG: a process that runs one backend on one device.
 
-The event loop speaks with the agent, the state manager and the bus; the backend runs in one thread
-beside it, as do the copies of its heap, so that the loop stays free during a long step. A rank that
-loses its agent or its state manager exits at once: nobody could fence it any more.
+The event loop speaks with the agent, the state manager and, in the leader, the bus; the backend
+runs in one thread beside it, as do the copies of its heap, so that the loop stays free during a
+long step. A rank that loses its agent exits at once, as nobody could fence it any more; so does one
+whose state manager is gone for good.
 """
 
 from __future__ import annotations
@@ -12,21 +13,37 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import uvloop
 
 from phaseloom.common import config, lifecycle, telemetry
 from phaseloom.common.bus import Bus, BusConfig, connect
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError
-from phaseloom.common.framing import Peer
+from phaseloom.common.errors import Code, ErrorInfo, InternalError, PhaseloomError
+from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.statewire import Done
 from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.checkpoints import Checkpoints
+from phaseloom.worker.device import DeviceQueue
 from phaseloom.worker.executor import Executor
+from phaseloom.worker.follower import Follower
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.leader import Leader
-from phaseloom.worker.rankwire import RankConfig, RankFailed, RankMessage, RankUp, RunPermit
+from phaseloom.worker.ranks import Ranks
+from phaseloom.worker.rankwire import (
+    CancelRun,
+    RankConfig,
+    RankFailed,
+    RankMessage,
+    RankUp,
+    RollCall,
+    RunPermit,
+    RunShare,
+)
 from phaseloom.worker.stateclient import RankStateClient
 
 log = logging.getLogger(__name__)
@@ -34,11 +51,13 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 """How long the backend's Python code may keep the interpreter from the event loop."""
 
+Answer = Callable[[RankMessage], Awaitable[RankMessage]]
+
 
 def main(config_json: str) -> None:
     """Entry point of the process; returns only by exiting."""
     settings = msgspec.json.decode(config_json, type=RankConfig)
-    lifecycle.log_to_stderr(f"worker:{settings.deployment}", "INFO")
+    lifecycle.start_logging(f"worker:{settings.deployment}")
     log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
     flush = telemetry.setup("worker")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -68,35 +87,101 @@ async def _run(settings: RankConfig) -> None:
 
 
 async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
-    loop = asyncio.get_running_loop()
     device_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
-    factory = backend_factory(settings.spec.backend)
-    heap = Heap(factory.heap_bytes(settings.spec))
-    backend = await loop.run_in_executor(device_thread, factory, settings.spec, heap)
-    executor = Executor(settings, backend)
+    ranks = Ranks(device_thread, agent, settings.num_ranks)
+    heap, executor = await _build(settings, ranks)
     state = await RankStateClient.connect(
         settings.state_socket,
         settings.token,
         applied=lambda: executor.applied,
-        on_loaded=backend.weights_changed,
+        on_loaded=executor.backend.weights_changed,
         executor=device_thread,
     )
+    executor.applied = await state.register_heap(heap, executor.backend.slots)
+    if executor.applied == 0:
+        await _fill(settings, ranks, executor, state)
+    async with asyncio.TaskGroup() as tasks:
+        answer: Answer
+        running: list[asyncio.Task[None]] = []
+        if settings.rank == 0:
+            leader = await _leader(settings, ranks, executor, state)
+            running.append(tasks.create_task(leader.queue.serve()))
+            running.append(tasks.create_task(leader.report_progress()))
+            answer = _leader_answers(leader)
+        else:
+            answer = _follower_answers(Follower(settings, state, executor, ranks))
+
+        async def handle(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+            close_fds(fds)
+            return await answer(body), []
+
+        agent.handler = handle
+        started_s = time.time()
+        await agent.call(RankUp(settings.token, heap.num_bytes, executor.applied))
+        log.info("up with %d bytes, applied %d", heap.num_bytes, executor.applied)
+        await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
+        log.info("agent or state manager gone after %.1f s: exiting", time.time() - started_s)
+        await lifecycle.end(running)
+
+
+async def _build(settings: RankConfig, ranks: Ranks) -> tuple[Heap, Executor]:
+    """The backend on its heap, filled from the spec's seeds."""
+    factory, spec = backend_factory(settings.spec.backend), settings.spec
+    group = RankGroup(settings.rank, settings.num_ranks, settings.store_path)
+    heap = Heap(factory.heap_bytes(spec, group))
+    backend = await ranks.here(lambda: factory(spec, heap, group))
+    checkpoints = Checkpoints(Path(settings.checkpoint_root), settings.deployment)
+    return heap, Executor(settings, backend, checkpoints)
+
+
+async def _fill(
+    settings: RankConfig, ranks: Ranks, executor: Executor, state: RankStateClient
+) -> None:
+    """No seal was restored: go on from the job's checkpoint, or from the seeds."""
+    if settings.checkpoint:
+        await ranks.here(lambda: executor.start_from(settings.checkpoint))
+    executor.applied = settings.applied
+    await state.commit_initial(settings.applied)
+
+
+async def _leader(
+    settings: RankConfig, ranks: Ranks, executor: Executor, state: RankStateClient
+) -> Leader:
     bus_config = config.load(BusConfig, "bus")
     name = f"worker {settings.deployment}"
     bus = Bus(await connect(bus_config.url, name, bus_config.user, bus_config.password))
-    executor.applied = await state.register_heap(heap, backend.slots)
-    if executor.applied == 0:
-        await state.commit_initial()
-    leader = Leader(settings, bus, state, executor, device_thread)
+    queue = DeviceQueue(executor, ranks, settings.spec.batching)
+    return Leader(settings, bus, state, executor, ranks, queue)
 
-    async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
-        assert isinstance(body, RunPermit), body
-        await leader.run(body.permit, body.traceparent)
-        return Done(), []
 
-    agent.handler = answer
-    started_s = time.time()
-    await agent.call(RankUp(settings.token, heap.num_bytes, executor.applied))
-    log.info("up with %d bytes, applied %d", heap.num_bytes, executor.applied)
-    await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
-    log.info("agent or state manager gone after %.1f s: exiting", time.time() - started_s)
+def _leader_answers(leader: Leader) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunPermit():
+                # What it logs on the way belongs to the operation's trace.
+                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
+                    await leader.run(body.permit, body.traceparent)
+            case CancelRun():
+                leader.cancel(body.operation)
+            case _:
+                raise InternalError(f"a leader does not answer {type(body).__name__}")
+        return Done()
+
+    return answer
+
+
+def _follower_answers(follower: Follower) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunShare():
+                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
+                    return await follower.run(body)
+            case CancelRun():
+                follower.cancel(body.operation)
+            case RollCall():
+                return Done()
+            case _:
+                raise InternalError(f"a rank does not answer {type(body).__name__}")
+        return Done()
+
+    return answer

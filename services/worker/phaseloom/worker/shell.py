@@ -1,8 +1,8 @@
 """The agent's shell: takes this node's commands, drives its WPGs and its state manager.
 
 Commands of a device that move state are done one at a time, in the order they came; those of one
-deployment too. A command is acknowledged after its effect is stored: an operation's outcome, a
-switch's report, a seal's record.
+deployment too, but for permits of reading operations, which run side by side. A command is
+acknowledged after its effect is stored: an operation's outcome, a switch's report, a seal's record.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from multiprocessing.context import ForkServerContext
 
 from nats.aio.msg import Msg
 
-from phaseloom.common import telemetry
-from phaseloom.common.bus import Bus
+from phaseloom.common import metrics, telemetry
+from phaseloom.common.bus import Bus, Conflict
 from phaseloom.common.codec import decode, encode
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.framing import Handler, Peer, close_fds
+from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import (
+    MUTATING_KINDS,
     ActivationOpened,
     ActivationRefused,
+    CancelOperation,
     CloseActivation,
     Command,
+    Event,
     OpenActivation,
     Permit,
     ReleaseVersions,
@@ -43,8 +46,17 @@ from phaseloom.common.statewire import Done
 from phaseloom.common.streams import Bucket
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
-from phaseloom.worker.rankwire import RankFailed, RankMessage, RankUp, RunPermit
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.rankwire import (
+    RankFailed,
+    RankMessage,
+    RankUp,
+    RollCall,
+    RunPermit,
+    RunShare,
+)
 from phaseloom.worker.stateclient import AgentStateClient
+from phaseloom.worker.turns import Turns
 from phaseloom.worker.wpg import Wpg
 
 log = logging.getLogger(__name__)
@@ -77,11 +89,16 @@ class Agent:
         self._taken = TakenCommands()
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._by_token: dict[str, Wpg] = {}
-        self._deployment_locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._turns: defaultdict[DeploymentKey, Turns] = defaultdict(Turns)
         self._state_lock = asyncio.Lock()
         self._seal_lock = asyncio.Lock()
         self._in_hand: dict[int, Msg] = {}
         self._is_stopping = False
+
+    def register_metrics(self) -> None:
+        here = {"node": self._settings.node}
+        metrics.observe(metrics.WORKER_WPGS, lambda: [(len(self._wpgs), here)])
+        metrics.observe(metrics.WORKER_COMMANDS, lambda: [(len(self._in_hand), here)])
 
     async def stop(self) -> None:
         """Leave the mesh: the ranks end, and nothing is reported lost."""
@@ -94,11 +111,13 @@ class Agent:
         """A connection on the agent's socket: the first call must present a token."""
 
         async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+            close_fds(fds)
             token = body.token if isinstance(body, RankUp | RankFailed) else ""
             wpg = self._by_token.get(token)
             if wpg is None or not isinstance(body, RankUp | RankFailed):
                 peer.cut("no rank of this agent")
                 return Done(), []
+            peer.handler = _answers(wpg, peer)
             wpg.connected(peer, body)
             return Done(), []
 
@@ -111,7 +130,8 @@ class Agent:
         await wpg.ended()
         if self._is_stopping:
             return
-        del self._by_token[wpg.token]
+        for token in wpg.tokens:
+            del self._by_token[token]
         if self._wpgs.get(wpg.deployment) is wpg:
             del self._wpgs[wpg.deployment]
         async with self._state_lock:
@@ -123,23 +143,26 @@ class Agent:
     ) -> None:
         log.warning("%s incarnation %d ended: %s", deployment, incarnation, reason.message)
         node = self._settings.node
-        await self._bus.append(
-            WpgLost(deployment, incarnation, node, reason),  # type: ignore[arg-type]
-            msg_id=f"lost:{deployment}:{incarnation}",
+        await self._append(
+            WpgLost(deployment, incarnation, NodeId(node), reason),
+            f"lost:{deployment}:{incarnation}",
         )
+
+    async def _append(self, event: Event, msg_id: str) -> None:
+        await until_answered(lambda: self._bus.append(event, msg_id=msg_id))
 
     # --- commands -------------------------------------------------------------------------------
 
-    async def take(self, message: Msg) -> None:
-        """Handler of the permits consumer; returns at once, in the order of arrival."""
+    def take(self, message: Msg) -> None:
+        """Handler of the permits consumer, in the order of arrival."""
         try:
             command: Command = decode(message.data, Command)
         except PhaseloomError as error:
-            await self._bus.bury("worker", message, error.info)
+            self._tasks.create_task(self._bus.bury("worker", message, error.info))
             return
         if command.revision != self._revision or command.id in self._taken:
             log.info("dropping %s %s of another life or taken before", type(command), command.id)
-            await message.ack()
+            self._tasks.create_task(message.ack())
             return
         self._tasks.create_task(self._handle(message, command))
 
@@ -166,6 +189,8 @@ class Agent:
                         self._taken.forget(command.id)
                         await message.nak(delay=_EARLY_PAUSE_S)
                         return
+                case CancelOperation():
+                    await self._cancel(command)
                 case OpenActivation():
                     await self._open(command, message)
                 case StartWpg():
@@ -184,7 +209,7 @@ class Agent:
 
     async def _start(self, command: StartWpg) -> None:
         key = command.deployment
-        async with self._deployment_locks[key]:
+        async with self._turns[key].alone():
             old = self._wpgs.get(key)
             if old is not None and old.incarnation >= command.incarnation:
                 return
@@ -193,30 +218,31 @@ class Agent:
             wpg = Wpg(command, self._settings, self._agent_socket)
             try:
                 await self._state.register_wpg(
-                    wpg.token, key, command.incarnation, command.devices[0], command.seal_seq
+                    wpg.tokens, key, command.incarnation, command.devices, command.seal_seq
                 )
             except PhaseloomError as error:
                 await self._report_lost(key, command.incarnation, error.info)
                 return
             self._wpgs[key] = wpg
-            self._by_token[wpg.token] = wpg
+            self._by_token |= dict.fromkeys(wpg.tokens, wpg)
             await wpg.start(self._forks)
             self._tasks.create_task(self._watch(wpg))
             try:
-                up = await wpg.up(self._settings.start_timeout_s)
+                await wpg.up(self._settings.start_timeout_s)
             except PhaseloomError as error:
                 # The watcher reports it, once it is dead.
                 wpg.kill(error.info)
                 return
-        await self._bus.append(
+        await self._append(
             WpgStarted(
                 deployment=key,
                 incarnation=command.incarnation,
                 node=command.node,
-                state_bytes=up.state_bytes,
-                applied=up.applied,
+                state_bytes=wpg.state_bytes,
+                applied=wpg.applied,
+                devices=command.devices,
             ),
-            msg_id=f"started:{key}:{command.incarnation}",
+            f"started:{key}:{command.incarnation}",
         )
 
     async def _stop(self, command: StopWpg) -> None:
@@ -232,7 +258,7 @@ class Agent:
                 else:
                     wpg.kill()
                     await wpg.ended()
-        async with self._deployment_locks[command.deployment], self._state_lock:
+        async with self._turns[command.deployment].alone(), self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget
             )
@@ -244,7 +270,7 @@ class Agent:
 
     async def _open(self, command: OpenActivation, message: Msg) -> None:
         key = command.deployment
-        async with self._deployment_locks[key], self._state_lock:
+        async with self._turns[key].alone(), self._state_lock:
             wpg = self._wpgs.get(key)
             if wpg is None or wpg.incarnation != command.incarnation:
                 return
@@ -255,7 +281,7 @@ class Agent:
             except PhaseloomError as error:
                 wpg.refused_epoch = command.epoch
                 report = ActivationRefused(key, command.epoch, command.node, error.info)
-        await self._bus.append(report, msg_id=f"activation:{key}:{command.epoch}")
+        await self._append(report, f"activation:{key}:{command.epoch}")
 
     async def _switch_in(self, command: OpenActivation, wpg: Wpg, message: Msg) -> ActivationOpened:
         displaced = [self._wpgs[key] for key in command.displaces if key in self._wpgs]
@@ -269,7 +295,7 @@ class Agent:
             job=key.job,
             deployment=key.deployment,
             node=self._settings.node,
-            device=wpg.device,
+            device=wpg.devices[0],
             epoch=command.epoch,
         ):
             switched = await self._state.switch_in(
@@ -289,18 +315,21 @@ class Agent:
             bytes_out=switched.bytes_out,
             bytes_in=switched.bytes_in,
             displaced=switched.displaced,
+            early=command.early,
         )
 
     async def _close(self, command: CloseActivation) -> None:
-        async with self._deployment_locks[command.deployment], self._state_lock:
+        async with self._turns[command.deployment].alone(), self._state_lock:
             await self._state.switch_out(command.deployment, command.incarnation, command.epoch)
 
     async def _permit(self, command: Permit, message: Msg) -> bool:
         """Run one operation; False: its activation has not been opened yet."""
         key = command.operation.deployment_key
-        async with self._deployment_locks[key]:
+        turns = self._turns[key]
+        is_mutating = command.kind in MUTATING_KINDS
+        async with turns.alone() if is_mutating else turns.together():
             wpg = self._wpgs.get(key)
-            if wpg is None or wpg.peer is None:
+            if wpg is None or not wpg.is_up:
                 return True
             verdict = judge_permit(
                 incarnation=command.incarnation,
@@ -317,12 +346,24 @@ class Agent:
             wpg.last_span = telemetry.span_context(telemetry.extract(message.headers))
             traceparent = (message.headers or {}).get("traceparent", "")
             try:
-                await wpg.peer.call(RunPermit(command, traceparent))
+                await wpg.run(RunPermit(command, traceparent))
             except PhaseloomError as error:
                 # It died, or it is not in the state that the scheduler believes: the next
                 # incarnation is rebuilt from what is stored.
                 wpg.kill(error.info)
         return True
+
+    async def _cancel(self, command: CancelOperation) -> None:
+        """Past everything that waits: what is to be stopped may be what they wait for."""
+        key = command.operation.deployment_key
+        wpg = self._wpgs.get(key)
+        if wpg is None or wpg.incarnation != command.incarnation:
+            log.info("%s is not cancelled: its ranks are gone", command.operation)
+            return
+        try:
+            await wpg.cancel(command.operation)
+        except PhaseloomError as error:
+            log.info("%s is not cancelled: %s", command.operation, error)
 
     # --- seals ----------------------------------------------------------------------------------
 
@@ -330,7 +371,7 @@ class Agent:
         """Commit a seal: the copy is made now, written while the deployment runs on."""
         key = command.deployment
         try:
-            async with self._deployment_locks[key], self._state_lock:
+            async with self._turns[key].alone(), self._state_lock:
                 # Held until the seal is written: its versions must not be released meanwhile.
                 await self._seal_lock.acquire()
                 try:
@@ -343,22 +384,52 @@ class Agent:
             finally:
                 self._seal_lock.release()
         except PhaseloomError as error:
-            await self._bus.append(
+            await self._append(
                 SealFailed(key, command.seq, command.node, error.info),
-                msg_id=f"seal-failed:{key}:{command.id}",
+                f"seal-failed:{key}:{command.id}",
             )
 
     async def _write_seal(self, command: SealState) -> None:
         key = command.deployment
-        record = await self._bus.kv_get(Bucket.SEALS, str(key))
+        record = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, str(key)))
         committed = 0 if record is None else decode(record.payload, SealCommitted).seq
         sealed = await self._state.write_seal(
             key, command.incarnation, command.seq, command.versions, committed=committed
         )
         log.info("sealed %s at %d in %s", key, command.seq, sealed.file)
         event = SealCommitted(key, command.seq, command.node, command.versions)
-        # The commit record: before it the old seal stands, after it the rest is idempotent.
-        await self._bus.kv_swap(
-            Bucket.SEALS, str(key), encode(event), record.sequence if record else 0
-        )
-        await self._bus.append(event, msg_id=f"sealed:{key}:{command.seq}")
+        await self._commit_seal(event, record.sequence if record else 0)
+        await self._append(event, f"sealed:{key}:{command.seq}")
+
+    async def _commit_seal(self, event: SealCommitted, replaces: int) -> None:
+        """The commit record: before it the old seal stands, after it the rest is idempotent.
+
+        Raises: ResourceError: ABORTED, another record was written meanwhile.
+        """
+        kv_key, value = str(event.deployment), encode(event)
+        try:
+            await until_answered(lambda: self._bus.kv_swap(Bucket.SEALS, kv_key, value, replaces))
+        except Conflict as conflict:
+            stored = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, kv_key))
+            if stored is None or stored.payload != value:
+                raise ResourceError(
+                    f"another seal of {kv_key} was committed", code=Code.ABORTED
+                ) from conflict
+
+
+def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
+    """What a rank may ask for, once it has proved who it is."""
+
+    async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+        close_fds(fds)
+        if not wpg.is_leader(peer):
+            raise CallerError("only a leader has other ranks", code=Code.PERMISSION_DENIED)
+        match body:
+            case RunShare():
+                return await wpg.share(body), []
+            case RollCall():
+                await wpg.roll_call()
+                return Done(), []
+        raise CallerError(f"an agent does not answer {type(body).__name__}", field="type")
+
+    return answer

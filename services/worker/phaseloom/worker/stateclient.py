@@ -4,16 +4,16 @@ A rank's heap and its host extent are two mappings of the same size: switches ar
 way, in chunks that are hashed while they are in the cache. Extents are mapped once and kept,
 because first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the
 event loop goes on.
+
+Both clients outlive the daemon: see `statelink`. Only when their `closed` is done it is gone for
+good.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import mmap
-import os
+import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from typing import TypeVar
 import xxhash
 
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import Handler, Peer, close_fds
+from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import (
+    Adopt,
+    Adopted,
     AgentHello,
     CommitInitial,
     CommitVersion,
@@ -36,10 +38,13 @@ from phaseloom.common.statewire import (
     Done,
     DropVersions,
     DropWpg,
+    HandOver,
     HeapRegistered,
+    KeepHandles,
     OpenVersion,
     PrepareSeal,
     RankHello,
+    RankResume,
     RegisterHeap,
     RegisterWpg,
     Sealed,
@@ -51,42 +56,100 @@ from phaseloom.common.statewire import (
     SwitchOut,
     TensorSlot,
     VersionExtent,
+    Welcome,
     WriteSeal,
 )
-from phaseloom.worker.heap import PAGE_BYTES, Heap, align
+from phaseloom.worker.copying import (
+    MappedVersions,
+    Mapping,
+    copy_hashed,
+    gather,
+    packed,
+    paired,
+    resident_bytes,
+    scatter,
+    verify,
+)
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.statelink import RECONNECT_S, StateLink, expect
 
-_CHUNK_BYTES = 1024 * 1024
-_MAX_MAPPED_VERSIONS = 3
-"""Mappings of version extents kept for reuse; each keeps its extent's memory alive."""
+log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind")
 
 
 class AgentStateClient:
-    """The agent's orders to its node's state manager. Every call raises what the answer says."""
+    """The agent's orders to its node's state manager. Every call raises what the answer says.
 
-    def __init__(self, peer: Peer[StateMessage]) -> None:
-        self._peer = peer
+    It keeps the daemon's handles, and hands them to the daemon's next life.
+    """
+
+    def __init__(self, path: str | Path, secret: str, reconnect_s: float) -> None:
+        self._secret = secret
+        self._index = ""
+        self._handles: dict[int, int] = {}
+        """handle → descriptor"""
+        self._link = StateLink(path, self._greet, self._handle, reconnect_s)
 
     @classmethod
-    async def connect(cls, path: str | Path, secret: str) -> AgentStateClient:
+    async def connect(
+        cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
+    ) -> AgentStateClient:
         """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
-        return cls(await _greet(path, AgentHello(secret)))
+        client = cls(path, secret, reconnect_s)
+        await client._link.connect()
+        return client
 
     @property
     def closed(self) -> asyncio.Future[str]:
-        """Done when the state manager is gone."""
-        return self._peer.closed
+        """Done when the state manager is gone for good."""
+        return self._link.closed
 
     async def close(self) -> None:
-        await self._peer.close()
+        await self._link.close()
+        close_fds(self._handles.values())
+        self._handles.clear()
+
+    async def _greet(self, peer: Peer[StateMessage]) -> None:
+        welcome = await _ask(peer, AgentHello(self._secret, self._index), Welcome)
+        if not welcome.adopts:
+            return
+        handles = list(self._handles)
+        for start in range(0, len(handles), MAX_FDS):
+            some = handles[start : start + MAX_FDS]
+            await peer.call(HandOver(some), [self._handles[handle] for handle in some])
+        adopted = await _ask(peer, Adopt(), Adopted)
+        for deployment in adopted.lost:
+            log.warning("%s was lost with the state manager", deployment)
+
+    async def _handle(
+        self, body: StateMessage, fds: list[int]
+    ) -> tuple[StateMessage, Sequence[int]]:
+        if not isinstance(body, KeepHandles) or len(body.keep) != len(fds):
+            close_fds(fds)
+            raise CallerError(f"an agent does not answer this {type(body).__name__}", field="type")
+        if body.index != self._index:
+            close_fds(self._handles.values())
+            self._handles.clear()
+            self._index = body.index
+        close_fds(self._handles.pop(handle) for handle in body.drop if handle in self._handles)
+        self._handles.update(zip(body.keep, fds, strict=True))
+        return Done(), ()
 
     async def register_wpg(
-        self, token: str, deployment: DeploymentKey, incarnation: int, device: int, seal_seq: int
+        self,
+        tokens: list[str],
+        deployment: DeploymentKey,
+        incarnation: int,
+        devices: list[int],
+        seal_seq: int,
     ) -> None:
-        """Announce a rank; fences older incarnations. Raises: ResourceError: ABORTED, fenced."""
-        message = RegisterWpg(token, deployment, incarnation, device, seal_seq)
-        await _ask(self._peer, message, Done)
+        """Announce the ranks of one life, rank 0 first; fences older incarnations.
+
+        Raises: ResourceError: ABORTED, fenced. CallerError: tokens or devices that cannot be.
+        """
+        message = RegisterWpg(tokens, deployment, incarnation, devices, seal_seq)
+        await self._link.ask(message, Done)
 
     async def switch_in(
         self,
@@ -98,14 +161,14 @@ class AgentStateClient:
     ) -> Switched:
         """Raises: ResourceError: no room, stale, or undone after a failure."""
         message = SwitchIn(deployment, incarnation, epoch, displaces, traceparent)
-        return await _ask(self._peer, message, Switched)
+        return await self._link.ask(message, Switched)
 
     async def switch_out(self, deployment: DeploymentKey, incarnation: int, epoch: int) -> Switched:
-        return await _ask(self._peer, SwitchOut(deployment, incarnation, epoch), Switched)
+        return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
 
     async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
         """Between operations only; when it returns, the deployment may run on."""
-        await _ask(self._peer, PrepareSeal(deployment, incarnation, seq), Done)
+        await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
 
     async def write_seal(
         self,
@@ -117,19 +180,19 @@ class AgentStateClient:
     ) -> Sealed:
         """Args: committed: seq of the newest committed seal, which is kept."""
         message = WriteSeal(deployment, incarnation, seq, versions, committed)
-        return await _ask(self._peer, message, Sealed)
+        return await self._link.ask(message, Sealed)
 
     async def drop_wpg(
         self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
     ) -> None:
         """Its ranks are dead and reaped."""
-        await _ask(self._peer, DropWpg(deployment, incarnation, forget), Done)
+        await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:
-        await _ask(self._peer, DropVersions(versions), Done)
+        await self._link.ask(DropVersions(versions), Done)
 
     async def status(self) -> StatusReport:
-        return await _ask(self._peer, StatusRequest(), StatusReport)
+        return await self._link.ask(StatusRequest(), StatusReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +213,28 @@ class RankStateClient:
 
     def __init__(
         self,
+        path: str | Path,
+        token: str,
+        *,
         applied: Callable[[], int],
         on_loaded: Callable[[], None],
         executor: Executor | None,
+        reconnect_s: float,
     ) -> None:
+        self._token = token
         self._applied = applied
         self._on_loaded = on_loaded
         self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
         self._executor = executor or self._own_executor
-        self._peer: Peer[StateMessage] | None = None
+        self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._heap: Heap | None = None
-        self._extent: _Mapping | None = None
-        self._versions: OrderedDict[tuple[int, int, bool], _Mapping] = OrderedDict()
+        self._slots: list[TensorSlot] = []
+        self._extent: Mapping | None = None
+        self._is_filled = False
+        self._is_resident = False
+        self._copied: tuple[int, str] = (0, "")
+        """seq and digest of the host copy, as far as this rank knows."""
+        self._versions = MappedVersions()
 
     @classmethod
     async def connect(
@@ -172,6 +245,7 @@ class RankStateClient:
         applied: Callable[[], int],
         on_loaded: Callable[[], None],
         executor: Executor | None = None,
+        reconnect_s: float = RECONNECT_S,
     ) -> RankStateClient:
         """Join the state manager.
 
@@ -182,43 +256,77 @@ class RankStateClient:
                     must not be waited for inside it.
         Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
         """
-        client = cls(applied, on_loaded, executor)
-        client._peer = await _greet(path, RankHello(token), client._handle)
+        client = cls(
+            path,
+            token,
+            applied=applied,
+            on_loaded=on_loaded,
+            executor=executor,
+            reconnect_s=reconnect_s,
+        )
+        await client._link.connect()
         return client
 
     @property
     def closed(self) -> asyncio.Future[str]:
-        return self._connected().closed
+        return self._link.closed
 
     async def close(self) -> None:
         """Leave; a copy under way ends first."""
-        await self._connected().close()
+        await self._link.close()
         if self._own_executor is not None:
             self._own_executor.shutdown()
+
+    async def _greet(self, peer: Peer[StateMessage]) -> None:
+        if self._heap is None:
+            await _ask(peer, RankHello(self._token), Done)
+            return
+        applied, digest = self._copied
+        await _ask(
+            peer,
+            RankResume(
+                token=self._token,
+                heap_bytes=self._heap.num_bytes,
+                tensors=self._slots,
+                filled=self._is_filled,
+                resident=self._is_resident,
+                applied=applied,
+                digest=digest,
+            ),
+            Done,
+        )
 
     async def register_heap(self, heap: Heap, slots: list[TensorSlot]) -> int:
         """Give the heap into the state manager's hands; maps its extent.
 
         Returns: the seq that the extent holds, from a seal: it comes into the heap at the first
                  switch-in. 0: none, fill the heap and `commit_initial`.
-        Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad.
+        Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
+                 FAILED_PRECONDITION, with the numbers: the seal is of another layout.
         """
-        answer, fds = await self._connected().call(RegisterHeap(heap.num_bytes, slots))
-        registered = _as(answer, HeapRegistered)
+        answer, fds = await self._link.call(RegisterHeap(heap.num_bytes, slots))
+        registered = expect(answer, HeapRegistered)
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one heap")
-        self._extent = _Mapping(fds[0], heap.num_bytes, writable=True)
-        self._heap = heap
+        self._extent = Mapping(fds[0], heap.num_bytes, writable=True)
+        self._heap, self._slots = heap, slots
         if registered.applied:
+            self._copied = (registered.applied, "")
+            self._is_filled = True
             await self._run(heap.release)
         return registered.applied
 
-    async def commit_initial(self) -> None:
-        """Copy the filled heap to the extent and release it: the deployment starts offloaded."""
+    async def commit_initial(self, applied: int = 0) -> None:
+        """Copy the filled heap to the extent and release it: the deployment starts offloaded.
+
+        Args: applied: seq that this state stands for, where it came from a checkpoint.
+        """
         heap, extent = self._registered()
         digest = await self._run(lambda: copy_hashed(heap.buffer, extent.buffer))
-        await _ask(self._connected(), CommitInitial(digest), Done)
+        await self._link.ask(CommitInitial(digest, applied), Done)
+        self._copied = (applied, digest)
+        self._is_filled = True
         await self._run(heap.release)
 
     async def create_version(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
@@ -227,18 +335,60 @@ class RankStateClient:
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
         heap, _ = self._registered()
-        packed, num_bytes = _packed(slots)
-        answer, fds = await self._connected().call(CreateVersion(key, num_bytes, packed))
-        described = _as(answer, VersionExtent)
+        places, _ = packed(slots)
+        target = await self.begin_version(key, places)
+        if isinstance(target, VersionCopy):
+            return target
+        digest = await self._run(
+            lambda: gather(target, heap.buffer, list(zip(slots, places, strict=True)))
+        )
+        return await self._commit_version(key, target, digest)
+
+    async def begin_version(
+        self, key: VersionKey, slots: list[TensorSlot]
+    ) -> memoryview | VersionCopy:
+        """Memory to write a whole version into, then `commit_version`. Rank 0 only.
+
+        Where the version exists already, what it is. The memory's content is undefined, the gaps
+        between tensors included: write them all, so that equal weights have equal digests.
+
+        Args:   slots: of the version, packed: aligned, one after another from offset 0.
+        Raises: ResourceError: no host memory. CallerError: not this deployment's version.
+        """
+        _, num_bytes = packed(slots)
+        answer, fds = await self._link.call(CreateVersion(key, num_bytes, slots))
+        described = expect(answer, VersionExtent)
         if described.exists:
             close_fds(fds)
             return VersionCopy(described.digest, described.num_bytes, is_new=False)
-        target = self._map_version(fds, num_bytes, writable=True)
-        digest = await self._run(
-            lambda: _gather(target, heap.buffer, list(zip(slots, packed, strict=True)))
-        )
-        await _ask(self._connected(), CommitVersion(key, digest), Done)
-        return VersionCopy(digest, num_bytes, is_new=True)
+        return self._versions.map(fds, num_bytes, writable=True)
+
+    async def commit_version(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
+        """What `begin_version` gave is written: it is immutable from now on."""
+        digest = await self._run(lambda: xxhash.xxh3_128(buffer).hexdigest())
+        return await self._commit_version(key, buffer, digest)
+
+    async def _commit_version(
+        self, key: VersionKey, buffer: memoryview, digest: str
+    ) -> VersionCopy:
+        await self._link.ask(CommitVersion(key, digest), Done)
+        return VersionCopy(digest, len(buffer), is_new=True)
+
+    async def open_version(
+        self, key: VersionKey, sources: list[str], slots: Sequence[TensorSlot]
+    ) -> tuple[memoryview, str]:
+        """A whole version to read, verified, and its digest.
+
+        The memory is the version's own: its content stands while the version is kept.
+
+        Args:   slots: the tensors that it must consist of; their offsets do not matter.
+        Raises: CallerError: it is of another model, or NOT_FOUND: exists nowhere. ResourceError:
+                DATA_LOSS; or no source could deliver it.
+        """
+        described, source = await self._open(key, sources)
+        paired(described.tensors, slots)
+        await self._run(lambda: verify(source, described))
+        return source, described.digest
 
     async def load_version(
         self, key: VersionKey, sources: list[str], slots: Sequence[TensorSlot]
@@ -246,16 +396,23 @@ class RankStateClient:
         """Copy a version, verified, over these slots of the heap, by tensor name.
 
         Returns: the version's digest.
-        Raises:  CallerError: it is of another model; nothing was written. ResourceError: DATA_LOSS,
-                 nothing was written; or no source could deliver it.
+        Raises:  as `open_version`; whatever is raised, nothing was written.
         """
         heap, _ = self._registered()
-        answer, fds = await self._connected().call(OpenVersion(key, sources))
-        described = _as(answer, VersionExtent)
-        source = self._map_version(fds, described.num_bytes, writable=False)
-        pairs = _paired(described.tensors, slots)
-        await self._run(lambda: _scatter(source, described, heap.buffer, pairs))
+        described, source = await self._open(key, sources)
+        pairs = paired(described.tensors, slots)
+
+        def load() -> None:
+            verify(source, described)
+            scatter(source, heap.buffer, pairs)
+
+        await self._run(load)
         return described.digest
+
+    async def _open(self, key: VersionKey, sources: list[str]) -> tuple[VersionExtent, memoryview]:
+        answer, fds = await self._link.call(OpenVersion(key, sources))
+        described = expect(answer, VersionExtent)
+        return described, self._versions.map(fds, described.num_bytes, writable=False)
 
     async def _handle(
         self, body: StateMessage, fds: list[int]
@@ -274,7 +431,9 @@ class RankStateClient:
         digest = copy_hashed(heap.buffer, extent.buffer)
         if release:
             heap.release()
-        return Copied(digest, applied, _resident_bytes(heap), time.monotonic() - started)
+            self._is_resident = False
+        self._copied = (applied, digest)
+        return Copied(digest, applied, resident_bytes(heap), time.monotonic() - started)
 
     def _copy_in(self, expected: str) -> Copied:
         heap, extent = self._registered()
@@ -291,177 +450,19 @@ class RankStateClient:
             # A failed load counts as not resident.
             heap.release()
             raise
-        return Copied(digest, applied, _resident_bytes(heap), time.monotonic() - started)
-
-    def _map_version(self, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
-        """This extent's memory: through the known mapping where it was mapped before."""
-        if len(fds) != 1:
-            close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one version")
-        status = os.fstat(fds[0])
-        identity = (status.st_dev, status.st_ino, writable)
-        mapping = self._versions.pop(identity, None)
-        if mapping is None or len(mapping.buffer) < num_bytes:
-            mapping = _Mapping(fds[0], num_bytes, writable=writable)
-        else:
-            close_fds(fds)
-        self._versions[identity] = mapping
-        while len(self._versions) > _MAX_MAPPED_VERSIONS:
-            self._versions.popitem(last=False)
-        return mapping.buffer[:num_bytes]
+        self._is_resident = True
+        return Copied(digest, applied, resident_bytes(heap), time.monotonic() - started)
 
     async def _run(self, work: Callable[[], Kind]) -> Kind:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _connected(self) -> Peer[StateMessage]:
-        assert self._peer is not None
-        return self._peer
-
-    def _registered(self) -> tuple[Heap, _Mapping]:
+    def _registered(self) -> tuple[Heap, Mapping]:
         if self._heap is None or self._extent is None:
             raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
         return self._heap, self._extent
 
 
-class _Mapping:
-    """An extent in this process's memory. Unmapped when the last reference is gone."""
-
-    def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
-        """Takes `fd` and closes it: the mapping outlives it."""
-        mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
-        try:
-            # Private where it is read-only: nothing is ever written through it, and ctypes takes
-            # the address of writable mappings only. Unwritten private pages are the shared ones.
-            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
-            self.buffer = memoryview(mmap.mmap(fd, mapped_bytes, flags=flags))[:num_bytes]
-        finally:
-            os.close(fd)
-
-
-def _resident_bytes(heap: Heap) -> int:
-    """What is not known counts as resident: the state manager then loads the copy back."""
-    try:
-        return heap.resident_bytes()
-    except OSError:
-        return heap.num_bytes
-
-
-def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy `source` over `target`; the xxh3-128 of what was written, in hex. As fast as memcpy."""
-    digest = xxhash.xxh3_128()
-    _copy(source, target, digest)
-    return digest.hexdigest()
-
-
-def _copy(source: memoryview, target: memoryview, digest: xxhash.xxh3_128) -> None:
-    """Each chunk is hashed where it was written, while it is still in the cache.
-
-    Neither the copy nor the hash holds the GIL; slice assignment would.
-    """
-    source_address, target_address = _address(source), _address(target)
-    for start in range(0, len(source), _CHUNK_BYTES):
-        end = min(start + _CHUNK_BYTES, len(source))
-        ctypes.memmove(target_address + start, source_address + start, end - start)
-        digest.update(target[start:end])
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view)) if len(view) else 0
-
-
-def _gather(
-    target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
-) -> str:
-    """Copy heap slots to their places in a version; the gaps between become zeroes.
-
-    So that equal weights have equal digests, whatever the extent held before.
-    """
-    digest = xxhash.xxh3_128()
-    end = 0
-    for slot, place in pairs:
-        _clear(target[end : place.offset], digest)
-        end = place.offset + place.num_bytes
-        _copy(heap[slot.offset : slot.offset + slot.num_bytes], target[place.offset : end], digest)
-    _clear(target[end:], digest)
-    return digest.hexdigest()
-
-
-def _clear(gap: memoryview, digest: xxhash.xxh3_128) -> None:
-    gap[:] = bytes(len(gap))
-    digest.update(gap)
-
-
-def _scatter(
-    source: memoryview,
-    described: VersionExtent,
-    heap: memoryview,
-    pairs: list[tuple[TensorSlot, TensorSlot]],
-) -> None:
-    """Verify a version, then copy its tensors to their slots of the heap."""
-    digest = xxhash.xxh3_128(source).hexdigest()
-    if digest != described.digest:
-        raise ResourceError(
-            f"version {described.version} has digest {digest}, not {described.digest}",
-            code=Code.DATA_LOSS,
-        )
-    source_address, heap_address = _address(source), _address(heap)
-    for place, slot in pairs:
-        ctypes.memmove(heap_address + slot.offset, source_address + place.offset, slot.num_bytes)
-
-
-def _packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
-    """The same tensors one after another from offset 0, and their bytes."""
-    packed = []
-    end = 0
-    for slot in slots:
-        packed.append(TensorSlot(slot.name, slot.role, slot.dtype, slot.shape, end, slot.num_bytes))
-        end = align(end + slot.num_bytes)
-    return packed, end
-
-
-def _paired(
-    tensors: list[TensorSlot], slots: Sequence[TensorSlot]
-) -> list[tuple[TensorSlot, TensorSlot]]:
-    """Each slot with the version's tensor of its name. Raises: CallerError: not the same model."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if by_name.keys() != {slot.name for slot in slots}:
-        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
-        raise CallerError(
-            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
-            code=Code.FAILED_PRECONDITION,
-        )
-    pairs = [(by_name[slot.name], slot) for slot in slots]
-    for tensor, slot in pairs:
-        if (tensor.dtype, tensor.shape) != (slot.dtype, slot.shape):
-            raise CallerError(
-                f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
-                f"{slot.dtype}{slot.shape} here",
-                code=Code.FAILED_PRECONDITION,
-            )
-    return pairs
-
-
-async def _greet(
-    path: str | Path,
-    hello: AgentHello | RankHello,
-    handler: Handler[StateMessage] | None = None,
-) -> Peer[StateMessage]:
-    peer: Peer[StateMessage] = await Peer.connect(path, StateMessage, handler)
-    try:
-        await _ask(peer, hello, Done)
-    except BaseException:
-        await peer.close()
-        raise
-    return peer
-
-
 async def _ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
     answer, fds = await peer.call(body)
     close_fds(fds)
-    return _as(answer, kind)
-
-
-def _as(answer: StateMessage, kind: type[Kind]) -> Kind:
-    if not isinstance(answer, kind):
-        raise InternalError(f"expected {kind.__name__}, got {type(answer).__name__}")
-    return answer
+    return expect(answer, kind)

@@ -2,7 +2,7 @@
 
 A rank is forked from a server process that has torch imported already. It proves who it is by the
 token of its spawn, and it exits when its connection to the agent ends: a killed agent leaves no
-rank behind.
+rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the others are killed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,36 @@ import contextlib
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import msgspec
 from opentelemetry.trace import SpanContext
 
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError, to_exception
 from phaseloom.common.framing import Peer
+from phaseloom.common.ids import OperationKey
 from phaseloom.common.messages import StartWpg
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.rankwire import RankConfig, RankFailed, RankMessage, RankUp
+from phaseloom.worker.rankwire import (
+    CancelRun,
+    RankConfig,
+    RankFailed,
+    RankMessage,
+    RankUp,
+    RollCall,
+    RunPermit,
+    RunShare,
+    ShareDone,
+    SharesDone,
+)
+
+_DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
 def fork_server() -> ForkServerContext:
@@ -35,92 +52,221 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+class _Rank:
+    """One process: its token before it has started, its connection once it is there."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.config = config
+        self.peer: Peer[RankMessage] | None = None
+        self.process: BaseProcess | None = None
+        self.up: RankUp | None = None
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+
 class Wpg:
-    """One life of a deployment's ranks. `start`, then `ended` says when it is dead and reaped."""
+    """One life of a deployment's ranks. `start`, then `ended` says when all are dead and reaped."""
 
     def __init__(self, command: StartWpg, settings: WorkerConfig, agent_socket: str) -> None:
         self.deployment = command.deployment
         self.incarnation = command.incarnation
-        self.device = command.devices[0]
-        self.token = secrets.token_hex(16)
+        self.devices = command.devices
         self.epoch = 0
         """Of the activation opened last."""
         self.refused_epoch = 0
         self.last_span: SpanContext | None = None
         """Of the operation permitted last: what a switch that displaces it links to."""
-        self.peer: Peer[RankMessage] | None = None
-        self.reason = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
+        self.reason = _DIED
         """Why it ended, where more is known than that it did."""
         loop = asyncio.get_running_loop()
-        self._up: asyncio.Future[RankUp] = loop.create_future()
+        self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
         self._dead: asyncio.Future[None] = loop.create_future()
-        self._process: BaseProcess | None = None
-        self._config = RankConfig(
-            token=self.token,
-            deployment=command.deployment,
-            incarnation=command.incarnation,
-            spec=command.spec,
-            node=settings.node,
-            device=command.devices[0],
-            agent_socket=agent_socket,
-            state_socket=settings.state_socket,
-            checkpoint_root=settings.checkpoint_root,
-        )
+        self._num_left = len(command.devices)
+        self._store = _store_directory(command, settings)
+        self._ranks = [
+            _Rank(config) for config in _rank_configs(command, settings, agent_socket, self._store)
+        ]
+
+    @property
+    def tokens(self) -> list[str]:
+        """Of rank 0, 1, …"""
+        return [rank.config.token for rank in self._ranks]
+
+    @property
+    def is_up(self) -> bool:
+        return self._up.done() and self._up.exception() is None
+
+    @property
+    def state_bytes(self) -> int:
+        """Of managed state on each of its devices, once it is up."""
+        return max(rank.up.state_bytes for rank in self._ranks if rank.up)
+
+    @property
+    def applied(self) -> int:
+        """seq that its state is at, once it is up."""
+        assert self._ranks[0].up is not None
+        return self._ranks[0].up.applied
 
     async def start(self, context: ForkServerContext) -> None:
         from phaseloom.worker import spawn
 
-        process = context.Process(
-            target=spawn.rank, args=(msgspec.json.encode(self._config).decode(),), daemon=True
-        )
-        # The first start waits for the fork server to import torch.
-        await asyncio.to_thread(process.start)
-        self._process = process
-        if self._is_killed:
-            process.kill()
-        asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, process)
+        for rank in self._ranks:
+            if self._is_killed:
+                self._leave()
+                continue
+            config = msgspec.json.encode(rank.config).decode()
+            process = context.Process(target=spawn.rank, args=(config,), daemon=True)
+            # The first start waits for the fork server to import torch.
+            await asyncio.to_thread(process.start)
+            rank.process = process
+            asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, process)
+            if self._is_killed:
+                rank.kill()
 
     def _on_death(self, process: BaseProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
         process.join()
-        if not self._up.done():
-            self._up.set_exception(to_exception(self.reason))
-        self._dead.set_result(None)
+        self.kill()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            if self._store is not None:
+                shutil.rmtree(self._store, ignore_errors=True)
+            self._dead.set_result(None)
 
     async def ended(self) -> None:
-        """Returns once the process is dead and reaped."""
+        """Returns once every process is dead and reaped."""
         await asyncio.shield(self._dead)
 
     async def stop(self, timeout_s: float) -> None:
-        """Let the rank go: it exits by itself when its agent leaves, or is killed."""
-        if self.peer is not None:
-            await self.peer.close()
+        """Let the ranks go: they exit by themselves when their agent leaves, or are killed."""
+        await asyncio.gather(*(rank.peer.close() for rank in self._ranks if rank.peer is not None))
         try:
             await asyncio.wait_for(self.ended(), timeout_s)
         except TimeoutError:
             self.kill()
             await self.ended()
 
-    async def up(self, timeout_s: float) -> RankUp:
-        """Raises: PhaseloomError: why it did not come up."""
+    async def up(self, timeout_s: float) -> None:
+        """Until all ranks are. Raises: PhaseloomError: why they did not come up."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._up), timeout_s)
+            await asyncio.wait_for(asyncio.shield(self._up), timeout_s)
         except TimeoutError:
-            raise ResourceError(f"its worker was not up within {timeout_s:.0f} s") from None
+            raise ResourceError(f"its workers were not up within {timeout_s:.0f} s") from None
 
     def kill(self, reason: ErrorInfo | None = None) -> None:
-        if reason is not None:
+        """All of them; the first reason that is given counts."""
+        if reason is not None and self.reason is _DIED:
             self.reason = reason
         self._is_killed = True
-        if self._process is not None and self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+        if not self._up.done():
+            self._up.set_exception(to_exception(self.reason))
+            # Nobody may have begun to wait for it.
+            self._up.exception()
+        for rank in self._ranks:
+            rank.kill()
+
+    # --- talking --------------------------------------------------------------------------------
 
     def connected(self, peer: Peer[RankMessage], message: RankUp | RankFailed) -> None:
-        """Its rank has presented the token."""
-        self.peer = peer
+        """A rank has presented its token."""
+        rank = next(r for r in self._ranks if r.config.token == message.token)
+        rank.peer = peer
         if isinstance(message, RankFailed):
-            self.reason = message.error
-        elif not self._up.done():
-            self._up.set_result(message)
+            self.kill(message.error)
+            return
+        rank.up = message
+        if not all(r.up for r in self._ranks) or self._up.done():
+            return
+        if len({r.up.applied for r in self._ranks if r.up}) > 1:
+            self.kill(ErrorInfo(Code.DATA_LOSS, "its ranks are at different operations"))
+        else:
+            self._up.set_result(None)
+
+    def is_leader(self, peer: Peer[RankMessage]) -> bool:
+        return self._ranks[0].peer is peer
+
+    async def run(self, permit: RunPermit) -> None:
+        """Returns once the outcome is stored. Raises: PhaseloomError: it cannot go on."""
+        leader = self._ranks[0].peer
+        assert leader is not None
+        await leader.call(permit)
+
+    async def cancel(self, operation: OperationKey) -> None:
+        """Raises: PhaseloomError: a rank is gone."""
+        peers = [rank.peer for rank in self._ranks if rank.peer is not None]
+        await asyncio.gather(*(peer.call(CancelRun(operation)) for peer in peers))
+
+    async def share(self, share: RunShare) -> SharesDone:
+        """Let every rank but the leader do its part. Raises: PhaseloomError: one has failed."""
+        answers = await self._ask_others(share)
+        return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
+
+    async def roll_call(self) -> None:
+        """Returns where all ranks are alive."""
+        await self._ask_others(RollCall())
+
+    async def _ask_others(self, body: RankMessage) -> list[RankMessage]:
+        """Never returns where a rank has died: the WPG dies with it, the leader too."""
+        peers = [rank.peer for rank in self._ranks[1:] if rank.peer is not None]
+        calls = [asyncio.ensure_future(peer.call(body)) for peer in peers]
+        try:
+            answers = await asyncio.gather(*calls)
+        except ResourceError:
+            if any(peer.closed.done() for peer in peers):
+                self.kill()
+                await self.ended()
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+        return [answer for answer, _ in answers]
+
+
+def _rank_configs(
+    command: StartWpg, settings: WorkerConfig, agent_socket: str, store: Path | None
+) -> list[RankConfig]:
+    return [
+        RankConfig(
+            token=secrets.token_hex(16),
+            deployment=command.deployment,
+            incarnation=command.incarnation,
+            spec=command.spec,
+            node=settings.node,
+            device=device,
+            agent_socket=agent_socket,
+            state_socket=settings.state_socket,
+            checkpoint_root=settings.checkpoint_root,
+            rank=rank,
+            num_ranks=len(command.devices),
+            store_path="" if store is None else str(store / "store"),
+            checkpoint=command.checkpoint,
+            applied=command.applied,
+        )
+        for rank, device in enumerate(command.devices)
+    ]
+
+
+def _store_directory(command: StartWpg, settings: WorkerConfig) -> Path | None:
+    """Of this life alone: ranks of another must never be found there."""
+    if len(command.devices) == 1:
+        return None
+    return Path(
+        tempfile.mkdtemp(prefix=f"{_store_prefix(settings)}-", dir=settings.runtime_directory)
+    )
+
+
+def _store_prefix(settings: WorkerConfig) -> str:
+    return f"ranks-{settings.node}"
+
+
+def remove_old_stores(settings: WorkerConfig) -> None:
+    """What an agent that was killed left behind; its ranks are dead."""
+    for path in Path(settings.runtime_directory).glob(f"{_store_prefix(settings)}-*"):
+        shutil.rmtree(path, ignore_errors=True)

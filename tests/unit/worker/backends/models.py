@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phaseloom.common.messages import Datum, DeploymentSpec, ModelSpec
+from phaseloom.common.messages import (
+    Datum,
+    DeploymentSpec,
+    Generate,
+    GenerateResult,
+    Loss,
+    ModelSpec,
+)
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, Unwatched
 from phaseloom.worker.heap import Heap
 
 VOCAB = 29
@@ -49,8 +56,16 @@ def running(deployment: DeploymentSpec) -> Iterator[tuple[Backend, Heap]]:
         backend.close()
 
 
-def batch(seed: int = 0, groups: int = 3, samples: int = 4) -> list[Datum]:
-    """Continuations of a few prompts, as GRPO trains on: weights and advantages 0 on prompts."""
+def generate(backend: Backend, *requests: Generate) -> list[GenerateResult]:
+    """All in one call, and nobody cancels."""
+    for args in requests:
+        backend.check_generate(args)
+    results = backend.generate(requests, Unwatched())
+    return [result for result in results if result is not None]
+
+
+def batch(seed: int = 0, groups: int = 3, samples: int = 4, loss: Loss = Loss.PPO) -> list[Datum]:
+    """Continuations of a few prompts, as GRPO trains on: weights or advantages 0 on prompts."""
     rng = random.Random(seed)
     data = []
     for _ in range(groups):
@@ -58,15 +73,14 @@ def batch(seed: int = 0, groups: int = 3, samples: int = 4) -> list[Datum]:
         for _ in range(samples):
             answer = _tokens(rng, rng.randint(1, 6))
             tokens, masked = prompt + answer, [0.0] * (len(prompt) - 1)
-            data.append(
-                Datum(
-                    tokens[:-1],
-                    tokens[1:],
-                    weights=masked + [1.0] * len(answer),
-                    logprobs=masked + [rng.uniform(-4, -2) for _ in answer],
-                    advantages=masked + [rng.uniform(-1, 1)] * len(answer),
-                )
-            )
+            weights = masked + [1.0] * len(answer)
+            logprobs = masked + [rng.uniform(-4, -2) for _ in answer]
+            advantages = masked + [rng.uniform(-1, 1)] * len(answer)
+            if loss is Loss.CROSS_ENTROPY:
+                data.append(Datum(tokens[:-1], tokens[1:], weights=weights))
+            else:
+                trained = Datum(tokens[:-1], tokens[1:], logprobs=logprobs, advantages=advantages)
+                data.append(trained)
     return data
 
 

@@ -6,19 +6,27 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from phaseloom.common.arrays import pack_float32s, pack_int32s
+from phaseloom.common.arrays import int32s, pack_float32s, pack_int32s
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.messages import Datum, Forward, ForwardBackward, Loss
-from phaseloom.worker.backends.batch import forward_batch, loss_batch
+from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.packing import passes
 
-GOOD = Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [-1.0] * 3, [0.5] * 3)
+WEIGHTED = Datum([1, 2, 3], [2, 3, 4], weights=[1.0] * 3)
+GOOD = Datum([1, 2, 3], [2, 3, 4], logprobs=[-1.0] * 3, advantages=[0.5] * 3)
+
+
+def _good(loss: Loss) -> Datum:
+    return WEIGHTED if loss is Loss.CROSS_ENTROPY else GOOD
 
 
 def _bad(**changes: object) -> Callable[[Loss], ForwardBackward]:
-    fields = {name: getattr(GOOD, name) for name in GOOD.__struct_fields__}
-    datum = Datum(**{**fields, **changes})
-    return lambda loss: ForwardBackward([GOOD, datum], loss)
+    def make(loss: Loss) -> ForwardBackward:
+        return ForwardBackward([_good(loss), replace(_good(loss), **changes)], loss)
+
+    return make
 
 
 CASES = {
@@ -37,6 +45,12 @@ CASES = {
     "short advantages": (_bad(advantages=[1.0] * 2), Loss.PPO, "args.batch[1].advantages"),
     "nan": (_bad(advantages=[1.0, float("nan"), 1.0]), Loss.PPO, "args.batch[1].advantages"),
     "too large": (_bad(logprobs=[1e39] * 3), Loss.PPO, "args.batch[1].logprobs"),
+    "unused weights": (_bad(weights=[1.0] * 3), Loss.CISPO, "args.batch[1].weights"),
+    "unused advantages": (
+        _bad(advantages=[1.0] * 3),
+        Loss.CROSS_ENTROPY,
+        "args.batch[1].advantages",
+    ),
     "odd float bytes": (_bad(logprobs=b"123"), Loss.PPO, "args.batch[1].logprobs"),
 }
 
@@ -50,12 +64,13 @@ def test_loss_batch_names_the_field_at_fault(case: str) -> None:
     assert raised.value.info.field == field
 
 
-def test_batch_refuses_an_empty_batch() -> None:
-    with pytest.raises(CallerError) as trained:
-        loss_batch(ForwardBackward([], Loss.PPO), 9)
-    with pytest.raises(CallerError) as scored:
-        forward_batch(Forward([]), 9)
-    assert trained.value.info.field == scored.value.info.field == "args.batch"
+def test_only_an_operation_must_have_data_and_a_share_of_one_may_have_none() -> None:
+    with pytest.raises(CallerError) as raised:
+        check_some([])
+    assert raised.value.info.field == "args.batch"
+    for batch in (loss_batch(ForwardBackward([], Loss.PPO), 9), forward_batch(Forward([]), 9)):
+        assert batch.tokens_N.size == batch.lengths_S.size == 0
+        assert [*passes(batch, only_used=False)] == []
 
 
 def test_loss_batch_refuses_a_clip_range_upside_down() -> None:
@@ -64,18 +79,18 @@ def test_loss_batch_refuses_a_clip_range_upside_down() -> None:
     assert raised.value.info.field == "args.clip_low"
 
 
-def test_loss_batch_takes_lists_and_bytes_alike() -> None:
-    packed = Datum(
-        pack_int32s([1, 2, 3]),
-        pack_int32s([2, 3, 4]),
-        pack_float32s([1.0] * 3),
-        pack_float32s([-1.0] * 3),
-        pack_float32s([0.5] * 3),
+@pytest.mark.parametrize("loss", list(Loss))
+def test_loss_batch_takes_lists_and_bytes_alike(loss: Loss) -> None:
+    good = _good(loss)
+    packed = replace(
+        good, tokens=pack_int32s(int32s(good.tokens)), targets=pack_int32s(int32s(good.targets))
     )
-    for loss in Loss:
-        a = loss_batch(ForwardBackward([GOOD], loss), 9)
-        b = loss_batch(ForwardBackward([packed], loss), 9)
-        mixed = loss_batch(ForwardBackward([packed, GOOD], loss), 9)
-        for name in ("starts", "tokens_N", "targets_N", "q_N", "coefficient_N"):
-            assert np.array_equal(getattr(a, name), getattr(b, name))
-            assert np.array_equal(getattr(mixed, name)[: len(getattr(a, name))], getattr(a, name))
+    for name in ("weights", "logprobs", "advantages"):
+        values = getattr(good, name)
+        packed = replace(packed, **{name: values and pack_float32s(values)})
+    a = loss_batch(ForwardBackward([good], loss), 9)
+    b = loss_batch(ForwardBackward([packed], loss), 9)
+    mixed = loss_batch(ForwardBackward([packed, good], loss), 9)
+    for name in ("starts", "tokens_N", "targets_N", "q_N", "coefficient_N"):
+        assert np.array_equal(getattr(a, name), getattr(b, name))
+        assert np.array_equal(getattr(mixed, name)[: len(getattr(a, name))], getattr(a, name))

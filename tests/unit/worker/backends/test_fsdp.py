@@ -28,7 +28,7 @@ from phaseloom.common.statewire import Role
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.heap import Heap
-from tests.unit.worker.backends.models import VOCAB, batch, running, spec
+from tests.unit.worker.backends.models import VOCAB, batch, generate, running, spec
 
 ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
 
@@ -69,7 +69,8 @@ def _plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:
         assert datum.advantages is not None
         ratio = torch.exp(lp - torch.tensor(float32s(datum.logprobs)))
         advantages = torch.tensor(float32s(datum.advantages))
-        objective = ratio * advantages
+        clipped = ratio.detach().clamp(args.clip_low, args.clip_high)
+        objective = clipped * advantages * lp if args.loss is Loss.CISPO else ratio * advantages
         if args.loss is Loss.PPO:
             clipped = ratio.clamp(args.clip_low, args.clip_high) * advantages
             objective = torch.minimum(objective, clipped)
@@ -87,12 +88,13 @@ def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss)
     )
     for step in range(3):
         for part in range(2):
-            args = ForwardBackward(batch(2 * step + part), loss)
+            args = ForwardBackward(batch(2 * step + part, loss=loss), loss)
             expected = _plain_loss(model, args)
             torch.autograd.backward(expected)
             metrics = backend.forward_backward(args).metrics
             assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
-            answers = sum(float32s(datum.weights or []).count(1.0) for datum in args.batch)
+            weights = [float32s(d.weights or d.advantages or []) for d in args.batch]
+            answers = sum(weight != 0 for each in weights for weight in each)
             assert metrics["num_tokens:sum"] == answers
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         reported = backend.optim_step(ADAM).metrics["grad_norm:mean"]
@@ -108,7 +110,7 @@ def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(
     policy: tuple[Backend, Heap],
 ) -> None:
     backend, heap = policy
-    args = ForwardBackward(batch(), Loss.CROSS_ENTROPY)
+    args = ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
     backend.forward_backward(args)
     once = _tensors(backend, heap, Role.GRADIENT)
     backend.forward_backward(args)
@@ -119,6 +121,43 @@ def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(
     backend.optim_step(ADAM)
     assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
     assert _tensors(backend, heap, Role.OPTIMIZER)["step"] == 1
+
+
+def test_weights_of_any_sign_and_size_scale_each_token(policy: tuple[Backend, Heap]) -> None:
+    """What losses of one's own are built from: any gradient by log-probability, one pass."""
+    backend, heap = policy
+    model = build_model(spec().model)
+    weights = [[0.5, -2.0, 0.0, 1e3], [-1e-3, 0.0, 7.0]]
+    data = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights[0]), Datum([1, 2, 9], [2, 9, 4], weights[1])]
+    args = ForwardBackward(data, Loss.CROSS_ENTROPY)
+    expected = _plain_loss(model, args)
+    torch.autograd.backward(expected)
+    metrics = backend.forward_backward(args).metrics
+    assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4)
+    assert metrics["num_tokens:sum"] == 5
+    gradients = _tensors(backend, heap, Role.GRADIENT)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        scale = parameter.grad.abs().max().item()
+        actual = gradients[f"{name}.grad"]
+        torch.testing.assert_close(actual, parameter.grad, rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_weights_that_cancel_out_leave_no_gradient(policy: tuple[Backend, Heap]) -> None:
+    backend, heap = policy
+    for sign in (1.0, -1.0):
+        data = [Datum([1, 2, 3], [2, 3, 4], weights=[sign, 0.5 * sign, 0.0])]
+        backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
+    assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
+
+
+def test_zero_gradients_forgets_what_was_accumulated(policy: tuple[Backend, Heap]) -> None:
+    backend, heap = policy
+    before = bytes(heap.buffer)
+    backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
+    assert bytes(heap.buffer) != before
+    backend.zero_gradients()
+    assert bytes(heap.buffer) == before
 
 
 def test_forward_gives_plain_logprobs_whatever_else_is_in_the_batch(
@@ -138,7 +177,7 @@ def test_forward_gives_plain_logprobs_whatever_else_is_in_the_batch(
 def test_forward_sees_new_weights_after_each_step(policy: tuple[Backend, Heap]) -> None:
     """FSDP2 keeps unsharded copies around; a stale one would give the old log-probabilities."""
     backend, _ = policy
-    data = batch()
+    data = batch(loss=Loss.CROSS_ENTROPY)
     before = backend.forward(Forward(data))
     backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
     assert backend.forward(Forward(data)) == before
@@ -313,6 +352,7 @@ def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
             backend.check_forward_backward(ForwardBackward(batch(), Loss.PPO))
         with pytest.raises(CallerError):
             backend.optim_step(ADAM)
+        backend.zero_gradients()
         assert backend.forward(Forward(batch())).logprobs
 
 
@@ -322,13 +362,13 @@ def test_operations_leave_the_global_generator_alone(policy: tuple[Backend, Heap
     policy[0].optim_step(ADAM)
     policy[0].forward(Forward(batch()))
     with running(spec("sampler")) as (sampler, _):
-        sampler.generate(Generate([Prompt([1, 2])], SamplingParams(5), 3))
+        generate(sampler, Generate([Prompt([1, 2])], SamplingParams(5), 3))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_policy_does_not_generate(policy: tuple[Backend, Heap]) -> None:
     with pytest.raises(CallerError, match="sampler"):
-        policy[0].generate(Generate([Prompt([1])], SamplingParams(1)))
+        generate(policy[0], Generate([Prompt([1])], SamplingParams(1)))
     assert "generate" not in policy[0].kinds
 
 

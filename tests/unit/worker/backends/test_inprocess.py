@@ -68,7 +68,7 @@ async def test_sync_brings_the_version_named_and_not_what_came_later() -> None:
     with _job() as job:
         policy, sampler = job.deployment("policy"), job.deployment("sampler")
         published = policy.publish_weights()
-        policy.forward_backward(batch(), Loss.CROSS_ENTROPY)
+        policy.forward_backward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
         policy.optim_step(ADAM)
         later = policy.publish_weights()
         synced = await sampler.sync_weights(published)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.common.statewire import Role
+from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.heap import ALIGNMENT_BYTES
 
@@ -45,3 +46,32 @@ def test_plan_places_each_moment_where_its_weight_is_in_the_region() -> None:
         for name, weight in layout.weights.slots.items():
             assert region.slots[name].offset - region.start == weight.offset
             assert region.slots[name].shape == weight.shape
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=6),
+        st.lists(st.integers(1, 20), min_size=1, max_size=3),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_ranks_have_equal_regions_that_hold_every_row_once(
+    shapes: dict[str, list[int]], world_size: int, trainable: bool
+) -> None:
+    """Room for padding included, so that all ranks gather from as much."""
+    plans = [
+        plan(shapes, trainable=trainable, ranks=RankGroup(rank, world_size))
+        for rank in range(world_size)
+    ]
+    assert len({(each.num_bytes, each.weights.stop) for each in plans}) == 1
+    for name, shape in shapes.items():
+        slots = [each.weights.slots[name] for each in plans]
+        assert len({slot.offset for slot in slots}) == 1
+        assert sum(slot.shape[0] for slot in slots) == shape[0]
+        assert all(slot.shape[1:] == shape[1:] for slot in slots)
+        assert all(slot.num_bytes <= slots[0].num_bytes for slot in slots)
+    if world_size == 1:
+        assert plans[0] == plan(shapes, trainable=trainable)

@@ -16,23 +16,28 @@ from phaseloom.common.messages import (
     Prompt,
     SamplingParams,
 )
-from tests.unit.worker.backends.models import batch, running, spec
+from tests.unit.worker.backends.models import batch, generate, running, spec
 
 
 def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
     with running(spec("noop")) as (backend, heap):
         assert backend.kinds == MUTATING_KINDS | READING_KINDS
-        result = backend.generate(Generate([Prompt([1]), Prompt([2])], SamplingParams(5), 3))
+        (result,) = generate(backend, Generate([Prompt([1]), Prompt([2])], SamplingParams(5), 3))
         assert [len(samples) for samples in result.sequences] == [3, 3]
         sample = result.sequences[0][0]
         assert len(int32s(sample.tokens)) == len(float32s(sample.logprobs)) == 1
+        asked = Generate([Prompt([1, 2])], SamplingParams(5), 1, prompt_logprobs=True)
+        (lp,) = generate(backend, asked)[0].prompt_logprobs
+        assert len(float32s(lp)) == 2
         data = batch()
         scored = backend.forward(Forward(data)).logprobs
         assert [len(float32s(lp)) for lp in scored] == [len(datum.tokens) for datum in data]
         args = ForwardBackward(data, Loss.PPO)
+        backend.check_forward(Forward(data))
         backend.check_forward_backward(args)
         assert set(backend.forward_backward(args).metrics) == {"loss:sum", "num_tokens:sum"}
         assert set(backend.optim_step(AdamParams(1.0)).metrics) == {"grad_norm:mean"}
+        backend.zero_gradients()
         heap.buffer[:4] = b"seal"
         digest = backend.weights_sha256()
         backend.save(tmp_path)

@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.messages import Layout
 from phaseloom.worker.backends import BACKENDS, backend_factory
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.heap import Heap, align
 from tests.unit.worker.backends.models import running, spec
 
 
@@ -28,6 +32,39 @@ def test_backend_lays_weights_first_and_within_its_heap(name: str) -> None:
         stops = [slot.offset + slot.num_bytes for slot in backend.slots]
         assert backend.slots[0].offset == 0
         assert max(stops) <= num_bytes
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_version_holds_the_weights_and_comes_back(name: str) -> None:
+    with running(spec(name)) as (backend, heap):
+        last = backend.version_slots[-1]
+        version = bytearray(b"\xff" * align(last.offset + last.num_bytes))
+        backend.write_weights(memoryview(version))
+        assert version == heap.buffer[: len(version)]
+        digest = backend.weights_sha256()
+        heap.buffer[: len(version)] = bytes(len(version))
+        backend.weights_changed()
+        assert backend.weights_sha256() != digest or not any(version)
+        backend.read_weights(memoryview(bytes(version)))
+        assert backend.weights_sha256() == digest
+
+
+@pytest.mark.parametrize("name", ["fsdp", "sampler"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_torch_backends_refuse_what_is_not_data_parallelism(name: str, axis: str) -> None:
+    layout = Layout(**{"dp": 2, axis: 2})
+    deployment = replace(spec(name), layout=layout)
+    factory = backend_factory(name)
+    ranks = RankGroup(0, layout.num_ranks)
+    for call in (
+        lambda: factory.heap_bytes(deployment, ranks),
+        lambda: factory(deployment, Heap(64), ranks),
+    ):
+        with pytest.raises(CallerError) as raised:
+            call()
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
+        assert raised.value.info.field == f"layout.{axis}"
+        assert "layout.dp" in raised.value.info.remedy
 
 
 def test_registry_and_noop_import_no_torch() -> None:

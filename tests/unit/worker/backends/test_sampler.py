@@ -25,10 +25,10 @@ from phaseloom.common.messages import (
 )
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.model import build_model
-from phaseloom.worker.backends.sampler import draw
 from phaseloom.worker.heap import Heap
-from tests.unit.worker.backends.models import VOCAB, batch, running, spec
+from tests.unit.worker.backends.models import VOCAB, batch, generate, running, spec
 
 PROMPTS = [Prompt([3, 1, 4, 1, 5, 9], 1), Prompt([2], 2), Prompt([6, 5, 3], 3)]
 
@@ -58,7 +58,7 @@ def test_generated_logprobs_are_those_of_a_plain_forward(changes: dict[str, Any]
     deployment = spec("sampler", **changes)
     model = build_model(deployment.model)
     with running(deployment) as (backend, _):
-        result = backend.generate(Generate(PROMPTS, SamplingParams(9, 1.0, [0, 1]), 6))
+        result = generate(backend, Generate(PROMPTS, SamplingParams(9, 1.0, [0, 1]), 6))[0]
     for prompt, samples in zip(PROMPTS, result.sequences, strict=True):
         for sample in samples:
             answer, start = int32s(sample.tokens), len(prompt.tokens) - 1
@@ -74,7 +74,8 @@ def test_greedy_generation_is_what_transformers_generates(
     sampler: tuple[Backend, Heap],
 ) -> None:
     model: Any = build_model(spec("sampler").model)
-    (first, *_), *_ = _tokens(sampler[0].generate(Generate(PROMPTS, SamplingParams(12, 0.0), 2)))
+    (greedy,) = generate(sampler[0], Generate(PROMPTS, SamplingParams(12, 0.0), 2))
+    (first, *_), *_ = _tokens(greedy)
     ids = torch.tensor([int32s(PROMPTS[0].tokens)])
     expected = model.generate(
         ids,
@@ -89,18 +90,20 @@ def test_greedy_generation_is_what_transformers_generates(
 
 def test_samples_depend_on_their_prompt_and_seed_only(sampler: tuple[Backend, Heap]) -> None:
     backend, _ = sampler
-    together = _tokens(backend.generate(Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)))
-    assert together == _tokens(backend.generate(Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)))
+    together = _tokens(generate(backend, Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5))[0])
+    assert together == _tokens(
+        generate(backend, Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5))[0]
+    )
     for prompt, expected in zip(PROMPTS, together, strict=True):
-        alone = _tokens(backend.generate(Generate([prompt], SamplingParams(8, 1.0, [0]), 3)))
+        alone = _tokens(generate(backend, Generate([prompt], SamplingParams(8, 1.0, [0]), 3))[0])
         assert alone == [expected[:3]]
-    longer = _tokens(backend.generate(Generate(PROMPTS, SamplingParams(11, 1.0, [0]), 5)))
+    longer = _tokens(generate(backend, Generate(PROMPTS, SamplingParams(11, 1.0, [0]), 5))[0])
     assert [[s[:8] for s in samples] for samples in longer] == together
 
 
 def test_samples_differ_between_samples_and_seeds(sampler: tuple[Backend, Heap]) -> None:
     twins = [Prompt([1, 2, 3], 10), Prompt([1, 2, 3], 11)]
-    result = _tokens(sampler[0].generate(Generate(twins, SamplingParams(12), 4)))
+    result = _tokens(generate(sampler[0], Generate(twins, SamplingParams(12), 4))[0])
     assert len({tuple(sample) for samples in result for sample in samples}) == 8
 
 
@@ -108,14 +111,14 @@ def test_waves_give_the_tokens_of_one_batch(
     sampler: tuple[Backend, Heap], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)
-    whole = _tokens(sampler[0].generate(args))
+    whole = _tokens(generate(sampler[0], args)[0])
     monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 1)
-    assert _tokens(sampler[0].generate(args)) == whole
+    assert _tokens(generate(sampler[0], args)[0]) == whole
 
 
 def test_sequences_end_with_the_stop_token_or_at_the_limit(sampler: tuple[Backend, Heap]) -> None:
     stops, limit = [0, 5, 7], 10
-    result = sampler[0].generate(Generate(PROMPTS, SamplingParams(limit, 1.0, stops), 20))
+    result = generate(sampler[0], Generate(PROMPTS, SamplingParams(limit, 1.0, stops), 20))[0]
     reasons = collections.Counter()  # type: collections.Counter[str]
     for sample in (sample for samples in result.sequences for sample in samples):
         tokens = int32s(sample.tokens)
@@ -153,24 +156,24 @@ def test_generation_is_bit_equal_when_memory_is_lost_between_calls(
 ) -> None:
     backend, heap = sampler
     args = Generate(PROMPTS, SamplingParams(8, 1.0, [0]), 5)
-    before = backend.generate(args), backend.forward(Forward(batch()))
+    before = generate(backend, args)[0], backend.forward(Forward(batch()))
     content = bytes(heap.buffer)
     heap.release()
     heap.buffer[:] = content
     backend.weights_changed()
-    assert (backend.generate(args), backend.forward(Forward(batch()))) == before
+    assert (generate(backend, args)[0], backend.forward(Forward(batch()))) == before
 
 
 def test_generation_uses_weights_brought_into_the_heap(sampler: tuple[Backend, Heap]) -> None:
     backend, heap = sampler
     with running(spec("fsdp")) as (policy, trained):
-        policy.forward_backward(ForwardBackward(batch(), Loss.CROSS_ENTROPY))
+        policy.forward_backward(ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY))
         policy.optim_step(AdamParams(0.1))
         heap.buffer[:] = trained.buffer[: heap.num_bytes]
         backend.weights_changed()
         assert backend.weights_sha256() == policy.weights_sha256()
         assert backend.forward(Forward(batch())) == policy.forward(Forward(batch()))
-    (samples,) = backend.generate(Generate(PROMPTS[:1], SamplingParams(4))).sequences
+    (samples,) = generate(backend, Generate(PROMPTS[:1], SamplingParams(4)))[0].sequences
     tokens = int32s(PROMPTS[0].tokens) + int32s(samples[0].tokens)
     (scored,) = backend.forward(Forward([Datum(tokens[:-1], tokens[1:])])).logprobs
     assert float32s(scored)[-4:] == pytest.approx(float32s(samples[0].logprobs), abs=1e-4)
@@ -192,7 +195,7 @@ BAD = {
 def test_generate_names_the_field_at_fault(sampler: tuple[Backend, Heap], case: str) -> None:
     args, field = BAD[case]
     with pytest.raises(CallerError) as raised:
-        sampler[0].generate(args)
+        generate(sampler[0], args)
     assert raised.value.info.field == field
 
 

@@ -4,13 +4,22 @@ A backend owns no memory of its own state: every weight, gradient and optimizer 
 into the `Heap`, whose bytes the state manager moves. It is called from one thread, one call at a
 time, never from the event loop. It uses no global random state: what it draws comes from seeds that
 the operation names.
+
+Over several ranks each has a backend and a heap of its own. What is marked *collective* must be
+called on all ranks of the WPG alike, in the same order, each with its own share of the data
+(`phaseloom.common.layouts.split`), which may be empty; it returns the share's result, and raises
+`GroupBroken` where another rank does not take part. The `check_…` calls are for the whole
+operation, before it is split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from phaseloom.common.errors import ResourceError
 from phaseloom.common.messages import (
     AdamParams,
     DeploymentSpec,
@@ -26,33 +35,130 @@ from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.heap import Heap
 
 
+@dataclass(frozen=True)
+class RankGroup:
+    """This rank's place among those of its WPG."""
+
+    rank: int = 0
+    world_size: int = 1
+    store_path: str = ""
+    """Of a file that does not exist yet, the same for all ranks and for this incarnation only: how
+    they find each other. Unused where there is one rank."""
+    timeout_s: float = 300.0
+    """A collective that some rank does not join for so long fails on the others."""
+
+
+ALONE = RankGroup()
+
+
+class GroupBroken(ResourceError):
+    """A collective failed because another rank is gone, or did not join in time.
+
+    The WPG is lost, whatever kind the operation was; nothing says that the operation was at fault.
+    """
+
+
+class Watch(Protocol):
+    """Whoever waits for requests that are generated together; asked between two tokens, in the
+    device thread, so both must be quick. `i` is the request's place in the call."""
+
+    def is_cancelled(self, i: int) -> bool:
+        """Asked only while some of the request's samples are not done."""
+        ...
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        """New tokens so far, and at most; a request may end before."""
+        ...
+
+
+class Unwatched:
+    """A `Watch` that nobody looks through."""
+
+    def is_cancelled(self, i: int) -> bool:
+        return False
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        """Nobody asks."""
+
+
 class Backend(Protocol):
     kinds: frozenset[str]
     """Operation kinds that it can do; another is refused at admission."""
     slots: list[TensorSlot]
-    """What lies where in the heap: weights first, contiguous, sorted by name."""
+    """What lies where in this rank's heap: weights first, contiguous, sorted by name. A slot that
+    holds a part of a tensor has that part's shape."""
+    version_slots: list[TensorSlot]
+    """What lies where in a weights version: whole tensors from offset 0 at 64-byte offsets, sorted
+    by name, the same for every layout and backend; its size is the last one's end, rounded up to
+    the next 64."""
 
-    def generate(self, args: Generate) -> GenerateResult:
-        """Raises: CallerError, before anything happened."""
+    def check_generate(self, args: Generate) -> None:
+        """Raises: CallerError: what `generate` could not do. Touches no state."""
         ...
 
-    def forward(self, args: Forward) -> ForwardResult: ...
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
+        """Decode all checked requests together; None: it was cancelled.
+
+        A request alone gives the same bits whenever it runs. Beside others the last bits of its
+        log-probabilities may differ, but each token is still drawn from (prompt seed, sample,
+        position) and nothing else.
+        """
+        ...
+
+    def check_forward(self, args: Forward) -> None:
+        """Raises: CallerError: what `forward` could not do. Touches no state."""
+        ...
+
+    def forward(self, args: Forward) -> ForwardResult:
+        """Collective."""
+        ...
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         """Raises: CallerError: what `forward_backward` could not do. Touches no state."""
         ...
 
-    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult: ...
+    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        """Collective. Adds to the gradients of all ranks.
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult: ...
-
-    def weights_sha256(self) -> str: ...
-
-    def save(self, directory: Path) -> None:
-        """Write the whole state as safetensors files into an existing empty directory."""
+        Raises: CallerError: on all ranks alike, the loss or its gradients are not finite.
+        """
         ...
 
-    def load(self, directory: Path) -> None: ...
+    def check_optim_step(self, adam: AdamParams) -> None:
+        """Raises: CallerError: what `optim_step` could not do. Touches no state."""
+        ...
+
+    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        """Collective. Raises: CallerError, before anything happened."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated for the next step."""
+        ...
+
+    def weights_sha256(self) -> str:
+        """Collective. Of the whole weights, the same on all ranks and for every layout."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Collective. Write the whole state as safetensors files into an existing empty directory;
+        rank 0 writes. The files load under any layout."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Each rank reads its part of a directory that `save` wrote."""
+        ...
+
+    def write_weights(self, buffer: memoryview | None) -> None:
+        """Collective. Fill a version laid out as `version_slots` with the whole weights.
+
+        Args: buffer: on rank 0; elsewhere None. The gaps between tensors are zeroed.
+        """
+        ...
+
+    def read_weights(self, buffer: memoryview) -> None:
+        """Replace this rank's weights by its part of a version laid out as `version_slots`."""
+        ...
 
     def weights_changed(self) -> None:
         """The heap's bytes were replaced (load, sync): drop what was derived from them."""
@@ -63,10 +169,13 @@ class Backend(Protocol):
 
 class BackendFactory(Protocol):
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec) -> int:
-        """Bytes of managed state, alignment included."""
+    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+        """Bytes of this rank's managed state, alignment included."""
         ...
 
-    def __call__(self, spec: DeploymentSpec, heap: Heap) -> Backend:
-        """Build the model on the heap and fill it from the spec's seeds."""
+    def __call__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> Backend:
+        """Build the model on the heap and fill it from the spec's seeds. Collective.
+
+        Raises: CallerError: a model or a layout that this runtime cannot do.
+        """
         ...

@@ -50,7 +50,9 @@ def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
         return _joined(values, "<i4", field).astype(np.int64)
     except OverflowError:
         i = next(i for i, array in enumerate(values) if any(abs(v) >= 2**31 for v in array))
-        raise CallerError("it holds a value that is no int32", field=field(i)) from None
+        raise CallerError(
+            "it holds a value that is no int32", field=field(i), remedy="use 0 to 2^31 - 1"
+        ) from None
 
 
 def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
@@ -78,6 +80,12 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
         )
 
 
+def check_some(data: Sequence[Datum]) -> None:
+    """Raises: CallerError: an operation without data; only a rank's share of one may be empty."""
+    if not data:
+        raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
+
+
 def forward_batch(args: Forward, vocab_size: int) -> Batch:
     """Raises: CallerError: naming the field that is at fault."""
     return _tokens_and_targets(args.batch, vocab_size)
@@ -92,6 +100,7 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
             remedy="use bounds around 1, e.g. 0.8 and 1.2",
         )
     batch = _tokens_and_targets(args.batch, vocab_size)
+    _check_unused(args)
     if args.loss is Loss.CROSS_ENTROPY:
         weights = [datum.weights for datum in args.batch]
         coefficient_N, q_N = _required("weights", weights, batch, args.loss), batch.q_N
@@ -100,6 +109,20 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
         advantages = [datum.advantages for datum in args.batch]
         coefficient_N = _required("advantages", advantages, batch, args.loss)
     return Batch(batch.starts, batch.tokens_N, batch.targets_N, q_N, coefficient_N)
+
+
+def _check_unused(args: ForwardBackward) -> None:
+    """A factor that the loss does not look at was meant to do something."""
+    unused, used = ("weights", "advantages")
+    if args.loss is Loss.CROSS_ENTROPY:
+        unused, used = used, unused
+    for i, datum in enumerate(args.batch):
+        if getattr(datum, unused) is not None:
+            raise CallerError(
+                f"the loss {args.loss} does not use {unused}",
+                field=_field(unused)(i),
+                remedy=f"leave it out, or multiply it into {used}",
+            )
 
 
 def _field(name: str) -> FieldOf:
@@ -114,7 +137,11 @@ def _joined(
         return np.array(list(chain.from_iterable(lists)), dtype=dtype)
     for i, array in enumerate(values):
         if isinstance(array, bytes) and len(array) % 4:
-            raise CallerError(f"{len(array)} bytes are no whole number of values", field=field(i))
+            raise CallerError(
+                f"{len(array)} bytes are no whole number of values",
+                field=field(i),
+                remedy="send 4 little-endian bytes a value",
+            )
     packed = (a if isinstance(a, bytes) else np.array(a, dtype=dtype).tobytes() for a in values)
     return np.frombuffer(b"".join(packed), dtype=dtype)
 
@@ -137,14 +164,15 @@ def _check_lengths(lengths_S: Ints, expected_S: Ints, field: FieldOf) -> None:
 
 
 def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
-    if not data:
-        raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
     tokens, targets = [datum.tokens for datum in data], [datum.targets for datum in data]
     tokens_N = joined_ints(tokens, _field("tokens"))
     targets_N = joined_ints(targets, _field("targets"))
     lengths_S = np.array([length(array) for array in tokens])
     if not lengths_S.all():
-        raise CallerError("it has no tokens", field=_field("tokens")(int(lengths_S.argmin())))
+        first = int(lengths_S.argmin())
+        raise CallerError(
+            "it has no tokens", field=_field("tokens")(first), remedy="give at least one"
+        )
     _check_lengths(np.array([length(a) for a in targets]), lengths_S, _field("targets"))
     check_tokens(tokens_N, vocab_size, tokens, _field("tokens"))
     check_tokens(targets_N, vocab_size, targets, _field("targets"))

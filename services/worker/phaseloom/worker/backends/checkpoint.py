@@ -2,12 +2,14 @@
 
 `model.safetensors` and `config.json` are what `transformers` loads; `training.safetensors` holds
 gradients (`<parameter>.grad`), AdamW's moments and its step, where the deployment is trainable.
+Tensors are whole whatever layout wrote them; a rank reads its rows only.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +18,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import TensorSlot
-from phaseloom.worker.backends.layout import Layout
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.layout import Region, shard
 from phaseloom.worker.backends.model import HeapTensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -25,26 +27,53 @@ TRAINING_FILE = "training.safetensors"
 CONFIG_FILE = "config.json"
 
 
-def save(directory: Path, config: PreTrainedConfig, layout: Layout, tensors: HeapTensors) -> None:
-    """Write into an existing directory. Raises: OSError."""
-    weights = tensors.views(layout.weights)
-    save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2, sort_keys=True))
-    if layout.training:
-        state = {slot.name: tensors.view(slot) for slot in layout.training.slots}
-        save_file(state, directory / TRAINING_FILE)
+Tensors = Mapping[str, torch.Tensor]
 
 
-def load(directory: Path, layout: Layout, tensors: HeapTensors) -> None:
+def save(directory: Path, config: PreTrainedConfig, weights: Tensors, training: Tensors) -> None:
+    """Write whole tensors into an existing directory; no `training` if it is empty.
+
+    Raises: ResourceError: it cannot be written.
+    """
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True)
+    try:
+        save_file(dict(weights), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        (directory / CONFIG_FILE).write_text(text)
+        if training:
+            save_file(dict(training), directory / TRAINING_FILE)
+    except (SafetensorError, OSError) as error:
+        raise ResourceError(f"the checkpoint cannot be written: {error}") from error
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a tensor of a checkpoint goes: some of its rows, into a view of a heap."""
+
+    shape: list[int]
+    """Of the whole tensor."""
+    rows: range
+    view: torch.Tensor
+
+
+def targets(
+    region: Region, tensors: HeapTensors, shapes: Mapping[str, list[int]], ranks: RankGroup
+) -> dict[str, Target]:
+    """Args: shapes: of the whole parameters."""
+    return {
+        slot.name: Target(shapes[name], shard(shapes[name], ranks).rows, tensors.view(slot))
+        for name, slot in region.slots.items()
+    }
+
+
+def load(directory: Path, weights: Mapping[str, Target], training: Mapping[str, Target]) -> None:
     """Replace the whole state; a weights-only checkpoint starts training state afresh.
 
     Raises: CallerError: a checkpoint of another model, or none; the state is untouched.
             ResourceError: DATA_LOSS, a file that cannot be read; the state may be half replaced.
     """
-    weights = directory / WEIGHTS_FILE
-    training = directory / TRAINING_FILE
-    training_slots = {slot.name: slot for slot in layout.training.slots} if layout.training else {}
-    if not weights.is_file():
+    file = directory / WEIGHTS_FILE
+    training_file = directory / TRAINING_FILE
+    if not file.is_file():
         raise CallerError(
             "there is no such checkpoint",
             code=Code.NOT_FOUND,
@@ -52,25 +81,25 @@ def load(directory: Path, layout: Layout, tensors: HeapTensors) -> None:
             remedy="name one that save_state has written",
         )
     try:
-        _check_fits(weights, layout.weights.slots)
-        if training_slots and training.is_file():
-            _check_fits(training, training_slots)
-        _copy_in(weights, layout.weights.slots, tensors)
-        if training_slots and training.is_file():
-            _copy_in(training, training_slots, tensors)
+        _check_fits(file, weights)
+        if training and training_file.is_file():
+            _check_fits(training_file, training)
+        _copy_in(file, weights)
+        if training and training_file.is_file():
+            _copy_in(training_file, training)
         else:
-            for slot in training_slots.values():
-                tensors.view(slot).zero_()
+            for target in training.values():
+                target.view.zero_()
     except (SafetensorError, OSError) as error:
         raise ResourceError(
             f"the checkpoint cannot be read: {error}", code=Code.DATA_LOSS, field="args.name"
         ) from error
 
 
-def _check_fits(path: Path, slots: Mapping[str, TensorSlot]) -> None:
+def _check_fits(path: Path, targets: Mapping[str, Target]) -> None:
     with safe_open(path, framework="pt") as file:
         stored = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    expected = {name: list(slot.shape) for name, slot in slots.items()}
+    expected = {name: target.shape for name, target in targets.items()}
     if stored != expected:
         names = sorted(stored.keys() | expected.keys())
         differing = [name for name in names if stored.get(name) != expected.get(name)]
@@ -82,7 +111,11 @@ def _check_fits(path: Path, slots: Mapping[str, TensorSlot]) -> None:
         )
 
 
-def _copy_in(path: Path, slots: Mapping[str, TensorSlot], tensors: HeapTensors) -> None:
+def _copy_in(path: Path, targets: Mapping[str, Target]) -> None:
     with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, slot in slots.items():
-            tensors.view(slot).copy_(file.get_tensor(name))
+        for name, target in targets.items():
+            if target.shape:
+                rows = file.get_slice(name)[target.rows.start : target.rows.stop]
+            else:
+                rows = file.get_tensor(name)
+            target.view.copy_(rows)

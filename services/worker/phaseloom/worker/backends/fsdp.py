@@ -7,15 +7,21 @@ Invariants
 - After every pass parameters are sharded again, so FSDP2 keeps no copy that a load would leave
   stale.
 - Losses are sums, so gradients are summed over ranks too, never averaged.
+- All ranks enter the same collectives in the same order: they run as many passes as the one with
+  the most does, and one that fails by itself between two collectives tells the others first.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.messages import (
     AdamParams,
     DeploymentSpec,
@@ -38,18 +44,19 @@ from phaseloom.common.messages import (
     OptimStepResult,
 )
 from phaseloom.worker.backends import checkpoint, scoring
-from phaseloom.worker.backends.batch import loss_batch
+from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
+from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.backends.layout import Layout, plan
+from phaseloom.worker.backends.layout import Region, check_layout, plan, shard
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.model import (
     HeapTensors,
-    as_arrays,
+    as_little_endian,
     build_model,
     parameter_shapes,
     return_freed_memory,
 )
-from phaseloom.worker.backends.packing import Pass, passes
+from phaseloom.worker.backends.packing import Pass, idle_pass, passes
 from phaseloom.worker.heap import Heap
 
 READING = frozenset({"forward", "save_state"})
@@ -68,53 +75,96 @@ class _Training:
     step: torch.Tensor
 
 
-class FsdpBackend:
-    """See `Backend`. One rank, world size 1: the heap holds the one shard, hence whole tensors."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    def __init__(self, spec: DeploymentSpec, heap: Heap) -> None:
-        self._layout = _layout(spec)
+
+def _collective(
+    method: Callable[Concatenate[FsdpBackend, P], R],
+) -> Callable[Concatenate[FsdpBackend, P], R]:
+    """Tell a broken group from an operation's own errors.
+
+    Gloo's first error names it; those that follow may not, and none has a class of its own.
+    """
+
+    @functools.wraps(method)
+    def checked(backend: FsdpBackend, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(backend, *args, **kwargs)
+        except RuntimeError as error:
+            backend._is_broken |= "gloo" in str(error)
+            if not backend._is_broken:
+                raise
+            raise GroupBroken(f"another rank is gone or late: {error}") from error
+
+    return checked
+
+
+class FsdpBackend:
+    """See `Backend`. A rank's heap holds its shards; with one rank these are the whole tensors."""
+
+    def __init__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> None:
+        check_layout(spec, ranks)
+        self._ranks = ranks
+        self._shapes = parameter_shapes(spec.model)
+        self._layout = plan(self._shapes, trainable=spec.trainable, ranks=ranks)
+        self._version = plan(self._shapes, trainable=False).weights
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
+        self.version_slots = [*self._version.slots.values()]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
-        self._store = _join_process_group()
+        self._is_broken = False
+        self._group = ExitStack()
+        _join_process_group(ranks, self._group)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
         self._scorer = scoring.Scorer(self._model)
         _shard(self._scorer, self._model._no_split_modules or (), mesh)
-        _move_parameters(self._scorer, self._tensors.views(self._layout.weights))
+        weights = self._layout.weights
+        _move_parameters(self._scorer, self._tensors.views(weights), self._padded(weights))
         self._training = self._prepare_training(mesh) if spec.trainable else None
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec) -> int:
-        return _layout(spec).num_bytes
+    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+        check_layout(spec, ranks)
+        return plan(parameter_shapes(spec.model), trainable=spec.trainable, ranks=ranks).num_bytes
 
-    def generate(self, args: Generate) -> GenerateResult:
-        raise CallerError(
-            "the fsdp backend does not generate",
-            field="args.type",
-            remedy="send generate to a deployment with the backend 'sampler'",
-        )
+    def check_generate(self, args: Generate) -> None:
+        raise _does_not_generate()
 
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
+        raise _does_not_generate()
+
+    def check_forward(self, args: Forward) -> None:
+        check_some(args.batch)
+        forward_batch(args, self.vocab_size)
+
+    @_collective
     def forward(self, args: Forward) -> ForwardResult:
+        batch = forward_batch(args, self.vocab_size)
         with torch.no_grad():
-            return scoring.forward(self._scorer, args, self.vocab_size)
+            packed = self._passes(batch, only_used=False)
+            return ForwardResult([*scoring.logprobs(self._scorer, batch, packed)])
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
+        check_some(args.batch)
         loss_batch(args, self.vocab_size)
 
+    @_collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Raises: CallerError: loss or gradients are not finite; the gradients are spoilt then."""
         training = self._trained()
         loss = 0.0
         num_tokens = 0
-        for packed in passes(loss_batch(args, self.vocab_size), only_used=True):
+        for packed in self._passes(loss_batch(args, self.vocab_size), only_used=True):
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
-        if not (math.isfinite(loss) and math.isfinite(training.gradients.sum().item())):
+        is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
+        if self._max(not is_finite):
             raise CallerError(
                 f"the loss ({loss}) or a gradient of it is not finite",
                 field="args.batch",
@@ -122,6 +172,11 @@ class FsdpBackend:
             )
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
 
+    def check_optim_step(self, adam: AdamParams) -> None:
+        self._trained()
+        _check_adam(adam)
+
+    @_collective
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
         """Raises: CallerError, before anything happened."""
         training = self._trained()
@@ -149,23 +204,77 @@ class FsdpBackend:
         training.gradients.zero_()
         return OptimStepResult({"grad_norm:mean": norm})
 
+    def zero_gradients(self) -> None:
+        if self._training is not None:
+            self._training.gradients.zero_()
+
+    @_collective
     def weights_sha256(self) -> str:
-        return weights_sha256(as_arrays(self._tensors.views(self._layout.weights)))
+        digest = torch.zeros(32, dtype=torch.uint8)
+        tensors = self._whole(self._layout.weights)
+        if self._ranks.rank == 0:
+            hexadecimal = weights_sha256(as_little_endian(tensors))
+            if self._ranks.world_size == 1:
+                return hexadecimal
+            digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
+        else:
+            _exhaust(tensors)
+        dist.broadcast(digest, src=0)
+        return bytes(digest.tolist()).hex()
 
+    @_collective
     def save(self, directory: Path) -> None:
-        checkpoint.save(directory, self._model.config, self._layout, self._tensors)
+        """Over several ranks, rank 0 has the whole state in memory meanwhile, beside its heap."""
+        layout = self._layout
+        weights = dict(self._whole(layout.weights))
+        training: dict[str, torch.Tensor] = {}
+        if layout.training is not None:
+            for region in layout.training.regions:
+                for name, tensor in self._whole(region):
+                    training[region.slots[name].name] = tensor
+            training[layout.training.step.name] = self._tensors.view(layout.training.step)
+        with self._all_or_none():
+            if self._ranks.rank == 0:
+                checkpoint.save(directory, self._model.config, weights, training)
 
+    @_collective
     def load(self, directory: Path) -> None:
-        checkpoint.load(directory, self._layout, self._tensors)
+        layout = self._layout
+        training: dict[str, checkpoint.Target] = {}
+        if layout.training is not None:
+            for region in layout.training.regions:
+                training |= self._targets(region)
+            step = layout.training.step
+            training[step.name] = checkpoint.Target([], range(0), self._tensors.view(step))
+        with self._all_or_none():
+            checkpoint.load(directory, self._targets(layout.weights), training)
+
+    @_collective
+    def write_weights(self, buffer: memoryview | None) -> None:
+        tensors = self._whole(self._layout.weights)
+        if buffer is None:
+            _exhaust(tensors)
+            return
+        end = 0
+        for name, tensor in tensors:
+            slot = self._version.slots[name]
+            buffer[end : slot.offset] = bytes(slot.offset - end)
+            end = slot.offset + slot.num_bytes
+            buffer[slot.offset : end] = tensor.contiguous().numpy().data.cast("B")
+        buffer[end:] = bytes(self._version.stop - end)
+
+    def read_weights(self, buffer: memoryview) -> None:
+        for name, slot in self._layout.weights.slots.items():
+            whole = self._version.slots[name]
+            rows = shard(self._shapes[name], self._ranks).rows
+            start = whole.offset + whole.num_bytes // whole.shape[0] * rows.start
+            self._tensors.bytes_of(slot)[:] = buffer[start : start + slot.num_bytes]
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights: FSDP2 re-shards after every pass."""
 
     def close(self) -> None:
-        if self._store:
-            dist.destroy_process_group()
-            self._store.cleanup()
-            self._store = None
+        self._group.close()
 
     def _trained(self) -> _Training:
         if self._training is None:
@@ -176,6 +285,58 @@ class FsdpBackend:
             )
         return self._training
 
+    def _whole(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors by parameter, sorted, one at a time; nothing but on rank 0. Collective."""
+        for name, padded in self._padded(region).items():
+            if self._ranks.world_size == 1:
+                yield name, padded
+            elif self._ranks.rank == 0:
+                shards = padded.new_empty([self._ranks.world_size, *padded.shape])
+                dist.gather(padded, [*shards.unbind()], dst=0)
+                yield name, shards.flatten(0, 1)[: self._shapes[name][0]]
+            else:
+                dist.gather(padded, dst=0)
+
+    def _padded(self, region: Region) -> dict[str, torch.Tensor]:
+        """The rank's shards with their padding, as large on all ranks."""
+        return {
+            name: self._tensors.view(slot, shard(self._shapes[name], self._ranks).padded_shape)
+            for name, slot in region.slots.items()
+        }
+
+    def _targets(self, region: Region) -> dict[str, checkpoint.Target]:
+        return checkpoint.targets(region, self._tensors, self._shapes, self._ranks)
+
+    def _passes(self, batch: Batch, *, only_used: bool) -> Iterator[Pass]:
+        """The passes over this rank's data, then as many idle ones as the busiest rank has more."""
+        if self._ranks.world_size == 1:
+            yield from passes(batch, only_used=only_used)
+            return
+        own = [*passes(batch, only_used=only_used)]
+        num_idle = self._max(len(own)) - len(own)
+        yield from own
+        for _ in range(num_idle):
+            yield idle_pass()
+
+    def _max(self, value: int) -> int:
+        """The largest of all ranks' values. Collective."""
+        if self._ranks.world_size == 1:
+            return int(value)
+        largest = torch.tensor(int(value))
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Where one rank fails in here all do, so that none waits for it in the next collective."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self._max(failure is not None):
+            raise failure or ResourceError("another rank of the group failed", code=Code.ABORTED)
+
     def _prepare_training(self, mesh: DeviceMesh) -> _Training:
         weights, layout, tensors = self._layout.weights, self._layout.training, self._tensors
         assert layout is not None
@@ -183,7 +344,12 @@ class FsdpBackend:
         for name, parameter in self._model.named_parameters():
             assert isinstance(parameter, DTensor)
             parameter.grad = DTensor.from_local(
-                gradients[name], mesh, parameter.placements, run_check=False
+                gradients[name],
+                mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
         return _Training(
             tensors.flat(weights),
@@ -219,21 +385,40 @@ def _check_adam(adam: AdamParams) -> None:
             )
 
 
-def _layout(spec: DeploymentSpec) -> Layout:
-    return plan(parameter_shapes(spec.model), trainable=spec.trainable)
+def _does_not_generate() -> CallerError:
+    return CallerError(
+        "the fsdp backend does not generate",
+        field="args.type",
+        remedy="send generate to a deployment with the backend 'sampler'",
+    )
 
 
-def _join_process_group() -> tempfile.TemporaryDirectory[str] | None:
-    """Make the process's group if there is none yet; the directory of its store, owned by us.
+def _join_process_group(ranks: RankGroup, joined: ExitStack) -> None:
+    """Make the process's group if there is none yet; `joined` ends what this makes.
 
     A store in a file needs no port that could collide.
+
+    Raises: GroupBroken: the other ranks did not come.
     """
-    if dist.is_initialized():
-        return None
-    directory = tempfile.TemporaryDirectory(prefix="phaseloom-store-")
-    init_method = (Path(directory.name) / "store").as_uri()
-    dist.init_process_group("gloo", init_method=init_method, rank=0, world_size=1)
-    return directory
+    if ranks.world_size == 1 and dist.is_initialized():
+        return
+    if ranks.world_size == 1:
+        directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
+        store = Path(directory) / "store"
+    else:
+        store = Path(ranks.store_path).absolute()
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=store.as_uri(),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=ranks.timeout_s),
+        )
+    except RuntimeError as error:
+        # Of the store, of gloo's or of the rendezvous: they have no class in common.
+        raise GroupBroken(f"not all {ranks.world_size} ranks came: {error}") from error
+    joined.callback(dist.destroy_process_group)
 
 
 def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:
@@ -248,11 +433,28 @@ def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _move_parameters(scorer: scoring.Scorer, views: dict[str, torch.Tensor]) -> None:
-    """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives."""
-    for name, parameter in scorer.model.named_parameters():
+def _exhaust(tensors: Iterator[object]) -> None:
+    """Take part in a gathering without wanting anything of it."""
+    for _ in tensors:
+        raise AssertionError("only rank 0 is given tensors")
+
+
+Views = Mapping[str, torch.Tensor]
+
+
+def _move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
+    """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives.
+
+    FSDP2 gathers from shards with their padding; it takes a tensor that has it as it is, and would
+    copy one that lacks it out of the heap.
+    """
+    parameters = dict(scorer.model.named_parameters())
+    for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         views[name].copy_(parameter.to_local().detach())
-        parameter._local_tensor = views[name]
+        parameter._local_tensor = padded[name]
     apply: Callable[..., nn.Module] = scorer._apply
     apply(lambda tensor: tensor)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor)
+        parameter._local_tensor = views[name]

@@ -3,7 +3,8 @@
 One layout rule for all backends: regions follow one another, each holds the parameters sorted by
 name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and a
 weights version, and each region doubles as one flat tensor for elementwise work; the padding
-between tensors is zero and stays zero. Pure; no torch.
+between tensors is zero and stays zero. Over several ranks each heap holds the rank's shards, with
+room for the padding that makes them as large on every rank. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from phaseloom.common import layouts
+from phaseloom.common.errors import CallerError, Code, InternalError
+from phaseloom.common.messages import DeploymentSpec
 from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.heap import align
 
 FLOAT32_BYTES = 4
@@ -40,9 +45,12 @@ class TrainingLayout:
     step: TensorSlot
 
     @property
+    def regions(self) -> tuple[Region, Region, Region]:
+        return (self.gradients, self.exp_avg, self.exp_avg_sq)
+
+    @property
     def slots(self) -> list[TensorSlot]:
-        regions = (self.gradients, self.exp_avg, self.exp_avg_sq)
-        return [*(slot for region in regions for slot in region.slots.values()), self.step]
+        return [*(slot for region in self.regions for slot in region.slots.values()), self.step]
 
 
 @dataclass(frozen=True)
@@ -59,28 +67,69 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        last = self.slots[-1]
-        return align(last.offset + last.num_bytes)
+        if self.training is None:
+            return self.weights.stop
+        return align(self.training.step.offset + FLOAT32_BYTES)
 
 
-def plan(shapes: Mapping[str, Sequence[int]], *, trainable: bool) -> Layout:
-    """Lay out float32 parameters of these shapes, and their training state if `trainable`."""
-    weights = _region(shapes, 0, Role.WEIGHT, "")
+@dataclass(frozen=True)
+class Shard:
+    """A rank's rows of a parameter; it is given room for `padded_shape`, of which the last rows
+    may be padding, so that all ranks' shards are as large."""
+
+    rows: range
+    shape: list[int]
+    padded_shape: list[int]
+
+
+def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
+    """As FSDP2 shards a parameter over ranks."""
+    if not shape:
+        return Shard(range(1), [], [])
+    (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
+    return Shard(piece.indices, [len(piece.indices), *shape[1:]], [piece.length, *shape[1:]])
+
+
+def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
+    """Raises: CallerError: FAILED_PRECONDITION, it asks for more than data parallelism."""
+    layouts.check_layout(spec.layout)
+    for axis in ("tp", "pp", "cp", "ep"):
+        size = getattr(spec.layout, axis)
+        if size > 1:
+            raise CallerError(
+                f"the {spec.backend} backend cannot do {axis} = {size}",
+                code=Code.FAILED_PRECONDITION,
+                field=f"layout.{axis}",
+                remedy=f"use layout.{axis} = 1, and layout.dp for more ranks",
+            )
+    if spec.layout.num_ranks != ranks.world_size:
+        raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
+
+
+def plan(
+    shapes: Mapping[str, Sequence[int]], *, trainable: bool, ranks: RankGroup = ALONE
+) -> Layout:
+    """Lay out a rank's shards of float32 parameters, and their training state if `trainable`.
+
+    Args: shapes: of the whole parameters.
+    """
+    shards = {name: shard(shape, ranks) for name, shape in shapes.items()}
+    weights = _region(shards, 0, Role.WEIGHT, "")
     if not trainable:
         return Layout(weights)
-    gradients = _region(shapes, weights.stop, Role.GRADIENT, ".grad")
-    exp_avg = _region(shapes, gradients.stop, Role.OPTIMIZER, ".exp_avg")
-    exp_avg_sq = _region(shapes, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
+    gradients = _region(shards, weights.stop, Role.GRADIENT, ".grad")
+    exp_avg = _region(shards, gradients.stop, Role.OPTIMIZER, ".exp_avg")
+    exp_avg_sq = _region(shards, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
     step = TensorSlot(STEP, Role.OPTIMIZER, "float32", [], exp_avg_sq.stop, FLOAT32_BYTES)
     return Layout(weights, TrainingLayout(gradients, exp_avg, exp_avg_sq, step))
 
 
-def _region(shapes: Mapping[str, Sequence[int]], start: int, role: Role, suffix: str) -> Region:
+def _region(shards: Mapping[str, Shard], start: int, role: Role, suffix: str) -> Region:
     slots: dict[str, TensorSlot] = {}
     offset = start
-    for name in sorted(shapes):
-        shape = list(shapes[name])
-        num_bytes = prod(shape) * FLOAT32_BYTES
-        slots[name] = TensorSlot(name + suffix, role, "float32", shape, offset, num_bytes)
-        offset = align(offset + num_bytes)
+    for name in sorted(shards):
+        part = shards[name]
+        num_bytes = prod(part.shape) * FLOAT32_BYTES
+        slots[name] = TensorSlot(name + suffix, role, "float32", part.shape, offset, num_bytes)
+        offset = align(offset + prod(part.padded_shape) * FLOAT32_BYTES)
     return Region(start, offset, slots)

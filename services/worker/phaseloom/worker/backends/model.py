@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import ModelSpec
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.worker.backends.layout import Region
+from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
 from phaseloom.worker.heap import Heap
 
 MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
@@ -50,12 +51,20 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(model_type, **values)
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise CallerError(str(error), field="model.config") from error
+        raise CallerError(
+            str(error), field="model.config", remedy="correct the config's value"
+        ) from error
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise CallerError(
             "sliding-window attention is not supported",
             field="model.config.layer_types",
             remedy="use full_attention in every layer",
+        )
+    if spec.token_texts and len(spec.token_texts) != config.vocab_size:
+        raise CallerError(
+            f"there are {len(spec.token_texts)} texts for {config.vocab_size} token ids",
+            field="model.token_texts",
+            remedy="give one text a token id, empty where it has none",
         )
     return config
 
@@ -65,7 +74,11 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     except (ValueError, KeyError) as error:
-        raise CallerError(f"no model can be built: {error}", field="model.config") from error
+        raise CallerError(
+            f"no model can be built: {error}",
+            field="model.config",
+            remedy="give the config of a causal language model, as `config.to_dict()` does",
+        ) from error
     # Never train(): dropout would draw from the global generator.
     return model.eval()  # type: ignore[no-any-return]
 
@@ -89,24 +102,36 @@ class HeapTensors:
     """Torch's view of a heap. The tensors keep the mapping alive, not its content."""
 
     def __init__(self, heap: Heap) -> None:
-        self._bytes = torch.frombuffer(heap.buffer, dtype=torch.uint8)
+        self._buffer = heap.buffer
+        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
 
-    def view(self, slot: TensorSlot) -> torch.Tensor:
-        flat = self._bytes[slot.offset : slot.offset + slot.num_bytes].view(torch.float32)
-        return flat.view(slot.shape)
+    def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """Args: shape: of more rows than the slot's, where it has room for padding."""
+        shape = slot.shape if shape is None else shape
+        stop = slot.offset + math.prod(shape) * FLOAT32_BYTES
+        return self._bytes[slot.offset : stop].view(torch.float32).view(shape)
 
     def views(self, region: Region) -> dict[str, torch.Tensor]:
         return {name: self.view(slot) for name, slot in region.slots.items()}
+
+    def content(self, region: Region) -> memoryview:
+        """The region's bytes themselves."""
+        return self._buffer[region.start : region.stop]
+
+    def bytes_of(self, slot: TensorSlot) -> memoryview:
+        return self._buffer[slot.offset : slot.offset + slot.num_bytes]
 
     def flat(self, region: Region) -> torch.Tensor:
         """The region as one float32 vector, the zero padding between tensors included."""
         return self._bytes[region.start : region.stop].view(torch.float32)
 
 
-def as_arrays(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """(name, little-endian array) sorted by name, aliasing the tensors where the machine allows."""
-    for name in sorted(tensors):
-        array = tensors[name].detach().numpy()
+def as_little_endian(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The tensors as arrays, aliasing them where the machine allows."""
+    for name, tensor in tensors:
+        array = tensor.detach().numpy()
         yield name, array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 

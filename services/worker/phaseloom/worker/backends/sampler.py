@@ -1,24 +1,30 @@
 """Sampling backend: generates with a KV cache and gives log-probabilities; weights only.
 
 A token is drawn by inverting the CDF at a uniform that is a function of (prompt seed, sample,
-position), see `rng`. An operation is a batch of its own (`Batching.OPERATION`): its tokens depend
-on its arguments and the weights, never on what else is in flight.
+position), see `rng`. Requests that come in one call are decoded as one batch, in as few waves as
+memory allows; one that comes alone is a batch of its own, and its result the same bits always.
+Every rank of a WPG holds the whole weights and generates for its own prompts: no collectives.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from transformers import PreTrainedConfig
 
-from phaseloom.common.arrays import length
-from phaseloom.common.errors import CallerError
+from phaseloom.common.arrays import int32s, length
+from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.messages import (
     AdamParams,
+    Datum,
     DeploymentSpec,
+    Float32s,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -26,23 +32,29 @@ from phaseloom.common.messages import (
     Generate,
     GenerateResult,
     OptimStepResult,
-    Prompt,
     SamplingParams,
     Sequence,
 )
 from phaseloom.worker.backends import checkpoint, scoring
-from phaseloom.worker.backends.batch import Ints, check_tokens, joined_ints
+from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.batch import (
+    Ints,
+    check_some,
+    check_tokens,
+    forward_batch,
+    joined_ints,
+)
 from phaseloom.worker.backends.decode import Decoder
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.backends.layout import Layout, plan
+from phaseloom.worker.backends.generation import Rows, Sampling
+from phaseloom.worker.backends.layout import Layout, check_layout, plan
 from phaseloom.worker.backends.model import (
     HeapTensors,
-    as_arrays,
+    as_little_endian,
     build_model,
     parameter_shapes,
     return_freed_memory,
 )
-from phaseloom.worker.backends.rng import uniforms
 from phaseloom.worker.heap import Heap
 
 KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
@@ -50,21 +62,23 @@ KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weig
 WAVE_TOKENS = 65536
 """Most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
 
-KEEP_ROWS = 0.75
-"""Finished rows are dropped from the batch once fewer than this share of its rows are live."""
-
 
 class SamplerBackend:
     """See `Backend`. Log-probabilities are the model's own (temperature 1), whatever the
     temperature that tokens were drawn at: what the learner's log-probabilities compare with."""
 
-    def __init__(self, spec: DeploymentSpec, heap: Heap) -> None:
+    def __init__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> None:
+        check_layout(spec, ranks)
+        self._rank = ranks.rank
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
+        self.version_slots = self.slots
         self.kinds = KINDS
+        self._token_texts = spec.model.token_texts
         self._model = build_model(spec.model).requires_grad_(False)
         self.vocab_size = int(self._model.config.vocab_size)
+        self._ends = _end_tokens(self._model.config, self.vocab_size)
         self._max_positions = int(self._model.config.max_position_embeddings)
         views = self._tensors.views(self._layout.weights)
         for name, parameter in self._model.named_parameters():
@@ -75,50 +89,11 @@ class SamplerBackend:
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec) -> int:
+    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+        check_layout(spec, ranks)
         return _layout(spec).num_bytes
 
-    def generate(self, args: Generate) -> GenerateResult:
-        prompts = self._checked_prompts(args)
-        longest = max(tokens_T.size for tokens_T in prompts)
-        per_prompt = args.num_samples * (longest + args.sampling.max_tokens)
-        wave = max(1, WAVE_TOKENS // per_prompt)
-        sequences: list[list[Sequence]] = []
-        with torch.inference_mode():
-            for start in range(0, len(prompts), wave):
-                part = slice(start, start + wave)
-                sequences += self._generate_wave(prompts[part], args.prompts[part], args)
-        return GenerateResult(sequences)
-
-    def forward(self, args: Forward) -> ForwardResult:
-        with torch.inference_mode():
-            return scoring.forward(self._scorer, args, self.vocab_size)
-
-    def check_forward_backward(self, args: ForwardBackward) -> None:
-        raise _does_not_train("forward_backward")
-
-    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        raise _does_not_train("forward_backward")
-
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
-        raise _does_not_train("optim_step")
-
-    def weights_sha256(self) -> str:
-        return weights_sha256(as_arrays(self._tensors.views(self._layout.weights)))
-
-    def save(self, directory: Path) -> None:
-        checkpoint.save(directory, self._model.config, self._layout, self._tensors)
-
-    def load(self, directory: Path) -> None:
-        checkpoint.load(directory, self._layout, self._tensors)
-
-    def weights_changed(self) -> None:
-        """Nothing is derived from the weights: every call reads them from the heap."""
-
-    def close(self) -> None:
-        """Nothing to end: no process group, no thread."""
-
-    def _checked_prompts(self, args: Generate) -> list[Ints]:
+    def check_generate(self, args: Generate) -> None:
         if not args.prompts:
             raise CallerError(
                 "there are no prompts", field="args.prompts", remedy="send at least 1 prompt"
@@ -126,12 +101,77 @@ class SamplerBackend:
         if args.num_samples < 1:
             raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
         _check_sampling(args.sampling, self.vocab_size)
+        if args.sampling.stop_strings and not self._token_texts:
+            raise CallerError(
+                "the model has no token_texts to find strings in",
+                code=Code.FAILED_PRECONDITION,
+                field="args.sampling.stop_strings",
+                remedy="declare the deployment with model.token_texts, or use stop_token_ids",
+            )
         tokens = [prompt.tokens for prompt in args.prompts]
-        tokens_N = joined_ints(tokens, _prompt_field)
-        check_tokens(tokens_N, self.vocab_size, tokens, _prompt_field)
-        lengths = [length(array) for array in tokens]
-        self._check_lengths(lengths, args.sampling.max_tokens)
-        return np.split(tokens_N, np.cumsum(lengths)[:-1])
+        check_tokens(joined_ints(tokens, _prompt_field), self.vocab_size, tokens, _prompt_field)
+        self._check_lengths([length(array) for array in tokens], args.sampling.max_tokens)
+
+    def generate(self, requests: Seq[Generate], watch: Watch) -> list[GenerateResult | None]:
+        call = _Call(requests, watch)
+        with torch.inference_mode():
+            logprobs = [self._prompt_logprobs(args) for args in requests]
+            for wave in call.waves():
+                self._generate_wave(call, wave)
+        return [
+            None if i in call.cancelled else GenerateResult(call.sequences[i], logprobs[i])
+            for i in range(len(requests))
+        ]
+
+    def check_forward(self, args: Forward) -> None:
+        check_some(args.batch)
+        forward_batch(args, self.vocab_size)
+
+    def forward(self, args: Forward) -> ForwardResult:
+        with torch.inference_mode():
+            batch = forward_batch(args, self.vocab_size)
+            return ForwardResult([*scoring.logprobs(self._scorer, batch)])
+
+    def check_forward_backward(self, args: ForwardBackward) -> None:
+        raise _does_not_train("forward_backward")
+
+    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        raise _does_not_train("forward_backward")
+
+    def check_optim_step(self, adam: AdamParams) -> None:
+        raise _does_not_train("optim_step")
+
+    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        raise _does_not_train("optim_step")
+
+    def zero_gradients(self) -> None:
+        """It has none."""
+
+    def weights_sha256(self) -> str:
+        return weights_sha256(as_little_endian(self._tensors.views(self._layout.weights).items()))
+
+    def save(self, directory: Path) -> None:
+        if self._rank == 0:
+            weights = self._tensors.views(self._layout.weights)
+            checkpoint.save(directory, self._model.config, weights, {})
+
+    def load(self, directory: Path) -> None:
+        weights = self._layout.weights
+        shapes = {name: slot.shape for name, slot in weights.slots.items()}
+        checkpoint.load(directory, checkpoint.targets(weights, self._tensors, shapes, ALONE), {})
+
+    def write_weights(self, buffer: memoryview | None) -> None:
+        if buffer is not None:
+            buffer[:] = self._tensors.content(self._layout.weights)
+
+    def read_weights(self, buffer: memoryview) -> None:
+        self._tensors.content(self._layout.weights)[:] = buffer
+
+    def weights_changed(self) -> None:
+        """Nothing is derived from the weights: every call reads them from the heap."""
+
+    def close(self) -> None:
+        """Nothing to end: no process group, no thread."""
 
     def _check_lengths(self, lengths: list[int], max_tokens: int) -> None:
         for i, num_tokens in enumerate(lengths):
@@ -147,107 +187,119 @@ class SamplerBackend:
                     remedy="shorten the prompt or lower max_tokens",
                 )
 
-    def _generate_wave(
-        self, tokens: list[Ints], prompts: list[Prompt], args: Generate
-    ) -> list[list[Sequence]]:
+    def _generate_wave(self, call: _Call, wave: list[_Prompt]) -> None:
         """Prefill every prompt once, decode all samples of all prompts together."""
-        draws = uniforms([p.seed for p in prompts], args.num_samples, args.sampling.max_tokens)
-        tokens_PT, padding_P = _left_pad(tokens)
-        capacity = tokens_PT.shape[1] + args.sampling.max_tokens
+        asked = self._sampling(call, wave)
+        rows = Rows(asked, self.vocab_size, self._token_texts)
+        tokens_PT, padding_P = _left_pad([prompt.tokens_T for prompt in wave])
+        capacity = tokens_PT.shape[1] + max(each.max_tokens for each in asked)
         prefill = self._decoder.prefill(tokens_PT, padding_P, capacity)
-        expand_B = torch.arange(len(prompts)).repeat_interleave(args.num_samples)
-        batch = _Batch(args.sampling, self.vocab_size, draws.reshape(expand_B.numel(), -1))
-        batch.accept(prefill.logits_BV.index_select(0, expand_B))
+        samples_P = [call.requests[prompt.request].num_samples for prompt in wave]
+        expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
+        call.accept(rows, prefill.logits_BV.index_select(0, expand_B))
         cache = prefill.cache.rows(expand_B)
-        while not batch.is_done:
-            if batch.has_many_finished:
-                cache = cache.rows(batch.drop_finished())
-            batch.accept(self._decoder.step(batch.last_B, cache))
-        flat, count = batch.sequences(), args.num_samples
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
+        while not rows.is_done:
+            if rows.has_many_finished:
+                cache = cache.rows(rows.drop_finished())
+            call.accept(rows, self._decoder.step(rows.last_B, cache))
+        for each, sequences in zip(asked, rows.sequences(), strict=True):
+            call.sequences[each.request] += sequences
 
-
-class _Batch:
-    """The tokens drawn so far. R rows asked for, B ≤ R rows still in the decoder's batch."""
-
-    def __init__(
-        self, sampling: SamplingParams, vocab_size: int, draws_RI: npt.NDArray[np.float64]
-    ) -> None:
-        num_rows, self._max_tokens = draws_RI.shape
-        self._temperature = sampling.temperature
-        self._draws_RI = torch.from_numpy(draws_RI)
-        self._is_stop_V = torch.zeros(vocab_size, dtype=torch.bool)
-        self._is_stop_V[sampling.stop_token_ids] = True
-        self._tokens_RI = np.zeros((num_rows, self._max_tokens), dtype="<i4")
-        self._logprobs_RI = np.zeros((num_rows, self._max_tokens), dtype="<f4")
-        self._length_R = np.full(num_rows, self._max_tokens)
-        self._stopped_R = np.zeros(num_rows, dtype=np.bool_)
-        self._rows_B = torch.arange(num_rows)
-        self._live_B = torch.ones(num_rows, dtype=torch.bool)
-        self._position = 0
-        self.last_B = torch.empty(0, dtype=torch.int64)
-
-    @property
-    def is_done(self) -> bool:
-        return self._position == self._max_tokens or not bool(self._live_B.any())
-
-    @property
-    def has_many_finished(self) -> bool:
-        return int(self._live_B.sum()) < KEEP_ROWS * self._live_B.numel()
-
-    def drop_finished(self) -> torch.Tensor:
-        """Keep the live rows only; which of the batch's rows they are."""
-        kept = self._live_B.nonzero().flatten()
-        self._rows_B = self._rows_B[kept]
-        self.last_B = self.last_B[kept]
-        self._live_B = self._live_B[kept]
-        return kept
-
-    def accept(self, logits_BV: torch.Tensor) -> None:
-        """Draw the next token of every row; a finished row's is ignored."""
-        draws_B = self._draws_RI[self._rows_B, self._position]
-        self.last_B, logprobs_B = draw(logits_BV, draws_B, self._temperature)
-        live = self._live_B.numpy()
-        rows = self._rows_B.numpy()[live]
-        self._tokens_RI[rows, self._position] = self.last_B.numpy()[live]
-        self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
-        self._position += 1
-        ends_B = self._is_stop_V[self.last_B] & self._live_B
-        ended = self._rows_B[ends_B].numpy()
-        self._length_R[ended] = self._position
-        self._stopped_R[ended] = True
-        self._live_B &= ~ends_B
-
-    def sequences(self) -> list[Sequence]:
-        return [
-            Sequence(
-                tokens=self._tokens_RI[row, :length].tobytes(),
-                logprobs=self._logprobs_RI[row, :length].tobytes(),
-                stop_reason="stop" if stopped else "length",
+    def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
+        """One entry a request; a request's prompts follow one another."""
+        asked: list[Sampling] = []
+        for request in dict.fromkeys(prompt.request for prompt in wave):
+            args = call.requests[request]
+            sampling = args.sampling
+            ends = [] if sampling.ignore_eos else self._ends
+            asked.append(
+                Sampling(
+                    request,
+                    [prompt.seed for prompt in wave if prompt.request == request],
+                    args.num_samples,
+                    sampling.max_tokens,
+                    sampling.temperature,
+                    [*ends, *sampling.stop_token_ids],
+                    sampling.stop_strings,
+                )
             )
-            for row, (length, stopped) in enumerate(
-                zip(self._length_R.tolist(), self._stopped_R.tolist(), strict=True)
-            )
+        return asked
+
+    def _prompt_logprobs(self, args: Generate) -> list[Float32s]:
+        """What `forward` says of each prompt, behind a 0 for its first token."""
+        if not args.prompt_logprobs:
+            return []
+        tokens = [int32s(prompt.tokens) for prompt in args.prompts]
+        scored = [Datum(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens if tokens_T[1:]]
+        lp = iter(scoring.logprobs(self._scorer, forward_batch(Forward(scored), self.vocab_size)))
+        return [b"\0\0\0\0" + (next(lp) if tokens_T[1:] else b"") for tokens_T in tokens]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt of a request of the call."""
+
+    request: int
+    tokens_T: Ints
+    seed: int
+
+
+class _Call:
+    """The requests of one call: what is drawn for each so far, and which are cancelled."""
+
+    def __init__(self, requests: Seq[Generate], watch: Watch) -> None:
+        self.requests = requests
+        self.cancelled: set[int] = set()
+        self.sequences: list[list[list[Sequence]]] = [[] for _ in requests]
+        self._watch = watch
+        self._num_done = [0] * len(requests)
+        self._num_total = [
+            len(args.prompts) * args.num_samples * args.sampling.max_tokens for args in requests
         ]
 
+    def waves(self) -> Iterator[list[_Prompt]]:
+        """Prompts to decode together; those of requests that are cancelled by then are left out."""
+        prompts = [prompt for i in range(len(self.requests)) for prompt in self._prompts(i)]
+        if not prompts:
+            return
+        longest = max(prompt.tokens_T.size for prompt in prompts)
+        capacity = longest + max(args.sampling.max_tokens for args in self.requests)
+        wave: list[_Prompt] = []
+        num_rows = 0
+        for prompt in prompts:
+            num_samples = self.requests[prompt.request].num_samples
+            if wave and (num_rows + num_samples) * capacity > WAVE_TOKENS:
+                yield wave
+                wave, num_rows = [], 0
+            if self._is_cancelled(prompt.request):
+                continue
+            wave.append(prompt)
+            num_rows += num_samples
+        if wave:
+            yield wave
 
-def draw(
-    logits_BV: torch.Tensor, draws_B: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B,) at these uniforms and their log-probabilities at temperature 1.
+    def _prompts(self, request: int) -> list[_Prompt]:
+        prompts = self.requests[request].prompts
+        tokens = [prompt.tokens for prompt in prompts]
+        ends = np.cumsum([length(array) for array in tokens])
+        tokens_P = np.split(joined_ints(tokens, _prompt_field), ends)
+        return [_Prompt(request, tokens_P[i], prompt.seed) for i, prompt in enumerate(prompts)]
 
-    The token is the first whose cumulated probability exceeds draw × total, so one of probability
-    zero is never drawn. Temperature 0 takes the likeliest.
-    """
-    logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
-    if temperature == 0:
-        tokens_B = logprobs_BV.argmax(dim=-1)
-    else:
-        scaled_BV = logprobs_BV if temperature == 1 else logprobs_BV / temperature
-        cdf_BV = torch.softmax(scaled_BV, dim=-1).double().cumsum(dim=-1)
-        threshold_B = draws_B * cdf_BV[:, -1]
-        tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()
+    def accept(self, rows: Rows, logits_BV: torch.Tensor) -> None:
+        """Draw a token in every row; tell how far that is, and end what nobody wants any more."""
+        drawn = rows.num_live()
+        rows.accept(logits_BV)
+        for request, num_tokens in drawn:
+            self._num_done[request] += num_tokens
+            self._watch.progress(request, self._num_done[request], self._num_total[request])
+        for request, _ in rows.num_live():
+            if self._is_cancelled(request):
+                rows.cancel(request)
+
+    def _is_cancelled(self, request: int) -> bool:
+        if request not in self.cancelled and self._watch.is_cancelled(request):
+            self.cancelled.add(request)
+        return request in self.cancelled
 
 
 def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,6 +321,10 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             field="args.sampling.temperature",
             remedy="use 0 for greedy, or a positive number",
         )
+    if "" in sampling.stop_strings:
+        raise CallerError(
+            "a string is empty", field="args.sampling.stop_strings", remedy="leave it out"
+        )
     stops = [sampling.stop_token_ids]
 
     def field(_: int) -> str:
@@ -287,6 +343,13 @@ def _does_not_train(kind: str) -> CallerError:
         field="args.type",
         remedy="send it to a trainable deployment with the backend 'fsdp'",
     )
+
+
+def _end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
+    """The end-of-sequence tokens that the model can say; a config may name one, several or none."""
+    named = config.eos_token_id
+    ids = [named] if isinstance(named, int) else named or []
+    return [token for token in ids if 0 <= token < vocab_size]
 
 
 def _layout(spec: DeploymentSpec) -> Layout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from phaseloom.common.messages import Float32s, Forward, ForwardResult
-from phaseloom.worker.backends.batch import forward_batch
+from phaseloom.worker.backends.batch import Batch
 from phaseloom.worker.backends.packing import Pass, passes
 
 
@@ -49,12 +50,12 @@ def _additive_mask(visible: torch.Tensor) -> torch.Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
-def forward(scorer: Scorer, args: Forward, vocab_size: int) -> ForwardResult:
-    """Raises: CallerError: naming the field that is at fault."""
-    batch = forward_batch(args, vocab_size)
+def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
+    """(T,) little-endian float32 log-probabilities of each sample's targets.
+
+    Args: packed: the batch's passes, where more of them are to be run than it has itself.
+    """
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
-    for packed in passes(batch, only_used=False):
-        lp_N[packed.source_N] = scorer(packed).numpy()
-    ends = batch.starts[1:-1]
-    results: list[Float32s] = [lp_T.tobytes() for lp_T in np.split(lp_N, ends)]
-    return ForwardResult(results)
+    for each in passes(batch, only_used=False) if packed is None else packed:
+        lp_N[each.source_N] = scorer(each).numpy()
+    return [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum, auto
 
+from phaseloom.common.ids import OperationKey
 from phaseloom.common.messages import CommandId
 
 REMEMBERED_COMMANDS = 10_000
+REMEMBERED_CANCELS = 1_000
 
 
 class Verdict(Enum):
@@ -40,6 +42,22 @@ class TakenCommands:
         self._taken[(id.sequence, id.index)] = None
         while len(self._taken) > REMEMBERED_COMMANDS:
             self._taken.popitem(last=False)
+
+
+class Cancelled:
+    """The operations that were to be cancelled last, run or yet to come: a cancel may overtake its
+    permit. Asked from any thread."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[OperationKey, None] = OrderedDict()
+
+    def __contains__(self, key: OperationKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: OperationKey) -> None:
+        self._keys[key] = None
+        while len(self._keys) > REMEMBERED_CANCELS:
+            self._keys.popitem(last=False)
 
 
 def judge_permit(

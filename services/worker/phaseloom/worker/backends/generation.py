@@ -1,0 +1,197 @@
+"""The tokens of a batch of rows while they are drawn: when each row ends, and why.
+
+Rows of several requests decode together. What a row draws, and when it ends, follows from its own
+request only; which rows are still in the decoder's batch changes nothing but the cost.
+
+Shapes: R rows asked for, B ≤ R rows still in the decoder's batch, I positions of new tokens,
+V vocabulary, Q requests of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phaseloom.common.messages import Sequence
+from phaseloom.worker.backends.rng import uniforms
+
+KEEP_ROWS = 0.75
+"""Finished rows are dropped from the batch once fewer than this share of its rows are live."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one request of the call asks for."""
+
+    request: int
+    """Its place in the call."""
+    seeds: list[int]
+    """Of its prompts in this batch."""
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    stop_token_ids: list[int]
+    stop_strings: list[str]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seeds) * self.num_samples
+
+
+class Rows:
+    """The tokens drawn so far, rows in the order of requests, prompts and samples."""
+
+    def __init__(self, asked: Seq[Sampling], vocab_size: int, token_texts: Seq[str]) -> None:
+        self._asked = asked
+        self._token_texts = token_texts
+        counts = [each.num_rows for each in asked]
+        num_rows, limit = sum(counts), max(each.max_tokens for each in asked)
+        self._of_R = torch.arange(len(asked)).repeat_interleave(torch.tensor(counts))
+        self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
+        self._is_stop_QV = torch.zeros(len(asked), vocab_size, dtype=torch.bool)
+        self._temperatures = sorted({each.temperature for each in asked})
+        which = [self._temperatures.index(each.temperature) for each in asked]
+        self._temperature_R = torch.tensor(which)[self._of_R]
+        self._texts: dict[int, _StopText] = {}
+        start = 0
+        for i, each in enumerate(asked):
+            draws = uniforms(each.seeds, each.num_samples, each.max_tokens)
+            rows = slice(start, start + each.num_rows)
+            self._draws_RI[rows, : each.max_tokens] = torch.from_numpy(draws).flatten(0, 1)
+            self._is_stop_QV[i, each.stop_token_ids] = True
+            if each.stop_strings:
+                self._texts |= {row: _StopText(each.stop_strings) for row in range(num_rows)[rows]}
+            start += each.num_rows
+        self._limit_R = torch.tensor([each.max_tokens for each in asked])[self._of_R]
+        self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
+        self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
+        self._length_R = self._limit_R.numpy().copy()
+        self._stopped_R = np.zeros(num_rows, dtype=np.bool_)
+        self._rows_B = torch.arange(num_rows)
+        self._live_B = torch.ones(num_rows, dtype=torch.bool)
+        self._position = 0
+        self.last_B = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def is_done(self) -> bool:
+        return not bool(self._live_B.any())
+
+    @property
+    def has_many_finished(self) -> bool:
+        return int(self._live_B.sum()) < KEEP_ROWS * self._live_B.numel()
+
+    def num_live(self) -> list[tuple[int, int]]:
+        """(request, its rows that are not done) of each request that has some."""
+        if len(self._asked) == 1:
+            return [(self._asked[0].request, int(self._live_B.sum()))] if not self.is_done else []
+        counts = np.bincount(self._of_R[self._rows_B].numpy()[self._live_B.numpy()])
+        pairs = zip(self._asked, counts.tolist(), strict=False)
+        return [(each.request, count) for each, count in pairs if count]
+
+    def cancel(self, request: int) -> None:
+        """Its rows are done; what they have drawn is no result."""
+        of = next(i for i, each in enumerate(self._asked) if each.request == request)
+        self._live_B &= self._of_R[self._rows_B] != of
+
+    def drop_finished(self) -> torch.Tensor:
+        """Keep the live rows only; which of the batch's rows they are."""
+        kept = self._live_B.nonzero().flatten()
+        self._rows_B = self._rows_B[kept]
+        self.last_B = self.last_B[kept]
+        self._live_B = self._live_B[kept]
+        return kept
+
+    def accept(self, logits_BV: torch.Tensor) -> None:
+        """Draw the next token of every row; a finished row's is ignored."""
+        self.last_B, logprobs_B = self._draw(logits_BV)
+        live = self._live_B.numpy()
+        rows = self._rows_B.numpy()[live]
+        tokens = self.last_B.numpy()[live]
+        self._tokens_RI[rows, self._position] = tokens
+        self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
+        self._position += 1
+        ends_B = self._is_stop_QV[self._of_R[self._rows_B], self.last_B]
+        if self._texts:
+            ends_B[torch.from_numpy(live.nonzero()[0][self._end_a_text(rows, tokens)])] = True
+        ends_B &= self._live_B
+        ended = self._rows_B[ends_B].numpy()
+        self._length_R[ended] = self._position
+        self._stopped_R[ended] = True
+        self._live_B &= ~ends_B & (self._limit_R[self._rows_B] > self._position)
+
+    def sequences(self) -> list[list[list[Sequence]]]:
+        """[request, as asked][prompt][sample]"""
+        flat = iter(
+            Sequence(
+                tokens=self._tokens_RI[row, :length].tobytes(),
+                logprobs=self._logprobs_RI[row, :length].tobytes(),
+                stop_reason="stop" if stopped else "length",
+            )
+            for row, (length, stopped) in enumerate(
+                zip(self._length_R.tolist(), self._stopped_R.tolist(), strict=True)
+            )
+        )
+        return [
+            [[next(flat) for _ in range(each.num_samples)] for _ in each.seeds]
+            for each in self._asked
+        ]
+
+    def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        draws_B = self._draws_RI[self._rows_B, self._position]
+        if len(self._temperatures) == 1:
+            return draw(logits_BV, draws_B, *self._temperatures)
+        tokens_B = torch.empty(draws_B.shape, dtype=torch.int64)
+        logprobs_B = torch.empty(draws_B.shape)
+        for i, temperature in enumerate(self._temperatures):
+            index = (self._temperature_R[self._rows_B] == i).nonzero().flatten()
+            drawn = draw(logits_BV[index], draws_B[index], temperature)
+            tokens_B[index], logprobs_B[index] = drawn
+        return tokens_B, logprobs_B
+
+    def _end_a_text(
+        self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these rows have one of their stop strings now."""
+        ends = np.zeros(rows.size, dtype=np.bool_)
+        for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            text = self._texts.get(row)
+            ends[i] = text is not None and text.ends_with(self._token_texts[token])
+        return ends
+
+
+class _StopText:
+    """The end of a row's new text: as much of it as a stop string may begin in."""
+
+    def __init__(self, stops: Seq[str]) -> None:
+        self._stops = stops
+        self._keep = max(len(stop) for stop in stops) - 1
+        self._tail = ""
+
+    def ends_with(self, new: str) -> bool:
+        """Whether a stop string is complete with this token's text."""
+        text = self._tail + new
+        self._tail = text[-self._keep :] if self._keep else ""
+        return any(stop in text for stop in self._stops)
+
+
+def draw(
+    logits_BV: torch.Tensor, draws_B: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B,) at these uniforms and their log-probabilities at temperature 1.
+
+    The token is the first whose cumulated probability exceeds draw × total, so one of probability
+    zero is never drawn. Temperature 0 takes the likeliest.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
+    if temperature == 0:
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    else:
+        scaled_BV = logprobs_BV if temperature == 1 else logprobs_BV / temperature
+        cdf_BV = torch.softmax(scaled_BV, dim=-1).double().cumsum(dim=-1)
+        threshold_B = draws_B * cdf_BV[:, -1]
+        tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()

@@ -1,0 +1,25 @@
+"""How much an operation worked on, for whoever measures throughput."""
+
+from __future__ import annotations
+
+from phaseloom.common.arrays import length
+from phaseloom.common.messages import (
+    Args,
+    Forward,
+    ForwardBackward,
+    Generate,
+    GenerateResult,
+    Result,
+)
+
+
+def num_tokens(args: Args, result: Result | None) -> int:
+    """Prompts and new tokens of a `generate`, the batch's tokens else; 0 where it has none."""
+    match args, result:
+        case Generate(), GenerateResult():
+            new = sum(length(s.tokens) for group in result.sequences for s in group)
+            return new + sum(length(prompt.tokens) for prompt in args.prompts)
+        case ((Forward() | ForwardBackward()), _):
+            return sum(length(datum.tokens) for datum in args.batch)
+        case _:
+            return 0

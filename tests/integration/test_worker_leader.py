@@ -1,0 +1,75 @@
+"""The leader's own refusals, on a real bus and a real sampler."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.messages import (
+    Args,
+    Batching,
+    LoadState,
+    Operation,
+    OperationFinished,
+    Outcome,
+)
+from phaseloom.worker.leader import Leader
+from phaseloom.worker.stateclient import RankStateClient
+from tests.support.device import KEY, Device, device, permit, sample
+from tests.support.jobs import Log
+
+
+def leader(device: Device, bus: Bus) -> Leader:
+    # Nothing here moves weights.
+    state = cast("RankStateClient", None)
+    return Leader(device.executor.settings, bus, state, device.executor, device.ranks, device.queue)
+
+
+async def put(bus: Bus, slot: str, args: Args) -> OperationKey:
+    key = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
+    await bus.publish(streams.op_subject(key), Operation(slot, 1, args))
+    return key
+
+
+async def test_mutating_operation_is_refused_while_others_read(bus: Bus) -> None:
+    async with device(Batching.OPERATION) as d:
+        running = leader(d, bus)
+        reading, load = await put(bus, "r1", sample(1)), LoadState("name")
+        mutating = await put(bus, "1", load)
+        async with d.held_up():
+            read = asyncio.create_task(running.run(permit(reading, sample(1)), ""))
+            async with asyncio.timeout(20):
+                while not d.queue.running:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(ResourceError) as refused:
+                await running.run(permit(mutating, load), "")
+            assert refused.value.info.code is Code.FAILED_PRECONDITION
+        await read
+        assert await bus.get_stored(streams.DONE, streams.done_subject(mutating)) is None
+        assert await bus.get_stored(streams.DONE, streams.done_subject(reading)) is not None
+
+
+async def test_operation_without_a_payload_fails_and_a_permit_out_of_order_does_not_run(
+    bus: Bus,
+) -> None:
+    log = Log()
+    following = asyncio.create_task(log.follow(bus))
+    async with device(Batching.OPERATION) as d:
+        running = leader(d, bus)
+        missing = OperationKey(KEY.tenant, KEY.job, KEY.deployment, "7")
+        await running.run(permit(missing, LoadState("name")), "")
+        event = await log.until(lambda e: isinstance(e, OperationFinished) and e.key == missing)
+        assert isinstance(event, OperationFinished)
+        assert event.error is not None
+        assert (event.outcome, event.error.code) == (Outcome.FAILED, Code.DATA_LOSS)
+        d.executor.applied = 3
+        with pytest.raises(ResourceError, match="this state is at 3"):
+            await running.run(permit(await put(bus, "8", LoadState("n")), LoadState("n")), "")
+    following.cancel()
+    await asyncio.wait([following])

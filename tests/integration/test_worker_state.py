@@ -1,0 +1,220 @@
+"""What a deployment's state is after refusals, checkpoints and losses, on a real node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.messages import (
+    Args,
+    Checkpoint,
+    Completion,
+    LoadState,
+    Outcome,
+    PublishWeights,
+    SaveState,
+    SaveStateResult,
+)
+from phaseloom.common.streams import Bucket
+from phaseloom.worker.backends import backend_factory
+from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_node() -> AsyncIterator[TestNode]:
+    async with running_node() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
+    async with shared_node.fresh():
+        yield shared_node
+
+
+async def train(
+    node: TestNode, deployment: DeploymentKey, operations: list[Args], *, incarnation: int = 1
+) -> None:
+    """Run them from seq 1 on; all complete."""
+    for seq, args in enumerate(operations, start=1):
+        done = await node.run(deployment, seq, args, seq - 1, incarnation=incarnation)
+        assert done.outcome is Outcome.COMPLETED, done
+
+
+async def sha(node: TestNode, deployment: DeploymentKey, name: str, incarnation: int = 1) -> str:
+    """Of its weights, by a checkpoint of that name."""
+    done = await node.run(deployment, f"r{name}", SaveState(name), incarnation=incarnation)
+    return saved(done).weights_sha256
+
+
+def kept_in(node: TestNode, deployment: DeploymentKey) -> Path:
+    return node.checkpoint_root / deployment.tenant / deployment.job / deployment.deployment
+
+
+def saved(done: Completion) -> SaveStateResult:
+    assert isinstance(done.result, SaveStateResult), done
+    return done.result
+
+
+async def test_step_on_a_part_of_the_batch_is_refused_and_its_gradients_are_dropped(
+    node: TestNode,
+) -> None:
+    plain, _ = await node.start_wpg(policy_spec(), job="plain")
+    await train(node, plain, [lesson(1), STEP])
+    expected = await sha(node, plain, "expected")
+
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson(0)])
+    refused = await node.run(policy, 2, STEP, 1, partial=True)
+    assert refused.outcome is Outcome.FAILED
+    assert refused.error is not None
+    assert refused.error.code is Code.FAILED_PRECONDITION
+    assert not (await node.finished(await node.put_again(policy, 2))).dirty
+    # It took no effect: the next one comes after seq 1 still.
+    for seq, args, prev in ((3, lesson(1), 1), (4, STEP, 3)):
+        assert (await node.run(policy, seq, args, prev)).outcome is Outcome.COMPLETED
+    assert await sha(node, policy, "went-on") == expected
+
+    # Rebuilt from the seeds: the refused step drops the gradients again, its outcome stands.
+    await node.kill_rank(policy)
+    await node.lost(policy)
+    policy, _ = await node.start_wpg(policy_spec(), incarnation=2)
+    for seq, args, prev in ((1, lesson(0), 0), (2, STEP, 1), (3, lesson(1), 1), (4, STEP, 3)):
+        again = await node.put_again(policy, seq)
+        await node.permit(again, args, prev, 2, replay=True, partial=seq == 2)
+        finished = await node.finished(again, incarnation=2)
+        assert (finished.outcome is Outcome.FAILED) == (seq == 2)
+        assert not finished.dirty
+    assert await sha(node, policy, "rebuilt", 2) == expected
+
+
+async def test_partial_step_is_taken_where_it_is_allowed(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson()])
+    done = await node.run(policy, 2, replace(STEP, allow_partial=True), 1, partial=True)
+    assert done.outcome is Outcome.COMPLETED
+
+
+async def test_step_with_bad_parameters_is_refused_and_changes_nothing(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson()])
+    bad = replace(STEP, adam=replace(STEP.adam, learning_rate=-1.0))
+    done = await node.run(policy, 2, bad, 1)
+    assert done.error is not None
+    assert (done.error.code, done.error.field) == (
+        Code.INVALID_ARGUMENT,
+        "args.adam.learning_rate",
+    )
+    assert not (await node.finished(await node.put_again(policy, 2))).dirty
+    assert (await node.run(policy, 3, STEP, 1)).outcome is Outcome.COMPLETED
+
+
+async def test_checkpoint_with_a_blob_is_the_jobs_last(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    args = SaveState("first", b"step 7", {"sampler": "theirs"})
+    key = await node.put(policy, 1, args)
+    await node.permit(key, args)
+    finished = await node.finished(key)
+    checkpoints = {"policy": "first", "sampler": "theirs"}
+    assert finished.checkpoints == checkpoints
+    stored = await node.bus.kv_get(Bucket.CHECKPOINTS, str(policy.job_key))
+    assert stored is not None
+    assert decode(stored.payload, Checkpoint) == Checkpoint("policy", 1, checkpoints, b"step 7")
+
+    # One without changes nothing; one that is too large is refused.
+    await sha(node, policy, "second")
+    big = SaveState("third", bytes(2**20 + 1))
+    done = await node.run(policy, 2, big)
+    assert done.error is not None
+    assert (done.error.code, done.error.field) == (Code.INVALID_ARGUMENT, "args.controller_blob")
+    assert await node.bus.kv_get(Bucket.CHECKPOINTS, str(policy.job_key)) == stored
+    assert not (kept_in(node, policy) / "third").exists()
+
+
+async def test_checkpoint_is_only_found_done_by_the_operation_that_wrote_it(
+    node: TestNode,
+) -> None:
+    """As where a rank dies between the rename and its outcome: that operation runs again."""
+    policy, _ = await node.start_wpg(policy_spec())
+    key = await node.put(policy, 1, SaveState("name"))
+    await node.permit(key, SaveState("name"))
+    first = saved(await node.outcome(key))
+    await node.forget_outcome(key)
+    await node.permit(key, SaveState("name"))
+    assert saved(await node.stored_outcome(key)) == first
+    other = await node.run(policy, 2, SaveState("name"))
+    assert other.error is not None
+    assert other.error.code is Code.ALREADY_EXISTS
+
+
+async def test_ranks_start_from_a_checkpoint_of_their_job(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson(0), STEP, lesson(1)])
+    at_3 = await sha(node, policy, "third")
+    assert (await node.run(policy, 4, STEP, 3)).outcome is Outcome.COMPLETED
+    at_4 = await sha(node, policy, "fourth")
+    assert at_3 != at_4
+
+    policy, started = await node.start_wpg(
+        policy_spec(), incarnation=2, checkpoint="third", applied=10
+    )
+    assert started.applied == 10
+    assert await sha(node, policy, "restored", 2) == at_3
+    # Gradients and the optimizer's state came along: the same step follows.
+    assert (await node.run(policy, 11, STEP, 10, incarnation=2)).outcome is Outcome.COMPLETED
+    assert await sha(node, policy, "stepped", 2) == at_4
+    # What an offload says of the state is what a seal goes by.
+    await node.seal(policy, 11, 2)
+
+
+async def test_ranks_do_not_start_from_a_checkpoint_that_is_not_there(node: TestNode) -> None:
+    with pytest.raises(CallerError, match="NOT_FOUND"):
+        await node.start_wpg(policy_spec(), checkpoint="nowhere")
+
+
+async def test_loading_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    node: TestNode,
+) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    before = await sha(node, policy, "mine")
+    other, _ = await node.start_wpg(policy_spec("other", hidden_size=16))
+    await sha(node, other, "theirs")
+    (kept_in(node, other) / "theirs").rename(kept_in(node, policy) / "theirs")
+    done = await node.run(policy, 1, LoadState("theirs"))
+    assert done.error is not None
+    assert done.error.code is Code.FAILED_PRECONDITION
+    assert await sha(node, policy, "still-mine") == before
+
+
+async def test_checkpoint_that_cannot_be_written_fails_alone(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    place = kept_in(node, policy)
+    place.parent.mkdir(parents=True)
+    place.write_text("in the way")
+    done = await node.run(policy, 1, SaveState("name", b"blob"))
+    assert done.error is not None
+    assert done.error.code is Code.RESOURCE_EXHAUSTED
+    assert (await node.run(policy, 2, lesson())).outcome is Outcome.COMPLETED
+
+
+async def test_version_that_host_memory_has_no_room_for_fails_alone() -> None:
+    """It only reads the weights: nothing has to be rebuilt."""
+    budget = backend_factory("fsdp").heap_bytes(policy_spec()) + 2 * 4096
+    async with running_node(host_memory_bytes=budget) as node:
+        policy, _ = await node.start_wpg(policy_spec())
+        await train(node, policy, [lesson()])
+        key = await node.put(policy, 2, PublishWeights())
+        await node.permit(key, PublishWeights(), 1)
+        finished = await node.finished(key)
+        assert finished.error is not None
+        assert (finished.error.code, finished.dirty) == (Code.RESOURCE_EXHAUSTED, False)
+        assert (await node.run(policy, 3, STEP, 1)).outcome is Outcome.COMPLETED

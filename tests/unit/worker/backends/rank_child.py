@@ -1,0 +1,158 @@
+"""One rank of a process group, driven by lines of JSON: run by `ranks.Ranks`.
+
+Whatever is called between two operations of the backend, the heap is offloaded and loaded again:
+copied out, released, copied in.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError
+from phaseloom.common.messages import (
+    AdamParams,
+    DeploymentSpec,
+    Forward,
+    ForwardBackward,
+    Message,
+    Result,
+)
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.heap import Heap, align
+
+
+class Setup(msgspec.Struct):
+    spec: DeploymentSpec
+    ranks: RankGroup
+
+
+class Score(Message, frozen=True):
+    args: Forward
+
+
+class Train(Message, frozen=True):
+    args: ForwardBackward
+
+
+class Step(Message, frozen=True):
+    adam: AdamParams
+
+
+class Digest(Message, frozen=True):
+    pass
+
+
+class Save(Message, frozen=True):
+    directory: str
+
+
+class Load(Message, frozen=True):
+    directory: str
+
+
+class Publish(Message, frozen=True):
+    """Rank 0 answers with the version's bytes."""
+
+
+class Sync(Message, frozen=True):
+    version: bytes
+
+
+class Heaped(Message, frozen=True):
+    """Answer: the heap's bytes."""
+
+
+class Offload(Message, frozen=True):
+    """From now on, or no longer, between any two calls."""
+
+    is_on: bool
+
+
+Call = Score | Train | Step | Digest | Save | Load | Publish | Sync | Heaped | Offload
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    result: Result | None = None
+    digest: str = ""
+    content: bytes = b""
+    slots: list[TensorSlot] = []
+    error: ErrorInfo | None = None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    setup = msgspec.json.decode(sys.stdin.readline(), type=Setup)
+    factory = backend_factory(setup.spec.backend)
+    heap = Heap(factory.heap_bytes(setup.spec, setup.ranks))
+    try:
+        backend = factory(setup.spec, heap, setup.ranks)
+    except PhaseloomError as error:
+        tell(Answer(error=error.info))
+        return
+    tell(Answer(slots=backend.slots))
+    offloads = False
+    for line in sys.stdin:
+        call = msgspec.json.decode(line, type=Call)
+        if isinstance(call, Offload):
+            offloads = call.is_on
+            tell(Answer())
+            continue
+        if offloads:
+            content = bytes(heap.buffer)
+            heap.release()
+            heap.buffer[:] = content
+            backend.weights_changed()
+        try:
+            tell(answer(call, backend, heap, setup.ranks))
+        except PhaseloomError as error:
+            tell(Answer(error=error.info))
+        except Exception as error:
+            tell(Answer(error=ErrorInfo(Code.INTERNAL, repr(error))))
+    backend.close()
+
+
+def answer(call: Call, backend: Backend, heap: Heap, ranks: RankGroup) -> Answer:
+    result = Answer()
+    match call:
+        case Score(args):
+            result.result = backend.forward(args)
+        case Train(args):
+            result.result = backend.forward_backward(args)
+        case Step(adam):
+            result.result = backend.optim_step(adam)
+        case Save(directory):
+            backend.save(Path(directory))
+        case Load(directory):
+            backend.load(Path(directory))
+        case Publish():
+            result.content = published(backend, ranks.rank)
+        case Sync(version):
+            backend.read_weights(memoryview(version))
+        case Heaped():
+            result.content = bytes(heap.buffer)
+        case Digest():
+            result.digest = backend.weights_sha256()
+    return result
+
+
+def published(backend: Backend, rank: int) -> bytes:
+    """The version that rank 0 writes, over memory that held something else."""
+    last = backend.version_slots[-1]
+    version = bytearray(b"\xff" * align(last.offset + last.num_bytes))
+    backend.write_weights(memoryview(version) if rank == 0 else None)
+    return bytes(version)
+
+
+def tell(message: Answer) -> None:
+    sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Several ranks of one deployment, each a real process, joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from phaseloom.common.layouts import merge, split
+from phaseloom.common.messages import (
+    AdamParams,
+    DeploymentSpec,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    OptimStepResult,
+    Result,
+)
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.worker.backends.base import RankGroup
+from tests.unit.worker.backends.rank_child import (
+    Answer,
+    Call,
+    Digest,
+    Heaped,
+    Load,
+    Offload,
+    Publish,
+    Save,
+    Score,
+    Setup,
+    Step,
+    Sync,
+    Train,
+)
+
+ROOT = Path(__file__).parents[4]
+
+
+class Rank:
+    """One process; closing kills it."""
+
+    def __init__(self, spec: DeploymentSpec, ranks: RankGroup) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.unit.worker.backends.rank_child"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.send(Setup(spec, ranks))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def send(self, message: Setup | Call) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(message).decode() + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the rank died"
+        return msgspec.json.decode(line, type=Answer)
+
+
+class Ranks:
+    """Calls go to all ranks at once; work is split and results merged as a leader does."""
+
+    def __init__(self, spec: DeploymentSpec, directory: Path) -> None:
+        self._layout = spec.layout
+        self.ranks = [
+            Rank(spec, RankGroup(rank, spec.layout.dp, str(directory / "store")))
+            for rank in range(spec.layout.dp)
+        ]
+        self.slots: list[list[TensorSlot]] = [rank.receive().slots for rank in self.ranks]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def send(self, rank: int, call: Call) -> None:
+        self.ranks[rank].send(call)
+
+    def receive(self, rank: int) -> Answer:
+        return self.ranks[rank].receive()
+
+    def ask(self, calls: Sequence[Call]) -> list[Answer]:
+        """One call to each rank, then one answer from each."""
+        for rank, call in enumerate(calls):
+            self.send(rank, call)
+        answers = [self.receive(rank) for rank in range(len(calls))]
+        failed = [answer.error for answer in answers if answer.error]
+        assert not failed, failed
+        return answers
+
+    def forward(self, args: Forward) -> ForwardResult:
+        shares = [split(args, self._layout, rank) for rank in range(len(self.ranks))]
+        calls = [Score(share) for share in shares if isinstance(share, Forward)]
+        result = self._merged("forward", calls)
+        assert isinstance(result, ForwardResult)
+        return result
+
+    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        shares = [split(args, self._layout, rank) for rank in range(len(self.ranks))]
+        calls = [Train(share) for share in shares if isinstance(share, ForwardBackward)]
+        result = self._merged("forward_backward", calls)
+        assert isinstance(result, ForwardBackwardResult)
+        return result
+
+    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        result = self._merged("optim_step", [Step(adam) for _ in self.ranks])
+        assert isinstance(result, OptimStepResult)
+        return result
+
+    def weights_sha256(self) -> str:
+        (digest,) = {answer.digest for answer in self._all(Digest())}
+        return digest
+
+    def save(self, directory: Path) -> None:
+        self._all(Save(str(directory)))
+
+    def load(self, directory: Path) -> None:
+        self._all(Load(str(directory)))
+
+    def publish(self) -> bytes:
+        return self._all(Publish())[0].content
+
+    def sync(self, version: bytes) -> None:
+        self._all(Sync(version))
+
+    def heaps(self) -> list[bytes]:
+        return [answer.content for answer in self._all(Heaped())]
+
+    def offload_between_calls(self, *, is_on: bool) -> None:
+        self._all(Offload(is_on))
+
+    def _all(self, call: Call) -> list[Answer]:
+        return self.ask([call for _ in self.ranks])
+
+    def _merged(self, kind: str, calls: Sequence[Call]) -> Result:
+        results = [answer.result for answer in self.ask(calls)]
+        return merge(kind, [r for r in results if r is not None], self._layout)

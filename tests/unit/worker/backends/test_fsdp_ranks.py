@@ -1,0 +1,226 @@
+"""Two real ranks on gloo train like one: shards, sums, uneven shares, lost memory, lost peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec.structs import replace
+from safetensors.numpy import load_file
+
+from phaseloom.common.arrays import float32s
+from phaseloom.common.errors import Code
+from phaseloom.common.messages import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Layout,
+    Loss,
+)
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
+from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.heap import Heap, align
+from tests.unit.worker.backends.models import batch, running, spec
+from tests.unit.worker.backends.rank_child import Save, Step, Train
+from tests.unit.worker.backends.ranks import Ranks
+
+ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+SPEC = spec("fsdp")
+"""29 token ids, a prime: its embedding cannot be sharded evenly."""
+PAIR = replace(SPEC, layout=Layout(dp=2))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(PAIR, tmp_path_factory.mktemp("pair"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def alone(pair: Ranks, tmp_path: Path) -> Iterator[Backend]:
+    """One rank, and the pair in the same state: the initial one."""
+    with running(SPEC) as (backend, _):
+        backend.save(tmp_path)
+        pair.load(tmp_path)
+        yield backend
+
+
+def _steps() -> list[list[ForwardBackward]]:
+    """Steps of accumulated batches of all losses: one whose samples differ much in length, one of
+    a single sample, which leaves a rank without any, and one without loss on a rank."""
+    long = Datum([3] * 40, [4] * 40, weights=[0.5, -0.25] * 20)
+    quiet = [Datum([1, 2], [2, 3], weights=[0.0, 0.0]), *batch(9, loss=Loss.CROSS_ENTROPY)[:1]]
+    return [
+        [ForwardBackward(batch(1), Loss.PPO), ForwardBackward(batch(2), Loss.CISPO)],
+        [
+            ForwardBackward([long, *batch(3, loss=Loss.CROSS_ENTROPY)], Loss.CROSS_ENTROPY),
+            ForwardBackward(batch(4)[:1], Loss.IMPORTANCE_SAMPLING),
+        ],
+        [ForwardBackward(quiet, Loss.CROSS_ENTROPY)],
+    ]
+
+
+def _train(trainer: Backend | Ranks) -> list[dict[str, float]]:
+    seen = []
+    for step in _steps():
+        seen += [trainer.forward_backward(args).metrics for args in step]
+        seen.append(trainer.optim_step(ADAM).metrics)
+    return seen
+
+
+def _version(backend: Backend) -> dict[str, npt.NDArray[np.float32]]:
+    last = backend.version_slots[-1]
+    buffer = bytearray(align(last.offset + last.num_bytes))
+    backend.write_weights(memoryview(buffer))
+    return _arrays(bytes(buffer), backend.version_slots)
+
+
+def _arrays(content: bytes, slots: list[TensorSlot]) -> dict[str, npt.NDArray[np.float32]]:
+    return {
+        slot.name: np.frombuffer(
+            content[slot.offset : slot.offset + slot.num_bytes], dtype="<f4"
+        ).reshape(slot.shape)
+        for slot in slots
+    }
+
+
+def test_two_ranks_train_like_one(pair: Ranks, alone: Backend) -> None:
+    """Losses, norms and weights; averaged gradients would halve every norm."""
+    for expected, actual in zip(_train(alone), _train(pair), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    weights = _version(alone)
+    for name, trained in _arrays(pair.publish(), alone.version_slots).items():
+        np.testing.assert_allclose(trained, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def test_forward_over_ranks_keeps_the_order(pair: Ranks, alone: Backend) -> None:
+    for data in (batch(5), batch(5)[:1]):
+        expected, actual = alone.forward(Forward(data)), pair.forward(Forward(data))
+        for one, other in zip(expected.logprobs, actual.logprobs, strict=True):
+            assert float32s(other) == pytest.approx(float32s(one), abs=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_lost_memory_between_calls_changes_no_bit(pair: Ranks, tmp_path: Path) -> None:
+    pair.save(tmp_path)
+    undisturbed = _train(pair), pair.heaps()
+    pair.load(tmp_path)
+    pair.offload_between_calls(is_on=True)
+    try:
+        assert (_train(pair), pair.heaps()) == undisturbed
+    finally:
+        pair.offload_between_calls(is_on=False)
+
+
+def test_digest_and_version_are_of_the_whole_weights(pair: Ranks, alone: Backend) -> None:
+    assert pair.weights_sha256() == alone.weights_sha256()
+    pair.forward_backward(_steps()[0][0])
+    pair.optim_step(ADAM)
+    version = pair.publish()
+    assert pair.weights_sha256() != alone.weights_sha256()
+    assert pair.weights_sha256() == weights_sha256(_arrays(version, alone.version_slots).items())
+    with running(spec("sampler")) as (sampler, heap):
+        assert sampler.version_slots == alone.version_slots
+        assert len(version) == heap.num_bytes
+        sampler.read_weights(memoryview(version))
+        assert sampler.weights_sha256() == pair.weights_sha256()
+        assert bytes(heap.buffer) == version
+
+
+def test_version_comes_back_to_every_rank(pair: Ranks, alone: Backend) -> None:
+    before, heaps = pair.publish(), pair.heaps()
+    pair.forward_backward(_steps()[0][0])
+    pair.optim_step(ADAM)
+    assert pair.publish() != before
+    pair.sync(before)
+    assert pair.publish() == before
+    for heap, old, slots in zip(pair.heaps(), heaps, pair.slots, strict=True):
+        weights = [slot for slot in slots if slot.role is Role.WEIGHT]
+        stop = weights[-1].offset + weights[-1].num_bytes
+        assert heap[:stop] == old[:stop]
+    alone.read_weights(memoryview(before))
+    assert alone.weights_sha256() == pair.weights_sha256()
+
+
+def test_checkpoint_loads_under_another_layout(pair: Ranks, alone: Backend, tmp_path: Path) -> None:
+    """Mid-accumulation, moments and step included: two ranks to one, and back again."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    _train(pair)
+    pair.forward_backward(_steps()[0][0])
+    pair.save(first)
+    heaps = pair.heaps()
+    alone.load(first)
+    assert alone.weights_sha256() == pair.weights_sha256()
+    alone.save(second)
+    for name in ("model.safetensors", "training.safetensors"):
+        saved, again = load_file(first / name), load_file(second / name)
+        assert saved.keys() == again.keys()
+        assert all(np.array_equal(saved[key], again[key]) for key in saved)
+    expected = alone.optim_step(ADAM).metrics
+    assert pair.optim_step(ADAM).metrics == pytest.approx(expected, rel=1e-4)
+    pair.load(second)
+    assert pair.heaps() == heaps
+
+
+def test_heaps_hold_the_shards_and_nothing_else(pair: Ranks, alone: Backend) -> None:
+    whole = {slot.name: slot.shape for slot in alone.slots}
+    first, second = ({slot.name: slot.shape for slot in slots} for slots in pair.slots)
+    assert first.keys() == second.keys() == whole.keys()
+    for name, shape in whole.items():
+        if shape:
+            assert first[name][0] + second[name][0] == shape[0]
+            assert first[name][0] == -(-shape[0] // 2)
+    sizes = [backend_factory("fsdp").heap_bytes(PAIR, RankGroup(rank, 2)) for rank in (0, 1)]
+    assert sizes[0] == sizes[1] < 0.6 * backend_factory("fsdp").heap_bytes(SPEC)
+
+
+def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
+    pair: Ranks, alone: Backend, tmp_path: Path
+) -> None:
+    """And all are ready for the next operation: none waits for another."""
+    fine = Datum([1, 2], [2, 3], logprobs=[0.0, -1.0], advantages=[0.0, 1.0])
+    huge = Datum([1, 2], [2, 3], logprobs=[0.0, -1e4], advantages=[0.0, 1.0])
+    for rank, data in enumerate((fine, huge)):
+        pair.send(rank, Train(ForwardBackward([data], Loss.IMPORTANCE_SAMPLING)))
+    errors = [pair.receive(rank).error for rank in (0, 1)]
+    assert [error and error.field for error in errors] == ["args.batch"] * 2
+    alone.save(tmp_path)
+    pair.load(tmp_path)
+    assert pair.weights_sha256() == alone.weights_sha256()
+
+
+def test_all_ranks_fail_when_one_cannot_write_and_none_waits(pair: Ranks) -> None:
+    nowhere = Save("/nonexistent/directory")
+    for rank in (0, 1):
+        pair.send(rank, nowhere)
+    errors = [pair.receive(rank).error for rank in (0, 1)]
+    assert [error and error.code for error in errors] == [Code.UNAVAILABLE, Code.ABORTED]
+    assert pair.weights_sha256()
+
+
+def test_rank_whose_peers_never_come_gives_up_after_the_timeout(tmp_path: Path) -> None:
+    first = RankGroup(0, 2, str(tmp_path / "store"), timeout_s=0.5)
+    factory = backend_factory("fsdp")
+    heap = Heap(factory.heap_bytes(PAIR, first))
+    with pytest.raises(GroupBroken, match="not all 2 ranks"):
+        factory(PAIR, heap, first)
+
+
+def test_killed_rank_breaks_the_group_and_hangs_nobody(pair: Ranks) -> None:
+    """The last test of the module: it spoils the pair."""
+    pair.ranks[1].close()
+    for _ in range(2):
+        pair.send(0, Step(ADAM))
+        error = pair.receive(0).error
+        assert error is not None
+        assert error.code is Code.UNAVAILABLE
+        assert "another rank" in error.message
