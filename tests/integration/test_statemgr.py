@@ -10,8 +10,6 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,184 +40,20 @@ from phaseloom.common.statewire import (
 from phaseloom.statemgr.transfer import VersionDescription, fetch
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
-from tests.support.staterank import fill, slots_of
-
-MiB = 1024 * 1024
-SECRET = "the mesh's secret"
-POLICY = DeploymentKey("acme", "sums", "policy")
-SAMPLER = DeploymentKey("acme", "sums", "sampler")
-OTHER = DeploymentKey("acme", "letters", "policy")
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass
-class Daemon:
-    """A state manager process and an agent's connection to it."""
-
-    directory: Path
-    process: asyncio.subprocess.Process
-    agent: AgentStateClient
-    ranks: list[RankStateClient] = field(default_factory=list)
-
-    @property
-    def socket(self) -> Path:
-        return self.directory / "state.sock"
-
-    @property
-    def files(self) -> Path:
-        return self.directory / "files"
-
-    async def endpoint(self) -> str:
-        return (await self.agent.status()).endpoint
-
-
-@asynccontextmanager
-async def daemon(
-    directory: Path,
-    *,
-    devices: list[int] | None = None,
-    host_bytes: int = 256 * MiB,
-    **extra: str,
-) -> AsyncIterator[Daemon]:
-    """A running state manager; at the end its books must agree and it must stop cleanly."""
-    await asyncio.to_thread(directory.mkdir, exist_ok=True)
-    settings = {
-        "NODE": "node0",
-        "SOCKET": str(directory / "state.sock"),
-        "SECRET": SECRET,
-        "DIRECTORY": str(directory / "files"),
-        "DEVICES": json.dumps(devices or [16 * MiB]),
-        "HOST_MEMORY_BYTES": str(host_bytes),
-        **extra,
-    }
-    environment = os.environ | {
-        name if name.startswith("PHASELOOM_") else f"PHASELOOM_STATEMGR_{name}": value
-        for name, value in settings.items()
-    }
-
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "phaseloom.statemgr.main",
-        env=environment,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    log: list[str] = []
-    ready = asyncio.Event()
-
-    async def read_log(stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            log.append(line.decode())
-            if "serves" in log[-1]:
-                ready.set()
-        ready.set()
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(read_log(process.stderr))
-        await ready.wait()
-        assert process.returncode is None, "".join(log)
-        agent = await AgentStateClient.connect(directory / "state.sock", SECRET)
-        running = Daemon(directory, process, agent)
-        try:
-            yield running
-            if process.returncode is None:
-                await running.agent.status()  # fails where its books contradict themselves
-        finally:
-            for rank in running.ranks:
-                await rank.close()
-            await running.agent.close()
-            if process.returncode is None:
-                process.terminate()
-            code = await process.wait()
-        assert code in {0, -signal.SIGKILL}, "".join(log)
-        assert "Traceback" not in "".join(log), "".join(log)
-
-
-class Rank:
-    """A rank in this process."""
-
-    def __init__(self, client: RankStateClient, heap: Heap, slots: list[TensorSlot]) -> None:
-        self.client = client
-        self.heap = heap
-        self.slots = slots
-        self.seq = 0
-
-    def digest(self) -> str:
-        return str(xxhash.xxh3_128(self.heap.buffer).hexdigest())
-
-    def run(self, seq: int) -> str:
-        """A mutating operation; the digest of what it leaves."""
-        fill(self.heap, seq)
-        self.seq = seq
-        return self.digest()
-
-
-async def start(
-    daemon: Daemon,
-    key: DeploymentKey,
-    num_bytes: int = MiB,
-    *,
-    incarnation: int = 1,
-    device: int = 0,
-    seal_seq: int = 0,
-    slots: list[TensorSlot] | None = None,
-) -> Rank:
-    """Register a deployment with a rank in this process; it is offloaded then."""
-    token = f"token of {key} {incarnation}"
-    await daemon.agent.register_wpg(token, key, incarnation, device, seal_seq)
-    rank: Rank
-    client = await RankStateClient.connect(
-        daemon.socket, token, applied=lambda: rank.seq, on_loaded=lambda: None
-    )
-    daemon.ranks.append(client)
-    rank = Rank(client, Heap(num_bytes), slots or slots_of(num_bytes))
-    rank.seq = await client.register_heap(rank.heap, rank.slots)
-    if not rank.seq:
-        fill(rank.heap, 0)
-        await client.commit_initial()
-    return rank
-
-
-@asynccontextmanager
-async def child(daemon: Daemon, key: DeploymentKey, num_bytes: int) -> AsyncIterator[Child]:
-    token = f"child {key}"
-    await daemon.agent.register_wpg(token, key, 1, 0, 0)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.support.staterank",
-        str(daemon.socket),
-        token,
-        str(num_bytes),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    running = Child(process)
-    await running.answer()
-    try:
-        yield running
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-@dataclass
-class Child:
-    """A rank in a process of its own."""
-
-    process: asyncio.subprocess.Process
-
-    async def ask(self, line: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
-        return await self.answer()
-
-    async def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(await self.process.stdout.readline())
+from tests.support.statedaemon import (
+    OTHER,
+    POLICY,
+    SAMPLER,
+    SECRET,
+    Daemon,
+    MiB,
+    Rank,
+    child,
+    daemon,
+    names,
+    start,
+)
+from tests.support.staterank import slots_of
 
 
 async def test_switch_moves_state_out_and_back_bit_equal(short_dir: Path) -> None:
@@ -311,7 +145,7 @@ async def test_requests_are_refused_before_hello_and_out_of_role(short_dir: Path
         with pytest.raises(CallerError, match="PERMISSION_DENIED"):
             await nobody.call(RegisterHeap(MiB, []))
         await nobody.close()
-        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        await d.agent.register_wpg(["t"], POLICY, 1, [0], 0)
         rank: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await rank.call(RankHello("t"))
         with pytest.raises(CallerError, match="a rank does not send SwitchIn"):
@@ -328,7 +162,7 @@ async def test_older_incarnation_is_fenced_when_a_newer_registers(short_dir: Pat
         with pytest.raises(ResourceError, match=r"incarnation 1 .* is fenced"):
             await d.agent.switch_in(POLICY, 1, 2, [])
         with pytest.raises(ResourceError, match="fenced"):
-            await d.agent.register_wpg("late", POLICY, 1, 0, 0)
+            await d.agent.register_wpg(["late"], POLICY, 1, [0], 0)
         await d.agent.drop_wpg(POLICY, 1)  # of the old life: must not touch the new one
         await d.agent.switch_in(POLICY, 2, 3, [])
         status = await d.agent.status()
@@ -422,7 +256,7 @@ async def _fake_rank(
     d: Daemon, key: DeploymentKey, num_bytes: int, resident_bytes: int
 ) -> FakeRank:
     digest = xxhash.xxh3_128(bytes(num_bytes)).hexdigest()
-    await d.agent.register_wpg("liar", key, 1, 0, 0)
+    await d.agent.register_wpg(["liar"], key, 1, [0], 0)
     peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
     rank = FakeRank(peer, resident_bytes, digest)
     peer.handler = rank.handle
@@ -593,10 +427,42 @@ async def test_newest_seal_the_one_before_and_the_committed_one_are_kept(short_d
             await d.agent.prepare_seal(POLICY, 1, seq)
             await d.agent.write_seal(POLICY, 1, seq, [], committed)
             if seq == 4:
-                assert _names(d) == ["seal-1.state", "seal-3.state", "seal-4.state"]
-        assert _names(d) == ["seal-4.state", "seal-5.state"]
+                assert names(d) == ["seal-1.state", "seal-3.state", "seal-4.state"]
+        assert names(d) == ["seal-4.state", "seal-5.state"]
         await d.agent.drop_wpg(POLICY, 1, forget=True)
-        assert _names(d) == []
+        assert names(d) == []
+
+
+async def test_files_of_a_job_that_ended_while_the_node_was_down_are_removed(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        for key in (POLICY, OTHER):
+            rank = await start(d, key)
+            await rank.client.create_version(VersionKey(key, 1), rank.slots)
+            rank.seq = 1
+            await d.agent.switch_in(key, 1, 1, [])
+            await d.agent.prepare_seal(key, 1, 1)
+            await d.agent.write_seal(key, 1, 1, [1])
+    bad = short_dir / "files" / "acme" / "sums" / "policy" / "seal-7.state"
+    await asyncio.to_thread(bad.write_bytes, b"never whole")
+    async with daemon(short_dir) as d:
+        await d.agent.drop_wpg(POLICY, 4, forget=True)
+        assert (await d.agent.status()).versions == [VersionKey(OTHER, 1)]
+        left = [path.relative_to(d.files) for path in sorted(d.files.rglob("*.state"))]
+        directory = Path("acme", "letters", "policy")
+        assert left == [directory / "seal-1.state", directory / "version-1.state"]
+
+
+async def test_forgetting_an_older_life_leaves_the_newer_one_its_files(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY, incarnation=2)
+        await d.agent.switch_in(POLICY, 2, 1, [])
+        rank.run(1)
+        await d.agent.prepare_seal(POLICY, 2, 1)
+        await d.agent.write_seal(POLICY, 2, 1, [])
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        assert names(d) == ["seal-1.state"]
 
 
 async def test_seals_of_an_abandoned_course_are_replaced_not_reused(short_dir: Path) -> None:
@@ -614,7 +480,7 @@ async def test_seals_of_an_abandoned_course_are_replaced_not_reused(short_dir: P
         content, reborn.seq = reborn.digest(), 4
         await d.agent.prepare_seal(POLICY, 2, 4)
         assert (await d.agent.write_seal(POLICY, 2, 4, [])).digest == content
-        assert _names(d) == ["seal-4.state"]
+        assert names(d) == ["seal-4.state"]
 
 
 @pytest.mark.parametrize("place", [20, 4096 + 1000, -1])
@@ -660,7 +526,7 @@ async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
         with pytest.raises(ResourceError, match="File too large") as caught:
             await d.agent.write_seal(OTHER, 1, 1, [])
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
-        assert _names(d) == ["seal-1.state"]
+        assert names(d) == ["seal-1.state"]
         assert not list(d.files.rglob("*.partial"))
         await d.agent.switch_out(OTHER, 1, 2)  # the copy is free again
         with pytest.raises(ResourceError, match="cannot be had"):
@@ -670,14 +536,10 @@ async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
         assert reborn.digest() == content
 
 
-def _names(d: Daemon) -> list[str]:
-    return sorted(path.name for path in d.files.rglob("*.*"))
-
-
 async def test_names_cannot_leave_the_directory(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         with pytest.raises(CallerError, match="not a valid name"):
-            await d.agent.register_wpg("t", DeploymentKey("..", "..", "etc"), 1, 0, 0)
+            await d.agent.register_wpg(["t"], DeploymentKey("..", "..", "etc"), 1, [0], 0)
 
 
 # --- weights versions ---
@@ -793,7 +655,7 @@ async def test_readers_cannot_write_a_version(short_dir: Path) -> None:
         policy = await _publishing(d)
         key = VersionKey(POLICY, 2)
         await policy.client.create_version(key, _weights(policy.slots))
-        await d.agent.register_wpg("reader", SAMPLER, 1, 0, 0)
+        await d.agent.register_wpg(["reader"], SAMPLER, 1, [0], 0)
         reader: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await reader.call(RankHello("reader"))
         _, fds = await reader.call(OpenVersion(key, []))
@@ -807,7 +669,7 @@ async def test_readers_cannot_write_a_version(short_dir: Path) -> None:
 
 async def test_uncommitted_version_is_freed_when_its_rank_dies(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
-        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        await d.agent.register_wpg(["t"], POLICY, 1, [0], 0)
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await peer.call(RankHello("t"))
         _, fds = await peer.call(CreateVersion(VersionKey(POLICY, 1), 4096, []))
@@ -1009,14 +871,13 @@ async def test_daemon_imports_no_torch_and_idles_small(short_dir: Path) -> None:
 
 
 async def test_socket_of_a_killed_daemon_is_taken_over(short_dir: Path) -> None:
-    async with daemon(short_dir) as d:
-        rank = await start(d, POLICY)
-        d.process.kill()
+    async with daemon(short_dir, reconnect_s=0.1) as d:
+        rank = await start(d, POLICY, reconnect_s=0.1)
+        await d.kill()
         await asyncio.wait_for(rank.client.closed, 10)
         await asyncio.wait_for(d.agent.closed, 10)
         with pytest.raises(ResourceError):
             await d.agent.status()
-        await d.process.wait()
     async with daemon(short_dir) as d:
         await start(d, POLICY)
 
@@ -1059,7 +920,7 @@ async def test_bad_host_copy_is_never_sealed(short_dir: Path) -> None:
         with pytest.raises(ResourceError) as caught:
             await d.agent.write_seal(POLICY, 1, 0, [])
         assert caught.value.info.code is Code.DATA_LOSS
-        assert _names(d) == []
+        assert names(d) == []
 
 
 async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) -> None:
@@ -1076,7 +937,7 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         await d.agent.prepare_seal(POLICY, 1, 1)
         with pytest.raises(ResourceError, match="DATA_LOSS"):
             await d.agent.write_seal(POLICY, 1, 1, [2])
-        assert _names(d) == []
+        assert names(d) == []
 
 
 async def test_resident_rank_that_is_killed_leaves_nothing_counted(short_dir: Path) -> None:
@@ -1095,7 +956,7 @@ async def test_load_that_the_backend_cannot_take_gives_its_memory_back(short_dir
         raise RuntimeError("derived tensors cannot be rebuilt")
 
     async with daemon(short_dir) as d:
-        await d.agent.register_wpg("t", POLICY, 1, 0, 0)
+        await d.agent.register_wpg(["t"], POLICY, 1, [0], 0)
         heap = Heap(MiB)
         client = await RankStateClient.connect(d.socket, "t", applied=lambda: 0, on_loaded=broken)
         d.ranks.append(client)
@@ -1136,6 +997,28 @@ async def test_fetch_goes_to_the_next_source_when_one_is_silent(short_dir: Path)
             await sampler.client.load_version(VersionKey(POLICY, 3), sources[:1], sampler.slots)
         with pytest.raises(CallerError, match="NOT_FOUND"):
             await rollout.agent.write_seal(SAMPLER, 9, 1, [])
+
+
+async def test_version_that_no_source_has_is_not_found_and_nothing_is_touched(
+    short_dir: Path,
+) -> None:
+    """A source that cannot be asked may have it: then the sync is worth another try."""
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        sampler = await _sampling(rollout)
+        content = sampler.run(1)
+        empty = await train.endpoint()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            nobody = f"127.0.0.1:{listener.getsockname()[1]}"
+        for sources, code in (
+            ([], Code.NOT_FOUND),
+            ([empty], Code.NOT_FOUND),
+            ([empty, empty], Code.NOT_FOUND),
+            ([nobody, empty], Code.UNAVAILABLE),
+        ):
+            with pytest.raises(PhaseloomError) as caught:
+                await sampler.client.load_version(VersionKey(POLICY, 9), sources, sampler.slots)
+            assert caught.value.info.code is code
+        assert sampler.digest() == content
 
 
 async def test_switches_of_two_devices_do_not_wait_for_each_other(short_dir: Path) -> None:

@@ -90,3 +90,15 @@ def test_budget_is_never_exceeded_and_no_extent_has_two_owners(
                 arena.park(extent, pool)
         arena.validate()
         assert arena.extents_in_use() == set(owned)
+
+
+def test_extents_of_the_daemon_before_keep_their_numbers() -> None:
+    arena = Arena(3 * PAGE_BYTES)
+    arena.adopt(7, PAGE_BYTES + 1)
+    arena.validate()
+    assert arena.extents_in_use() == {7}
+    with pytest.raises(ResourceError, match="8192 of 12288 are in use"):
+        arena.adopt(3, 2 * PAGE_BYTES)
+    assert arena.reserve(PAGE_BYTES, "another").extent > 7
+    arena.free(7)
+    arena.validate()

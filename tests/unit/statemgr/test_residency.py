@@ -14,6 +14,7 @@ from phaseloom.statemgr.core.residency import (
     ON_DEVICE,
     TRANSITIONS,
     InvalidTransition,
+    Rank,
     Residency,
     State,
     Step,
@@ -23,19 +24,27 @@ from phaseloom.statemgr.core.residency import (
 A, B, C = (DeploymentKey("acme", job, "policy") for job in "abc")
 
 
-def add(books: Residency, key: DeploymentKey, heap_bytes: int, *, device: int = 0) -> Wpg:
-    """A deployment in host memory."""
-    books.register(f"token {key}", key, 1, device, 0)
-    wpg = books.authenticate(f"token {key}")
-    books.check_heap(wpg, heap_bytes, [])
-    books.register_heap(wpg, heap_bytes, [], extent=hash(key))
-    books.fill(wpg, 0, "digest")
-    return wpg
+def add(books: Residency, key: DeploymentKey, heap_bytes: int, *devices: int) -> Wpg:
+    """A deployment in host memory, one rank on each device (0 where none is named)."""
+    devices = devices or (0,)
+    tokens = [f"token {key} {index}" for index in range(len(devices))]
+    books.register(tokens, key, 1, list(devices), 0)
+    for token in tokens:
+        rank = books.authenticate(token)
+        books.check_heap(rank, heap_bytes, [])
+        books.register_heap(rank, heap_bytes, [], extent=hash(token))
+        books.fill(rank, 0, "digest")
+    return rank.wpg
 
 
 def load(books: Residency, wpg: Wpg) -> None:
-    books.begin_load(wpg)
-    books.step(wpg, Step.LOAD_VERIFIED)
+    for rank in wpg.ranks:
+        books.begin_load(rank)
+        books.step(rank, Step.LOAD_VERIFIED)
+
+
+def extents(key: DeploymentKey, num_ranks: int = 1) -> list[int]:
+    return [hash(f"token {key} {index}") for index in range(num_ranks)]
 
 
 @pytest.mark.parametrize("state", [s for s in State if s is not State.LOST])
@@ -44,16 +53,16 @@ def test_every_step_leads_where_the_table_says_or_raises_with_the_story(
     state: State, step: Step
 ) -> None:
     books = Residency([10])
-    wpg = add(books, A, 10)
-    wpg.state = state
+    (rank,) = add(books, A, 10).ranks
+    rank.state = state
     following = TRANSITIONS.get((state, step))
     if following is None:
         with pytest.raises(InvalidTransition, match=f"{state}: no .*{step}.*awaiting → filling"):
-            books.step(wpg, step)
-        assert wpg.state is state
+            books.step(rank, step)
+        assert rank.state is state
     else:
-        books.step(wpg, step)
-        assert wpg.state is following
+        books.step(rank, step)
+        assert rank.state is following
 
 
 def test_every_state_can_be_left_and_reached() -> None:
@@ -68,10 +77,21 @@ def test_lost_deployment_takes_no_step() -> None:
     books.lose(wpg)
     for step in Step:
         with pytest.raises(ResourceError, match="has lost its rank"):
-            books.step(wpg, step)
+            books.step(wpg.ranks[0], step)
     assert books.device_used_bytes(0) == 0
-    assert books.reap(wpg) == hash(A)
-    assert books.reap(wpg) is None
+    assert books.reap(wpg) == extents(A)
+    assert books.reap(wpg) == []
+
+
+def test_all_ranks_are_lost_with_one() -> None:
+    books = Residency([10, 10])
+    wpg = add(books, A, 10, 0, 1)
+    load(books, wpg)
+    assert [books.device_used_bytes(device) for device in (0, 1)] == [10, 10]
+    books.lose(wpg)
+    books.validate()
+    assert [books.device_used_bytes(device) for device in (0, 1)] == [0, 0]
+    assert books.reap(wpg) == extents(A, 2)
 
 
 def test_plan_offloads_what_is_resident_of_what_it_displaces() -> None:
@@ -80,17 +100,38 @@ def test_plan_offloads_what_is_resident_of_what_it_displaces() -> None:
     load(books, a)
     unknown = DeploymentKey("acme", "z", "policy")
     plan = books.plan_switch_in(C, 1, 1, [A, B, A, unknown])
-    assert (plan.wpg, plan.offload, plan.is_load_needed) == (c, [a], True)
+    assert (plan.wpg, plan.offload, plan.load) == (c, a.ranks, c.ranks)
     with pytest.raises(ResourceError, match="20 bytes of device 0: 10 of 20 are in use") as caught:
         books.plan_switch_in(C, 1, 1, [B])
     assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
-    assert not books.plan_switch_in(A, 1, 1, []).is_load_needed
-    assert b.state is State.HOST
+    assert books.plan_switch_in(A, 1, 1, []).load == []
+    assert b.ranks[0].state is State.HOST
+
+
+def test_plan_moves_all_ranks_of_both_and_counts_each_device_by_itself() -> None:
+    books = Residency([10, 20, 10])
+    a, b, c = add(books, A, 10, 0, 1), add(books, B, 10, 1), add(books, C, 10, 1, 2)
+    load(books, a)
+    load(books, b)
+    assert books.devices_of([A, B, C]) == {0, 1}
+    plan = books.plan_switch_in(C, 1, 1, [A])
+    assert (plan.offload, plan.load) == (a.ranks, c.ranks)
+    with pytest.raises(ResourceError, match="10 bytes of device 1: 20 of 20 are in use"):
+        books.plan_switch_in(C, 1, 2, [])
+    assert books.plan_switch_out(A, 1, 3) == a.ranks
+    assert books.plan_switch_out(C, 1, 4) == []
+
+
+def test_plan_counts_two_ranks_on_one_device_together() -> None:
+    books = Residency([15])
+    add(books, A, 10, 0, 0)
+    with pytest.raises(ResourceError, match="20 bytes of device 0: 0 of 15 are in use"):
+        books.plan_switch_in(A, 1, 1, [])
 
 
 def test_plan_refuses_to_displace_itself_or_on_another_device() -> None:
     books = Residency([10, 10])
-    a, b = add(books, A, 10), add(books, B, 10, device=1)
+    a, b = add(books, A, 10), add(books, B, 10, 1)
     load(books, a)
     load(books, b)
     with pytest.raises(CallerError, match="cannot displace itself"):
@@ -105,51 +146,69 @@ def test_load_is_refused_when_the_room_is_gone_since_the_plan() -> None:
     books.plan_switch_in(A, 1, 1, [])
     load(books, b)
     with pytest.raises(ResourceError, match="RESOURCE_EXHAUSTED"):
-        books.begin_load(a)
-    assert a.state is State.HOST
+        books.begin_load(a.ranks[0])
+    assert a.ranks[0].state is State.HOST
 
 
 def test_same_registration_again_changes_nothing() -> None:
     books = Residency([10])
     wpg = add(books, A, 10)
-    assert books.register(wpg.token, A, 1, 0, 0) is None
+    token = wpg.ranks[0].token
+    assert books.register([token], A, 1, [0], 0) is None
     assert books.current(A, 1) is wpg
     with pytest.raises(CallerError, match="ALREADY_EXISTS"):
-        books.register("another", A, 1, 0, 0)
+        books.register(["another"], A, 1, [0], 0)
     with pytest.raises(CallerError, match="in use"):
-        books.register(wpg.token, B, 1, 0, 0)
+        books.register([token], B, 1, [0], 0)
+    with pytest.raises(CallerError, match="in use"):
+        books.register(["twice", "twice"], B, 1, [0, 0], 0)
     with pytest.raises(CallerError, match="device 1 of 1"):
-        books.register("t", B, 1, 1, 0)
+        books.register(["t"], B, 1, [1], 0)
+    for tokens, devices in ((["t"], [0, 0]), ([], [])):
+        with pytest.raises(CallerError, match=f"{len(devices)} devices for {len(tokens)} ranks"):
+            books.register(tokens, B, 1, devices, 0)
 
 
 def test_fence_outlives_the_deployment_until_it_is_forgotten() -> None:
     books = Residency([10])
-    books.register("t3", A, 3, 0, 0)
+    books.register(["t3"], A, 3, [0], 0)
     assert books.drop(A, 3) is not None
     with pytest.raises(ResourceError, match="fenced"):
-        books.register("t2", A, 2, 0, 0)
+        books.register(["t2"], A, 2, [0], 0)
     with pytest.raises(CallerError, match="NOT_FOUND"):
         books.current(A, 4)
     books.forget(A)
-    books.register("t1", A, 1, 0, 0)
+    books.register(["t1"], A, 1, [0], 0)
 
 
 def test_offload_over_a_prepared_seal_is_our_own_bug() -> None:
     books = Residency([10])
     wpg = add(books, A, 10)
+    (rank,) = wpg.ranks
     load(books, wpg)
-    books.begin_copy(wpg)
-    books.finish_copy(wpg, 4, "digest 4")
+    books.begin_copy(rank)
+    books.finish_copy(rank, 4, "digest 4")
     with pytest.raises(CallerError, match="has applied 4, not 5"):
         books.prepare_seal(wpg, 5)
     books.prepare_seal(wpg, 4)
     with pytest.raises(PhaseloomError, match="over the seal prepared at 4"):
-        books.begin_offload(wpg)
+        books.begin_offload(rank)
     books.begin_write(wpg, 4)
     with pytest.raises(CallerError, match="no copy"):
         books.begin_write(wpg, 4)
     books.end_seal(wpg)
-    books.begin_offload(wpg)
+    books.begin_offload(rank)
+
+
+def test_seal_needs_all_ranks_at_the_same_seq() -> None:
+    books = Residency([10, 10])
+    wpg = add(books, A, 10, 0, 1)
+    load(books, wpg)
+    for rank, applied in zip(wpg.ranks, (4, 3), strict=True):
+        books.begin_copy(rank)
+        books.finish_copy(rank, applied, "digest")
+    with pytest.raises(CallerError, match=r"rank 1 of .* has applied 3, not 4"):
+        books.prepare_seal(wpg, 4)
 
 
 def test_extent_of_a_lost_deployment_is_kept_while_it_is_sealed() -> None:
@@ -157,13 +216,13 @@ def test_extent_of_a_lost_deployment_is_kept_while_it_is_sealed() -> None:
     wpg = add(books, A, 10)
     books.prepare_seal(wpg, 0)
     books.begin_write(wpg, 0)
-    books.register("t2", A, 2, 0, 0)
-    assert wpg.state is State.LOST
-    assert books.reap(wpg) is None
+    books.register(["t2"], A, 2, [0], 0)
+    assert wpg.is_lost
+    assert books.reap(wpg) == []
     books.validate()
-    assert books.extents() == [hash(A)]
+    assert books.extents() == extents(A)
     books.end_seal(wpg)
-    assert books.reap(wpg) == hash(A)
+    assert books.reap(wpg) == extents(A)
     assert books.extents() == []
 
 
@@ -182,35 +241,40 @@ class AnySequence(RuleBasedStateMachine):
     pick = st.integers(0, 1000)
 
     def chosen(self, pick: int, *states: State) -> Wpg | None:
-        ready = [wpg for wpg in self.live if wpg.state in states]
+        """A live one of which every rank is in one of these states."""
+        ready = [w for w in self.live if all(rank.state in states for rank in w.ranks)]
+        return ready[pick % len(ready)] if ready else None
+
+    def chosen_rank(self, pick: int, *states: State) -> Rank | None:
+        ready = [rank for wpg in self.live for rank in wpg.ranks if rank.state in states]
         return ready[pick % len(ready)] if ready else None
 
     def over(self, wpg: Wpg) -> None:
-        extent = self.books.reap(wpg)
-        if extent is not None:
+        for extent in self.books.reap(wpg):
             self.arena.free(extent)
         self.live = [other for other in self.live if other is not wpg]
 
-    @rule(key=keys, device=st.integers(0, 1))
-    def register(self, key: DeploymentKey, device: int) -> None:
+    @rule(key=keys, devices=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def register(self, key: DeploymentKey, devices: list[int]) -> None:
         number = self.incarnations[key] = self.incarnations.get(key, 0) + 1
-        replaced = self.books.register(f"{key} {number}", key, number, device, 0)
+        tokens = [f"{key} {number} {index}" for index in range(len(devices))]
+        replaced = self.books.register(tokens, key, number, devices, 0)
         if replaced is not None and (replaced.prepared is None):
             self.over(replaced)
-        self.live.append(self.books.authenticate(f"{key} {number}"))
+        self.live.append(self.books.authenticate(tokens[0]).wpg)
 
     @rule(pick=pick, heap_bytes=st.integers(0, 18))
     def register_heap(self, pick: int, heap_bytes: int) -> None:
-        wpg = self.chosen(pick, State.AWAITING)
-        if wpg is None:
+        rank = self.chosen_rank(pick, State.AWAITING)
+        if rank is None:
             return
         try:
-            self.books.check_heap(wpg, heap_bytes, [])
-            grant = self.arena.reserve(heap_bytes * PAGE_BYTES // 4, str(wpg))
+            self.books.check_heap(rank, heap_bytes, [])
+            grant = self.arena.reserve(heap_bytes * PAGE_BYTES // 4, str(rank))
         except ResourceError:
             return
-        self.books.register_heap(wpg, heap_bytes, [], grant.extent)
-        self.books.fill(wpg, 0, "digest")
+        self.books.register_heap(rank, heap_bytes, [], grant.extent)
+        self.books.fill(rank, 0, "digest")
 
     @rule(pick=pick, displaces=st.lists(keys), fails=st.booleans())
     def switch_in(self, pick: int, displaces: list[DeploymentKey], fails: bool) -> None:
@@ -224,50 +288,58 @@ class AnySequence(RuleBasedStateMachine):
             return
         done = []
         for other in plan.offload:
-            if other.state is State.RESIDENT and other.prepared is None:
+            if other.state is State.RESIDENT and other.wpg.prepared is None:
                 self.books.begin_offload(other)
                 self.books.finish_offload(other, other.applied + 1, "digest")
                 done.append(other)
-        if not plan.is_load_needed or len(done) < len(plan.offload):
+        if len(done) < len(plan.offload):
             return
-        self.books.begin_load(wpg)  # the plan said that it fits
-        self.books.step(wpg, Step.LOAD_FAILED if fails else Step.LOAD_VERIFIED)
+        for rank in plan.load:
+            self.books.begin_load(rank)  # the plan said that it fits
+        for rank in plan.load:
+            self.books.step(rank, Step.LOAD_FAILED if fails else Step.LOAD_VERIFIED)
         if fails:
-            for other in done:
-                load(self.books, other)  # and so does what was there before
+            for other in done:  # and so does what was there before
+                self.books.begin_load(other)
+                self.books.step(other, Step.LOAD_VERIFIED)
 
     @rule(pick=pick)
     def load_what_was_not_planned(self, pick: int) -> None:
-        wpg = self.chosen(pick, State.HOST)
-        if wpg is not None:
+        rank = self.chosen_rank(pick, State.HOST)
+        if rank is not None:
             try:
-                self.books.begin_load(wpg)
+                self.books.begin_load(rank)
             except ResourceError:
-                assert wpg.state is State.HOST
+                assert rank.state is State.HOST
 
     @rule(pick=pick, step=st.sampled_from(Step))
     def take_any_step(self, pick: int, step: Step) -> None:
-        wpg = self.chosen(pick, State.LOADING, State.OFFLOADING)
-        if wpg is None or (wpg.state, step) not in TRANSITIONS:
+        rank = self.chosen_rank(pick, State.LOADING, State.OFFLOADING)
+        if rank is None or (rank.state, step) not in TRANSITIONS:
             return
         if step is Step.OFFLOAD_VERIFIED:
-            self.books.finish_offload(wpg, wpg.applied, "digest")
+            self.books.finish_offload(rank, rank.applied, "digest")
         else:
-            wpg.digest = "digest"
-            self.books.step(wpg, step)
+            rank.digest = "digest"
+            self.books.step(rank, step)
 
     @rule(pick=pick)
     def begin_offload(self, pick: int) -> None:
-        wpg = self.chosen(pick, State.RESIDENT)
-        if wpg is not None and wpg.prepared is None:
-            self.books.begin_offload(wpg)
+        rank = self.chosen_rank(pick, State.RESIDENT)
+        if rank is not None and rank.wpg.prepared is None:
+            self.books.begin_offload(rank)
 
     @rule(pick=pick)
     def seal(self, pick: int) -> None:
         wpg = self.chosen(pick, State.HOST)
         if wpg is not None and wpg.prepared is None:
-            self.books.prepare_seal(wpg, wpg.applied)
-            self.books.begin_write(wpg, wpg.applied)
+            seq = wpg.ranks[0].applied
+            try:
+                self.books.prepare_seal(wpg, seq)
+            except CallerError:
+                assert any(rank.applied != seq for rank in wpg.ranks)
+            else:
+                self.books.begin_write(wpg, seq)
 
     @rule(pick=pick)
     def end_seal(self, pick: int) -> None:
@@ -275,22 +347,22 @@ class AnySequence(RuleBasedStateMachine):
         if sealed:
             wpg = sealed[pick % len(sealed)]
             self.books.end_seal(wpg)
-            if wpg.state is State.LOST:
+            if wpg.is_lost:
                 self.over(wpg)
 
     @rule(pick=pick)
     def lose(self, pick: int) -> None:
-        wpg = self.chosen(pick, *State)
-        if wpg is not None:
+        if self.live:
+            wpg = self.live[pick % len(self.live)]
             self.books.lose(wpg)
             if wpg.prepared is None:
                 self.over(wpg)
 
     @rule(pick=pick)
     def drop(self, pick: int) -> None:
-        wpg = self.chosen(pick, *State)
-        if wpg is None:
+        if not self.live:
             return
+        wpg = self.live[pick % len(self.live)]
         was_current = self.books.drop(wpg.key, wpg.incarnation) is not None
         if was_current and wpg.prepared is None:
             self.over(wpg)
@@ -301,10 +373,9 @@ class AnySequence(RuleBasedStateMachine):
         self.arena.validate()
         assert sorted(self.books.extents()) == sorted(self.arena.extents_in_use())
         # Counted here from the other side: an oracle of the budget rule.
+        ranks = [rank for wpg in self.live for rank in wpg.ranks]
         for device, budget in enumerate(self.books.device_budget_bytes):
-            loaded = [
-                w.heap_bytes for w in self.live if w.device == device and w.state in ON_DEVICE
-            ]
+            loaded = [r.heap_bytes for r in ranks if r.device == device and r.state in ON_DEVICE]
             assert self.books.device_used_bytes(device) == sum(loaded) <= budget
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given
@@ -15,12 +16,14 @@ from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import (
     DATA_ALIGNMENT_BYTES,
     PREFIX_BYTES,
+    Section,
     StateHeader,
     check_restorable,
-    data_offset,
     decode_header,
     encode_header,
     header_bytes,
+    part_offsets,
+    seal_header,
     superseded_seals,
 )
 from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
@@ -45,7 +48,7 @@ def test_header_comes_back_and_memory_is_aligned(num_tensors: int) -> None:
     length = header_bytes(encoded[:PREFIX_BYTES], "f")
     payload = encoded[PREFIX_BYTES : PREFIX_BYTES + length]
     assert decode_header(encoded[:PREFIX_BYTES], payload, "f") == written
-    assert data_offset(length) == len(encoded)
+    assert part_offsets(written, length) == [len(encoded)]
 
 
 @given(st.data())
@@ -78,22 +81,65 @@ def test_the_seal_written_the_one_before_and_the_committed_one_stay(
     assert superseded_seals(seqs, written, committed) == superseded
 
 
-def test_seal_of_another_layout_is_refused() -> None:
+def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
     stored = StateHeader("seal", KEY, 1, 64, [SLOT], "x")
-    check_restorable(stored, 64, [SLOT], "f")
-    for heap_bytes, tensors in ((128, [SLOT]), (64, [])):
-        with pytest.raises(CallerError, match="another layout"):
-            check_restorable(stored, heap_bytes, tensors, "f")
+    part = check_restorable(stored, 0, 1, heap_bytes=64, tensors=[SLOT], file="f")
+    assert part == Section(64, [SLOT], "x")
+    two = seal_header(KEY, 1, [Section(64, [SLOT], "x"), Section(128, [SLOT], "y")])
+    part = check_restorable(two, 1, 2, heap_bytes=128, tensors=[SLOT], file="f")
+    assert part.digest == "y"
+    for sealed, rank, num_ranks, heap_bytes, tensors in (
+        (stored, 0, 1, 128, [SLOT]),
+        (stored, 0, 1, 64, []),
+        (stored, 0, 2, 64, [SLOT]),
+        (two, 0, 1, 64, [SLOT]),
+        (two, 0, 2, 128, [SLOT]),
+    ):
+        with pytest.raises(CallerError, match="another layout") as caught:
+            check_restorable(
+                sealed, rank, num_ranks, heap_bytes=heap_bytes, tensors=tensors, file="f"
+            )
+        info = caught.value.info
+        assert info.code is Code.FAILED_PRECONDITION
+        assert info.details["sealed_ranks"] == str(len(sealed.parts))
+        assert info.details["ranks"] == str(num_ranks)
+        assert info.details["sealed_bytes"] == str(sealed.num_bytes)
+        assert info.details["heap_bytes"] == str(heap_bytes)
+
+
+def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    contents = [b"first" * 1000, b"", b"third"]
+    sections = [Section(len(c), [], xxhash.xxh3_128(c).hexdigest()) for c in contents]
+    directory.write(path, seal_header(KEY, 3, sections), [memoryview(c) for c in contents])
+    found, offsets = read_header(path)
+    assert found.num_bytes == 5005
+    assert all(offset % DATA_ALIGNMENT_BYTES == 0 for offset in offsets)
+    for part, offset, content in zip(found.parts, offsets, contents, strict=True):
+        memory = memoryview(bytearray(len(content)))
+        read_memory(path, part, offset, memory)
+        assert bytes(memory) == content
+    with pytest.raises(ResourceError, match="DATA_LOSS"):
+        directory.write(path, found, [memoryview(c) for c in (*contents[:2], b"other")])
+
+
+def test_seal_of_one_rank_is_written_as_it_was_before_there_were_several() -> None:
+    """Seals on disk outlive the release that wrote them."""
+    sealed = seal_header(KEY, 3, [Section(24, [SLOT], "digest")])
+    old = {"kind": "seal", "deployment": KEY, "seq": 3, "num_bytes": 24}
+    old |= {"tensors": [SLOT], "digest": "digest"}
+    assert msgspec.msgpack.encode(sealed) == msgspec.msgpack.encode(old)
 
 
 def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path / "not yet made")
     path = directory.seal(KEY, 3)
     for content in (b"first" * 1000, b"second"):
-        directory.write(path, header(content), memoryview(content))
-        found, offset = read_header(path)
+        directory.write(path, header(content), [memoryview(content)])
+        found, (offset,) = read_header(path)
         memory = memoryview(bytearray(len(content)))
-        read_memory(path, found, offset, memory)
+        read_memory(path, found.parts[0], offset, memory)
         assert bytes(memory) == content
     assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
 
@@ -101,19 +147,19 @@ def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
 def test_memory_that_is_not_what_its_digest_says_is_never_put_in_place(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
-    directory.write(path, header(b"good"), memoryview(b"good"))
+    directory.write(path, header(b"good"), [memoryview(b"good")])
     with pytest.raises(ResourceError, match="DATA_LOSS"):
-        directory.write(path, header(b"good"), memoryview(b"evil"))
+        directory.write(path, header(b"good"), [memoryview(b"evil")])
     assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
-    found, offset = read_header(path)
-    read_memory(path, found, offset, memoryview(bytearray(4)))
+    found, (offset,) = read_header(path)
+    read_memory(path, found.parts[0], offset, memoryview(bytearray(4)))
 
 
 def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
     content = b"x" * 10_000
-    directory.write(path, header(content), memoryview(content))
+    directory.write(path, header(content), [memoryview(content)])
     whole = path.read_bytes()
     for length in (0, 10, PREFIX_BYTES, PREFIX_BYTES + 9, len(whole) - 1):
         path.write_bytes(whole[:length])
@@ -123,8 +169,8 @@ def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
 
 
 def _read(path: Path, num_bytes: int) -> None:
-    found, offset = read_header(path)
-    read_memory(path, found, offset, memoryview(bytearray(num_bytes)))
+    found, (offset,) = read_header(path)
+    read_memory(path, found.parts[0], offset, memoryview(bytearray(num_bytes)))
 
 
 def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
@@ -132,7 +178,7 @@ def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
 ) -> None:
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
-    directory.write(path, header(b"x"), memoryview(b"x"))
+    directory.write(path, header(b"x"), [memoryview(b"x")])
     bad = directory.seal(KEY, 5)
     bad.write_bytes(b"PLSTATE1 and then nothing")
     moved = directory.seal(KEY, 4)
@@ -162,5 +208,5 @@ def test_unwritable_directory_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "acme").write_text("a file where a directory belongs")
     directory = StateDirectory(tmp_path)
     with pytest.raises(ResourceError) as caught:
-        directory.write(directory.seal(KEY, 1), header(b"x"), memoryview(b"x"))
+        directory.write(directory.seal(KEY, 1), header(b"x"), [memoryview(b"x")])
     assert caught.value.info.code is Code.UNAVAILABLE

@@ -8,7 +8,7 @@ from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.layout import check_layout
-from phaseloom.statemgr.core.versions import Versions
+from phaseloom.statemgr.core.versions import Version, Versions
 
 KEY = VersionKey(DeploymentKey("acme", "sums", "policy"), 7)
 
@@ -76,3 +76,15 @@ def test_layout_with_gaps_and_empty_tensors_is_fine() -> None:
 def test_bad_layout_is_refused_naming_the_tensor(tensors: list[TensorSlot], message: str) -> None:
     with pytest.raises(CallerError, match=message.replace(" .* ", ".*")):
         check_layout(tensors, 192)
+
+
+def test_version_in_memory_joins_its_file_unless_they_differ() -> None:
+    versions = Versions()
+    versions.add_from_disk(KEY, 64, [], "digest")
+    assert versions.adopt(Version(KEY, 64, [], "digest", extent=5))
+    adopted = versions.find(KEY)
+    assert adopted is not None
+    assert (adopted.extent, adopted.is_on_disk) == (5, True)
+    assert not versions.adopt(Version(KEY, 64, [], "another", extent=6))
+    assert versions.find(KEY) is adopted
+    versions.validate()

@@ -21,12 +21,14 @@ from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
+    Section,
     StateHeader,
     data_loss,
-    data_offset,
     decode_header,
     encode_header,
+    gap_bytes,
     header_bytes,
+    part_offsets,
 )
 
 log = logging.getLogger(__name__)
@@ -76,9 +78,10 @@ class StateDirectory:
                 continue
             yield path, header
 
-    def write(self, path: Path, header: StateHeader, memory: memoryview) -> None:
+    def write(self, path: Path, header: StateHeader, memories: list[memoryview]) -> None:
         """Put a file in place, whole and fsynced.
 
+        Args:   memories: of each of the header's parts.
         Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory is not
                 what the header's digest says; UNAVAILABLE: anything else the disk refuses. What
                 was there before stands.
@@ -87,7 +90,7 @@ class StateDirectory:
         try:
             self._make_directory(path.parent)
             try:
-                _write_synced(partial, header, memory, str(path))
+                _write_synced(partial, header, memories, str(path))
                 partial.rename(path)
             except BaseException:
                 partial.unlink(missing_ok=True)
@@ -104,6 +107,14 @@ class StateDirectory:
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
+    def clear(self, key: DeploymentKey) -> None:
+        """Remove every state file of a deployment, readable or not."""
+        directory = self.seal(key, 1).parent
+        if directory.is_dir():
+            for path in directory.iterdir():
+                if _NAME.match(path.name):
+                    self.remove(path)
+
     def _make_directory(self, directory: Path) -> None:
         missing = [d for d in (directory, *directory.parents) if not d.exists()]
         directory.mkdir(parents=True, exist_ok=True)
@@ -111,49 +122,58 @@ class StateDirectory:
             _sync_directory(made.parent)
 
 
-def read_header(path: Path) -> tuple[StateHeader, int]:
-    """The header, checked, and the offset of the memory. Raises: ResourceError: DATA_LOSS."""
+def read_header(path: Path) -> tuple[StateHeader, list[int]]:
+    """The header, checked, and the offset of each part. Raises: ResourceError: DATA_LOSS."""
     try:
         with path.open("rb") as file:
             prefix = file.read(PREFIX_BYTES)
             length = header_bytes(prefix, str(path))
-            return decode_header(prefix, file.read(length), str(path)), data_offset(length)
+            header = decode_header(prefix, file.read(length), str(path))
+            return header, part_offsets(header, length)
     except OSError as error:
         raise data_loss(str(path), error.strerror or repr(error)) from error
 
 
-def read_memory(path: Path, header: StateHeader, offset: int, memory: memoryview) -> None:
+def read_memory(path: Path, part: Section, offset: int, memory: memoryview) -> None:
     """Fill `memory` from the file and verify it. Raises: ResourceError: DATA_LOSS."""
     digest = xxhash.xxh3_128()
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
             done = 0
-            while done < header.num_bytes:
-                count = file.readinto(memory[done : min(done + _CHUNK_BYTES, header.num_bytes)])
+            while done < part.num_bytes:
+                count = file.readinto(memory[done : min(done + _CHUNK_BYTES, part.num_bytes)])
                 if not count:
-                    raise data_loss(str(path), f"it ends {header.num_bytes - done} bytes early")
+                    raise data_loss(str(path), f"it ends {part.num_bytes - done} bytes early")
                 digest.update(memory[done : done + count])
                 done += count
     except OSError as error:
         raise data_loss(str(path), error.strerror or repr(error)) from error
-    if digest.hexdigest() != header.digest:
+    if digest.hexdigest() != part.digest:
         raise data_loss(str(path), "the checksum of its content does not match")
 
 
-def _write_synced(partial: Path, header: StateHeader, memory: memoryview, name: str) -> None:
-    digest = xxhash.xxh3_128()
+def _write_synced(
+    partial: Path, header: StateHeader, memories: list[memoryview], name: str
+) -> None:
     with partial.open("wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(encode_header(header)))
-        for start in range(0, header.num_bytes, _CHUNK_BYTES):
-            chunk = memory[start : min(start + _CHUNK_BYTES, header.num_bytes)]
-            digest.update(chunk)
-            _write_all(file.fileno(), chunk)
-        if digest.hexdigest() != header.digest:
-            raise ResourceError(
-                f"the host copy for {name} is not what its digest says", code=Code.DATA_LOSS
-            )
+        for part, memory in zip(header.parts, memories, strict=True):
+            _write_all(file.fileno(), memoryview(bytes(gap_bytes(file.tell()))))
+            if _write_hashed(file.fileno(), memory[: part.num_bytes]) != part.digest:
+                raise ResourceError(
+                    f"the host copy for {name} is not what its digest says", code=Code.DATA_LOSS
+                )
         os.fsync(file.fileno())
+
+
+def _write_hashed(fd: int, memory: memoryview) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(memory), _CHUNK_BYTES):
+        chunk = memory[start : start + _CHUNK_BYTES]
+        digest.update(chunk)
+        _write_all(fd, chunk)
+    return digest.hexdigest()
 
 
 def _write_all(fd: int, chunk: memoryview) -> None:

@@ -26,16 +26,34 @@ class Extent:
 
     def __init__(self, num_bytes: int, name: str) -> None:
         """Raises: OSError: the system has no descriptor or no memory to give."""
+        fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, rounded(num_bytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            self._open(fd, num_bytes)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def adopt(cls, fd: int, num_bytes: int) -> Extent:
+        """One that another process made; takes `fd`, except where it raises.
+
+        Raises: OSError: it is none. ValueError: its size is another, or can change.
+        """
+        if os.fstat(fd).st_size != rounded(num_bytes):
+            raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {rounded(num_bytes)}")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+            raise ValueError("its size is not sealed")
+        extent = cls.__new__(cls)
+        extent._open(fd, num_bytes)
+        return extent
+
+    def _open(self, fd: int, num_bytes: int) -> None:
+        self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = fd
         self._num_bytes = rounded(num_bytes)
         self._map: mmap.mmap | None = None
-        self.fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, self._num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-            self.read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            os.close(self.fd)
-            raise
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes`, writable."""
@@ -75,6 +93,22 @@ class HostMemory:
                     code=Code.RESOURCE_EXHAUSTED,
                 ) from error
         return grant.extent
+
+    def adopt(self, extent: int, fd: int, num_bytes: int, what: str) -> None:
+        """Take an extent of the daemon before over, and `fd` with it, except where it raises.
+
+        Raises: ResourceError: above the budget, or it is not such an extent.
+        """
+        self.arena.adopt(extent, num_bytes)
+        try:
+            self._extents[extent] = Extent.adopt(fd, num_bytes)
+        except (OSError, ValueError) as error:
+            self.arena.free(extent)
+            raise ResourceError(f"the memory for {what} cannot be taken over: {error}") from error
+
+    def handles(self) -> dict[int, int]:
+        """extent → descriptor, the idle ones included."""
+        return {number: extent.fd for number, extent in self._extents.items()}
 
     def free(self, extent: int) -> None:
         self._close([self.arena.free(extent)])

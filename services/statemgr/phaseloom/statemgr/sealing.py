@@ -4,46 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import CopyOut, PrepareSeal, Sealed, WriteSeal
-from phaseloom.statemgr.core.residency import State, Wpg
-from phaseloom.statemgr.core.statefile import StateHeader, check_restorable, superseded_seals
+from phaseloom.statemgr.core.residency import Rank, Wpg
+from phaseloom.statemgr.core.statefile import (
+    Section,
+    StateHeader,
+    check_restorable,
+    seal_header,
+    superseded_seals,
+)
 from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
 from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.switching import on_each_device
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDisk:
-    sealed: Sealed
-    incarnation: int | None
-    """Life that wrote it; None: found at start."""
 
 
 class Sealer:
     def __init__(self, node: Node, directory: StateDirectory) -> None:
         self._node = node
         self._directory = directory
-        self._seals: dict[DeploymentKey, dict[int, _OnDisk]] = {}
+        self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
 
     def found(self, header: StateHeader, file: str) -> None:
         """A seal that was on disk at start."""
         sealed = Sealed(file, header.digest, header.num_bytes)
-        self._add(header.deployment, header.seq, _OnDisk(sealed, None))
+        self._seals.setdefault(header.deployment, {})[header.seq] = sealed
 
     async def prepare(self, request: PrepareSeal) -> None:
-        """Make the host copy whole at `seq` and keep it so. Nothing to do where it is sealed.
+        """Make the host copies whole at `seq` and keep them so. Nothing to do where it is sealed.
 
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last.
                 ResourceError: stale, or its rank is lost.
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
-        async with node.device_locks[wpg.device]:
+        async with node.holding(lambda: set(wpg.devices)):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
@@ -51,14 +50,16 @@ class Sealer:
             await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
             node.residency.end_seal(wpg)
             node.residency.check_sealable(wpg)
-            if wpg.state is State.RESIDENT:
-                node.residency.begin_copy(wpg)
-                copied = await node.ask(wpg, CopyOut(release=False))
-                node.residency.finish_copy(wpg, copied.applied, copied.digest)
+            await on_each_device(wpg.on_device, self._copy)
             node.residency.prepare_seal(wpg, request.seq)
 
+    async def _copy(self, rank: Rank) -> None:
+        self._node.residency.begin_copy(rank)
+        copied = await self._node.ask(rank, CopyOut(release=False))
+        self._node.residency.finish_copy(rank, copied.applied, copied.digest)
+
     async def write(self, request: WriteSeal) -> Sealed:
-        """Put the prepared copy, and before it the versions, on disk. Idempotent.
+        """Put the prepared copies, and before them the versions, on disk. Idempotent.
 
         Raises: CallerError: not prepared, or a version that is not here. ResourceError: the disk
                 is full or fails; the previous seal stands.
@@ -77,23 +78,32 @@ class Sealer:
         finally:
             node.residency.end_seal(wpg)
             node.settle(wpg)
-        self._add(wpg.key, request.seq, _OnDisk(sealed, wpg.incarnation))
+        self._seals.setdefault(wpg.key, {})[request.seq] = sealed
+        wpg.sealed.add(request.seq)
         await self._remove_superseded(wpg.key, request.seq, request.committed)
+        wpg.sealed &= self._seals.get(wpg.key, {}).keys()
         return sealed
 
-    async def restore(self, wpg: Wpg, seq: int) -> None:
-        """Fill the extent of a registered heap from a seal.
+    async def restore(self, rank: Rank) -> None:
+        """Fill the extent of a registered heap from the seal that its life starts from.
 
         Raises: ResourceError: DATA_LOSS naming the file. CallerError: another layout.
         """
-        node = self._node
-        path = self._directory.seal(wpg.key, seq)
-        header, offset = await asyncio.to_thread(read_header, path)
-        check_restorable(header, wpg.heap_bytes, wpg.tensors, str(path))
-        assert wpg.extent is not None
-        memory = node.memory[wpg.extent].view(header.num_bytes)
-        await asyncio.to_thread(read_memory, path, header, offset, memory)
-        node.residency.fill(wpg, seq, header.digest)
+        wpg = rank.wpg
+        path = self._directory.seal(wpg.key, wpg.seal_seq)
+        header, offsets = await asyncio.to_thread(read_header, path)
+        part = check_restorable(
+            header,
+            rank.index,
+            len(wpg.ranks),
+            heap_bytes=rank.heap_bytes,
+            tensors=rank.tensors,
+            file=str(path),
+        )
+        assert rank.extent is not None
+        memory = self._node.memory[rank.extent].view(part.num_bytes)
+        await asyncio.to_thread(read_memory, path, part, offsets[rank.index], memory)
+        self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
         """The agent is gone: nobody will write what it had prepared."""
@@ -103,16 +113,20 @@ class Sealer:
             self._node.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Delete every seal of a deployment."""
-        for seq in self._seals.pop(key, {}):
-            await asyncio.to_thread(self._directory.remove, self._directory.seal(key, seq))
+        """Delete everything of a deployment that is on disk, whichever life wrote it."""
+        self._seals.pop(key, None)
+        await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
-        assert wpg.extent is not None
         path = self._directory.seal(wpg.key, seq)
-        header = StateHeader("seal", wpg.key, seq, wpg.heap_bytes, wpg.tensors, wpg.digest)
-        memory = self._node.memory[wpg.extent].view(wpg.heap_bytes)
-        await asyncio.to_thread(self._directory.write, path, header, memory)
+        sections = [Section(rank.heap_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
+        header = seal_header(wpg.key, seq, sections)
+        memories = [
+            self._node.memory[rank.extent].view(rank.heap_bytes)
+            for rank in wpg.ranks
+            if rank.extent is not None
+        ]
+        await asyncio.to_thread(self._directory.write, path, header, memories)
         return Sealed(str(path), header.digest, header.num_bytes)
 
     async def _persist_versions(self, wpg: Wpg, seqs: list[int]) -> None:
@@ -134,7 +148,7 @@ class Sealer:
             path = self._directory.version(key)
             node.versions.acquire(version)
             try:
-                await asyncio.to_thread(self._directory.write, path, header, memory)
+                await asyncio.to_thread(self._directory.write, path, header, [memory])
                 version.is_on_disk = True
             finally:
                 node.release_version(version)
@@ -152,10 +166,6 @@ class Sealer:
 
     def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
         """The seal at `seq` that this life wrote or began from; an older life's may differ."""
-        found = self._seals.get(wpg.key, {}).get(seq)
-        if found is None or (found.incarnation != wpg.incarnation and seq != wpg.seal_seq):
+        if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
-        return found.sealed
-
-    def _add(self, key: DeploymentKey, seq: int, found: _OnDisk) -> None:
-        self._seals.setdefault(key, {})[seq] = found
+        return self._seals.get(wpg.key, {}).get(seq)

@@ -1,7 +1,9 @@
 """The daemon's sessions: who is talking, what they may ask, and which part answers.
 
 An agent proves the node's secret, a rank its token; nothing else is believed. Requests of one
-connection run side by side; order between switches of one device is kept by its lock.
+connection run side by side; order between switches of one device is kept by its lock. Before an
+answer leaves, the books that it speaks of are kept. After a kill of the daemon before, nothing is
+answered until all that it held is taken over or given up.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from phaseloom.common import metrics
 from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.framing import Peer
+from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.statewire import (
+    Adopt,
+    Adopted,
     AgentHello,
     CommitInitial,
     CommitVersion,
@@ -22,10 +27,12 @@ from phaseloom.common.statewire import (
     Done,
     DropVersions,
     DropWpg,
+    HandOver,
     HeapRegistered,
     OpenVersion,
     PrepareSeal,
     RankHello,
+    RankResume,
     RegisterHeap,
     RegisterWpg,
     StateMessage,
@@ -33,9 +40,11 @@ from phaseloom.common.statewire import (
     StatusRequest,
     SwitchIn,
     SwitchOut,
+    Welcome,
     WriteSeal,
 )
-from phaseloom.statemgr.core.residency import State, Wpg
+from phaseloom.statemgr.adoption import Adoption
+from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
 from phaseloom.statemgr.sealing import Sealer
@@ -55,7 +64,8 @@ class Session:
     def __init__(self, peer: Peer[StateMessage]) -> None:
         self.peer = peer
         self.is_agent = False
-        self.wpg: Wpg | None = None
+        self.is_handing_over = False
+        self.rank: Rank | None = None
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def greet(self) -> None:
@@ -67,21 +77,39 @@ class StateManager:
     """Answers agents and ranks; owns no memory itself."""
 
     def __init__(
-        self, node: Node, sealer: Sealer, weights: Weights, secret: str, endpoint: str
+        self,
+        node: Node,
+        sealer: Sealer,
+        weights: Weights,
+        *,
+        secret: str,
+        resume_timeout_s: float,
+        serve_versions_at: Callable[[str], None],
     ) -> None:
         self._node = node
         self._sealer = sealer
         self._weights = weights
         self._secret = secret
-        self._endpoint = endpoint
+        self._resume_timeout_s = resume_timeout_s
+        self._serve_versions_at = serve_versions_at
         self._num_agents = 0
+        self._adoption: Adoption | None = None
+        self._is_known_what_was = asyncio.Event()
+        """The first agent has said whether there is something to take over, and handed it over."""
 
     async def session(self, peer: Peer[StateMessage]) -> None:
-        """Serve one connection until it ends."""
+        """Serve one connection until it ends.
+
+        Raises: ResourceError: the agent left in the middle of handing over: the next life of this
+                daemon begins with it afresh.
+        """
         session = Session(peer)
 
-        async def handle(body: StateMessage, _fds: list[int]) -> Answer:
-            return await self._handle(session, body)
+        async def handle(body: StateMessage, fds: list[int]) -> Answer:
+            try:
+                return await self._handle(session, body, fds)
+            finally:
+                await self._node.keeper.record()
 
         peer.handler = handle
         peer.start()
@@ -92,26 +120,49 @@ class StateManager:
                 log.warning("a peer proved nothing within %.0f s", HELLO_TIMEOUT_S)
             return
         await asyncio.wait([peer.closed])
-        if session.wpg is not None:
-            self._node.retire(session.wpg, peer.closed.result())
+        if session.rank is not None:
+            self._node.retire(session.rank.wpg, peer.closed.result())
         if session.is_agent:
-            self._num_agents -= 1
-            if not self._num_agents:
-                self._sealer.abandon()
+            self._leave_agent(session)
         await peer.finish()
 
-    async def _handle(self, session: Session, body: StateMessage) -> Answer:
-        if isinstance(body, AgentHello):
-            return self._greet_agent(session, body), ()
-        if isinstance(body, RankHello):
-            return self._greet_rank(session, body), ()
-        if session.is_agent:
-            return await self._handle_agent(body), ()
-        if session.wpg is not None:
-            return await self._handle_rank(session.wpg, body)
-        raise _denied("say hello first")
+    def _leave_agent(self, session: Session) -> None:
+        self._node.keeper.detach(session.peer)
+        if session.is_handing_over:
+            raise ResourceError("the agent left in the middle of handing over")
+        self._num_agents -= 1
+        if not self._num_agents:
+            self._sealer.abandon()
 
-    def _greet_agent(self, session: Session, hello: AgentHello) -> Done:
+    async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
+        if isinstance(body, HandOver) and session.is_handing_over and self._adoption is not None:
+            self._adoption.take(body.handles, fds)
+            return Done(), ()
+        close_fds(fds)
+        greeted = await self._greet(session, body)
+        if greeted is not None:
+            return greeted, ()
+        if not session.is_agent and session.rank is None:
+            raise _denied("say hello first")
+        await self._node.settled.wait()
+        if session.rank is not None:
+            return await self._handle_rank(session.rank, body)
+        return await self._handle_agent(body), ()
+
+    async def _greet(self, session: Session, body: StateMessage) -> StateMessage | None:
+        """What comes before everything else is settled; None: it is none of that."""
+        match body:
+            case AgentHello():
+                return self._greet_agent(session, body)
+            case RankHello():
+                return await self._greet_rank(session, body)
+            case RankResume():
+                return await self._resume_rank(session, body)
+            case Adopt() if session.is_handing_over and self._adoption is not None:
+                return await self._adopt(session, self._adoption)
+        return None
+
+    def _greet_agent(self, session: Session, hello: AgentHello) -> Welcome:
         if session.greeted.done() or not hmac.compare_digest(
             hello.secret.encode(), self._secret.encode()
         ):
@@ -120,16 +171,62 @@ class StateManager:
         session.is_agent = True
         self._num_agents += 1
         session.greet()
+        if hello.index and self._adoption is None and not self._node.settled.is_set():
+            self._adoption = Adoption(self._node, hello.index)
+            session.is_handing_over = True
+            session.peer.max_fds = MAX_FDS
+            return Welcome(adopts=True)
+        self._node.keeper.attach(session.peer)
+        if self._adoption is None:
+            self._is_known_what_was.set()
+            self._node.settled.set()
+        return Welcome(adopts=False)
+
+    async def _adopt(self, session: Session, adoption: Adoption) -> Adopted:
+        endpoint = await adoption.restore(session.peer)
+        if endpoint not in {"", self._node.endpoint}:
+            # Other nodes know that one.
+            self._serve_versions_at(endpoint)
+        self._is_known_what_was.set()
+        lost = await adoption.finish(self._resume_timeout_s)
+        session.is_handing_over = False
+        session.peer.max_fds = 0
+        self._node.settled.set()
+        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
+        return Adopted(lost)
+
+    async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
+        await self._until_known_what_was()
+        if self._adoption is not None:
+            self._adoption.begin_again(hello.token)
+        self._enter(session, self._node.residency.authenticate(hello.token))
         return Done()
 
-    def _greet_rank(self, session: Session, hello: RankHello) -> Done:
-        wpg = self._node.residency.authenticate(hello.token)
-        if session.greeted.done() or wpg in self._node.ranks:
-            raise _denied(f"{wpg} has a rank already, or the second hello")
-        session.wpg = wpg
-        self._node.ranks[wpg] = session.peer
+    async def _resume_rank(self, session: Session, message: RankResume) -> Done:
+        await self._until_known_what_was()
+        if self._adoption is None or session.greeted.done():
+            raise _denied("nothing was taken over, or the second hello")
+        # Verifying a large host copy may take longer than a hello.
         session.greet()
+        self._enter(session, await self._adoption.resume(message))
         return Done()
+
+    async def _until_known_what_was(self) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await self._is_known_what_was.wait()
+        except TimeoutError:
+            raise ResourceError("no agent has come", remedy="come again") from None
+
+    def _enter(self, session: Session, rank: Rank) -> None:
+        if session.rank is not None or session.is_agent or rank in self._node.ranks:
+            raise _denied(f"{rank} is here already, or the second hello")
+        if session.peer.closed.done():
+            self._node.retire(rank.wpg, session.peer.closed.result())
+            raise ResourceError(f"{rank} has left")
+        session.rank = rank
+        self._node.ranks[rank] = session.peer
+        session.greet()
 
     async def _handle_agent(self, body: StateMessage) -> StateMessage:
         match body:
@@ -142,7 +239,8 @@ class StateManager:
             case PrepareSeal():
                 await self._sealer.prepare(body)
             case WriteSeal():
-                return await self._sealer.write(body)
+                with metrics.timed(metrics.SEAL_DURATION, node=self._node.name):
+                    return await self._sealer.write(body)
             case DropWpg():
                 await self._drop_wpg(body)
             case DropVersions():
@@ -153,29 +251,31 @@ class StateManager:
                 raise _not_for("an agent", body)
         return Done()
 
-    async def _handle_rank(self, wpg: Wpg, body: StateMessage) -> Answer:
+    async def _handle_rank(self, rank: Rank, body: StateMessage) -> Answer:
         match body:
             case RegisterHeap():
-                return await self._register_heap(wpg, body)
+                return await self._register_heap(rank, body)
             case CommitInitial():
-                await self._commit_initial(wpg, body)
+                await self._commit_initial(rank, body)
             case CreateVersion():
-                self._require_alive(wpg)
-                return self._weights.create(wpg, body)
+                _require_leader(rank)
+                self._require_alive(rank.wpg)
+                return self._weights.create(rank.wpg, body)
             case CommitVersion():
-                await self._weights.commit(wpg, body)
+                _require_leader(rank)
+                await self._weights.commit(rank.wpg, body)
             case OpenVersion():
-                return await self._weights.open(wpg, body)
+                return await self._weights.open(rank.wpg, body)
             case _:
                 raise _not_for("a rank", body)
         return Done(), ()
 
     def _register_wpg(self, request: RegisterWpg) -> None:
         replaced = self._node.residency.register(
-            request.token,
+            request.tokens,
             request.deployment,
             request.incarnation,
-            request.device,
+            request.devices,
             request.seal_seq,
         )
         if replaced is not None:
@@ -186,34 +286,37 @@ class StateManager:
         wpg = node.residency.drop(key, request.incarnation)
         if wpg is not None:
             node.retire(wpg, "dropped by the agent")
-            await node.until(lambda: wpg.extent is None)
-        if request.forget:
+            await node.until(lambda: not node.residency.holds_memory(wpg))
+        if request.forget and node.residency.find(key) is None:
+            self._weights.forget(key)
             await self._sealer.forget(key)
             node.residency.forget(key)
 
-    async def _register_heap(self, wpg: Wpg, request: RegisterHeap) -> Answer:
+    async def _register_heap(self, rank: Rank, request: RegisterHeap) -> Answer:
         node = self._node
-        node.residency.check_heap(wpg, request.heap_bytes, request.tensors)
-        extent = node.memory.reserve(request.heap_bytes, f"the host copy of {wpg.key}")
-        node.residency.register_heap(wpg, request.heap_bytes, request.tensors, extent)
-        if wpg.seal_seq:
-            await self._sealer.restore(wpg, wpg.seal_seq)
-        if wpg.extent is None:
-            raise ResourceError(f"{wpg} was dropped meanwhile", code=Code.ABORTED)
-        return HeapRegistered(wpg.applied), [node.memory[wpg.extent].fd]
+        node.residency.check_heap(rank, request.heap_bytes, request.tensors)
+        extent = node.memory.reserve(request.heap_bytes, f"the host copy of {rank.owner}")
+        node.residency.register_heap(rank, request.heap_bytes, request.tensors, extent)
+        if rank.wpg.seal_seq:
+            await self._sealer.restore(rank)
+        if rank.extent is None:
+            raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
+        return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
-    async def _commit_initial(self, wpg: Wpg, request: CommitInitial) -> None:
-        if wpg.state is not State.FILLING or wpg.seal_seq or wpg.extent is None:
-            raise CallerError(f"{wpg} awaits no initial state", code=Code.FAILED_PRECONDITION)
-        memory = self._node.memory[wpg.extent].view(wpg.heap_bytes)
+    async def _commit_initial(self, rank: Rank, request: CommitInitial) -> None:
+        if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
+            raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
+        if request.applied < 0:
+            raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
+        memory = self._node.memory[rank.extent].view(rank.heap_bytes)
         if await asyncio.to_thread(digest_of, memory) != request.digest:
             raise ResourceError(
-                f"the host copy of {wpg} does not match its digest", code=Code.DATA_LOSS
+                f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
             )
-        self._node.residency.fill(wpg, 0, request.digest)
+        self._node.residency.fill(rank, request.applied, request.digest)
 
     def _require_alive(self, wpg: Wpg) -> None:
-        if wpg.state is State.LOST:
+        if wpg.is_lost:
             raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
 
     def _status(self) -> StatusReport:
@@ -227,7 +330,14 @@ class StateManager:
             host_used_bytes=node.memory.arena.used_bytes,
             deployments=node.residency.deployments(),
             versions=node.versions.committed(),
-            endpoint=self._endpoint,
+            endpoint=node.endpoint,
+        )
+
+
+def _require_leader(rank: Rank) -> None:
+    if rank.index:
+        raise CallerError(
+            f"{rank} is not the leader, which alone makes versions", code=Code.PERMISSION_DENIED
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 
 from opentelemetry.context import Context
@@ -12,7 +14,7 @@ from opentelemetry.trace import Span
 from phaseloom.common import telemetry
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import CopyIn, CopyOut, Switched, SwitchIn, SwitchOut
-from phaseloom.statemgr.core.residency import State, Step, Wpg
+from phaseloom.statemgr.core.residency import Rank, State, Step
 from phaseloom.statemgr.node import Node
 
 log = logging.getLogger(__name__)
@@ -25,35 +27,32 @@ async def switch_in(node: Node, request: SwitchIn) -> Switched:
     """Bring a deployment into device memory in place of what it displaces.
 
     Raises: ResourceError: stale (ABORTED), no room (RESOURCE_EXHAUSTED, with the numbers, before
-            anything moved), a rank lost, a transition not verified. What had been offloaded is
-            loaded back then. CallerError: not known, or not ready.
+            anything moved), a rank lost, a transition not verified. What had been moved is moved
+            back then. CallerError: not known, or not ready.
     """
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
-    async with node.device_locks[wpg.device]:
+    own = set(wpg.devices)
+    async with node.holding(lambda: own | node.residency.devices_of(request.displaces)):
         plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
         trace = telemetry.extract({"traceparent": request.traceparent})
-        displaced: list[Wpg] = []
-        bytes_out = 0
+        offloaded: list[Rank] = []
+        loaded: list[Rank] = []
         started = time.monotonic()
         try:
-            for other in plan.offload:
-                await _offload(node, other, trace)
-                displaced.append(other)
-                bytes_out += other.heap_bytes
-            offloaded = time.monotonic()
-            if plan.is_load_needed:
-                await _load(node, wpg, trace)
+            await _offload(node, plan.offload, trace, offloaded)
+            ended = time.monotonic()
+            await _load(node, plan.load, trace, loaded)
         except PhaseloomError as error:
             log.warning("switch to %s failed, undoing it: %s", wpg, error)
-            await _undo(node, displaced, trace)
+            await _undo(node, offloaded, loaded, trace)
             raise
         return Switched(
-            offload_s=offloaded - started,
-            load_s=time.monotonic() - offloaded,
-            bytes_out=bytes_out,
-            bytes_in=wpg.heap_bytes if plan.is_load_needed else 0,
-            displaced=[other.key for other in displaced],
+            offload_s=ended - started,
+            load_s=time.monotonic() - ended,
+            bytes_out=sum(rank.heap_bytes for rank in plan.offload),
+            bytes_in=sum(rank.heap_bytes for rank in plan.load),
+            displaced=list(dict.fromkeys(rank.wpg.key for rank in plan.offload)),
         )
 
 
@@ -61,81 +60,127 @@ async def switch_out(node: Node, request: SwitchOut) -> Switched:
     """Offload a deployment without another coming in. Raises: as `switch_in`."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
-    async with node.device_locks[wpg.device]:
-        if node.residency.plan_switch_out(key, incarnation, request.epoch) is None:
+    own = set(wpg.devices)
+    async with node.holding(lambda: own):
+        ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
+        if not ranks:
             return Switched(0.0, 0.0, 0, 0, [])
+        offloaded: list[Rank] = []
         started = time.monotonic()
-        await _offload(node, wpg, Context())
-        return Switched(time.monotonic() - started, 0.0, wpg.heap_bytes, 0, [wpg.key])
+        try:
+            await _offload(node, ranks, Context(), offloaded)
+        except PhaseloomError:
+            await _undo(node, offloaded, [], Context())
+            raise
+        num_bytes = sum(rank.heap_bytes for rank in ranks)
+        return Switched(time.monotonic() - started, 0.0, num_bytes, 0, [wpg.key])
 
 
-async def _offload(node: Node, wpg: Wpg, trace: Context) -> None:
-    await node.until(lambda: wpg.prepared is None)
-    with _span("offload", node, wpg, trace):
-        await _copy_out(node, wpg)
+async def _offload(node: Node, ranks: list[Rank], trace: Context, done: list[Rank]) -> None:
+    async def offload(rank: Rank) -> None:
+        await node.until(lambda: rank.wpg.prepared is None)
+        with _span("offload", node, rank, trace):
+            await _copy_out(node, rank)
+        done.append(rank)
+
+    await on_each_device(ranks, offload)
 
 
-async def _copy_out(node: Node, wpg: Wpg) -> None:
-    node.residency.begin_offload(wpg)
+async def _load(node: Node, ranks: list[Rank], trace: Context, done: list[Rank]) -> None:
+    async def load(rank: Rank) -> None:
+        with _span("load", node, rank, trace):
+            node.residency.begin_load(rank)
+            await _copy_in(node, rank, rank.digest)
+        done.append(rank)
+
+    await on_each_device(ranks, load)
+
+
+async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
+    """All devices at the same time, the ranks of one in turn, until one of its fails.
+
+    Raises: the first failure, once nothing is under way any more.
+    """
+
+    async def in_turn(device: int) -> None:
+        for rank in ranks:
+            if rank.device == device:
+                await work(rank)
+
+    devices = list(dict.fromkeys(rank.device for rank in ranks))
+    if len(devices) == 1:
+        await in_turn(devices[0])
+        return
+    for failure in await asyncio.gather(*map(in_turn, devices), return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+async def _copy_out(node: Node, rank: Rank) -> None:
+    node.residency.begin_offload(rank)
     try:
-        copied = await node.ask(wpg, CopyOut(release=True))
+        copied = await node.ask(rank, CopyOut(release=True))
     except PhaseloomError:
-        if wpg.state is not State.LOST:
-            node.residency.step(wpg, Step.OFFLOAD_FAILED)
+        if rank.state is not State.LOST:
+            node.residency.step(rank, Step.OFFLOAD_FAILED)
         raise
     if not copied.digest:
-        node.retire(wpg, "it offloaded without a digest")
-        raise ResourceError(f"{wpg} broke the protocol and was cut off")
+        node.retire(rank.wpg, "it offloaded without a digest")
+        raise ResourceError(f"{rank} broke the protocol and was cut off")
     if copied.resident_bytes > MAX_RESIDUE_BYTES:
-        node.residency.step(wpg, Step.RELEASE_UNVERIFIED)
-        wpg.applied = copied.applied
-        await _copy_in(node, wpg, copied.digest)
+        node.residency.step(rank, Step.RELEASE_UNVERIFIED)
+        rank.applied = copied.applied
+        await _copy_in(node, rank, copied.digest)
         raise ResourceError(
-            f"{wpg} still holds {copied.resident_bytes} bytes of device memory after its offload",
+            f"{rank} still holds {copied.resident_bytes} bytes of device memory after its offload",
             code=Code.ABORTED,
         )
-    node.residency.finish_offload(wpg, copied.applied, copied.digest)
+    node.residency.finish_offload(rank, copied.applied, copied.digest)
 
 
-async def _load(node: Node, wpg: Wpg, trace: Context) -> None:
-    with _span("load", node, wpg, trace):
-        node.residency.begin_load(wpg)
-        await _copy_in(node, wpg, wpg.digest)
-
-
-async def _copy_in(node: Node, wpg: Wpg, digest: str) -> None:
+async def _copy_in(node: Node, rank: Rank, digest: str) -> None:
     try:
-        copied = await node.ask(wpg, CopyIn(digest))
+        copied = await node.ask(rank, CopyIn(digest))
         if copied.digest != digest:
             # Its memory holds something else than was asked for, and it did not notice.
-            node.retire(wpg, "it loaded another content than it was told to")
-            raise ResourceError(f"{wpg} loaded a wrong copy", code=Code.DATA_LOSS)
+            node.retire(rank.wpg, "it loaded another content than it was told to")
+            raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
     except PhaseloomError:
-        if wpg.state is not State.LOST:
-            wpg.digest = digest
-            node.residency.step(wpg, Step.LOAD_FAILED)
+        if rank.state is not State.LOST:
+            rank.digest = digest
+            node.residency.step(rank, Step.LOAD_FAILED)
         raise
-    node.residency.step(wpg, Step.LOAD_VERIFIED)
+    node.residency.step(rank, Step.LOAD_VERIFIED)
 
 
-async def _undo(node: Node, displaced: list[Wpg], trace: Context) -> None:
-    """Load back what was offloaded; what cannot be stays whole in host memory."""
-    for wpg in displaced:
+async def _undo(node: Node, offloaded: list[Rank], loaded: list[Rank], trace: Context) -> None:
+    """Move back what was moved; what cannot be loaded back stays whole in host memory."""
+
+    async def back(rank: Rank) -> None:
+        # One of a life that was lost meanwhile has no memory any more.
+        if rank.state is State.LOST:
+            return
+        move = _offload if rank in loaded else _load
         try:
-            await _load(node, wpg, trace)
+            await move(node, [rank], trace, [])
         except PhaseloomError as error:
-            log.error("%s could not be loaded back: %s", wpg, error)
+            log.error("%s could not be moved back: %s", rank, error)
+
+    # First what makes room for the rest.
+    await on_each_device(loaded, back)
+    await on_each_device(offloaded, back)
 
 
-def _span(name: str, node: Node, wpg: Wpg, trace: Context) -> AbstractContextManager[Span]:
+def _span(name: str, node: Node, rank: Rank, trace: Context) -> AbstractContextManager[Span]:
+    key = rank.wpg.key
     return telemetry.span(
         name,
         parent=trace,
-        tenant=wpg.key.tenant,
-        job=wpg.key.job,
-        deployment=wpg.key.deployment,
+        tenant=key.tenant,
+        job=key.job,
+        deployment=key.deployment,
         node=node.name,
-        device=wpg.device,
-        epoch=wpg.epoch,
-        num_bytes=wpg.heap_bytes,
+        device=rank.device,
+        epoch=rank.wpg.epoch,
+        num_bytes=rank.heap_bytes,
     )

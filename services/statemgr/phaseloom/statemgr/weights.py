@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey, check_name
+from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.statewire import CommitVersion, CreateVersion, OpenVersion, VersionExtent
 from phaseloom.statemgr import transfer
 from phaseloom.statemgr.core.residency import Wpg
@@ -119,9 +119,20 @@ class Weights:
     ) -> AsyncIterator[tuple[VersionDescription, memoryview]]:
         """A version for another node's daemon, kept while it is being sent.
 
-        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad.
+        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
+                is here.
         """
         node = self._node
+        try:
+            await asyncio.wait_for(node.settled.wait(), self._peer_timeout_s)
+        except TimeoutError:
+            raise ResourceError(
+                f"{node.name} does not know yet what it holds", remedy="retry, or ask another node"
+            ) from None
+        known = node.versions.find(key)
+        if known is None or not known.is_committed:
+            # It may be on its way here: whoever brings it may be the one who asks.
+            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
         version = await self._bring(key, [])
         assert version.extent is not None
         node.versions.acquire(version)
@@ -138,6 +149,12 @@ class Weights:
             self._node.drop_version(version)
             if version is not None and version.is_on_disk:
                 await asyncio.to_thread(self._directory.remove, self._directory.version(key))
+
+    def forget(self, policy: DeploymentKey) -> None:
+        """Its job is over: drop every version of it from memory."""
+        for version in self._node.versions.known():
+            if version.key.policy == policy:
+                self._node.drop_version(version)
 
     async def _bring(self, key: VersionKey, sources: list[str]) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch."""
@@ -166,9 +183,9 @@ class Weights:
         version.extent = extent
         node.versions.acquire(version)
         try:
-            header, offset = await asyncio.to_thread(read_header, path)
+            header, offsets = await asyncio.to_thread(read_header, path)
             memory = node.memory[extent].view(version.num_bytes)
-            await asyncio.to_thread(read_memory, path, header, offset, memory)
+            await asyncio.to_thread(read_memory, path, header.parts[0], offsets[0], memory)
         except PhaseloomError:
             node.drop_version(version)
             raise
@@ -189,7 +206,7 @@ class Weights:
                 errors.append(error)
         raise ResourceError(
             f"version {key} could not be brought: {'; '.join(str(error) for error in errors)}",
-            code=errors[-1].info.code if len(errors) == 1 else Code.UNAVAILABLE,
+            code=_common_code(errors),
             remedy="retry; name sources that hold the version",
         )
 
@@ -225,6 +242,12 @@ class Weights:
             if version is not None:
                 node.release_version(version)
         return version
+
+
+def _common_code(errors: list[PhaseloomError]) -> Code:
+    """What all sources say; where they differ, whether it may be otherwise later."""
+    codes = {error.info.code for error in errors}
+    return codes.pop() if len(codes) == 1 else Code.UNAVAILABLE
 
 
 def _description(version: Version) -> VersionExtent:

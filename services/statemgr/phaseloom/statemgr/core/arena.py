@@ -74,6 +74,20 @@ class Arena:
         self.used_bytes += size
         return Grant(self._last, is_new=True, evicted=evicted)
 
+    def adopt(self, extent: int, num_bytes: int) -> None:
+        """An extent of the daemon before. Raises: ResourceError: above the budget."""
+        size = rounded(num_bytes)
+        assert extent not in self._sizes
+        if self.used_bytes + size > self.budget_bytes:
+            raise ResourceError(
+                f"extent {extent} of {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
+                f"in use",
+                code=Code.RESOURCE_EXHAUSTED,
+            )
+        self._last = max(self._last, extent)
+        self._sizes[extent] = size
+        self.used_bytes += size
+
     def free(self, extent: int) -> int:
         """Give an extent up; returns it."""
         self.used_bytes -= self._sizes.pop(extent)

@@ -1,6 +1,8 @@
-"""Checks on what ranks say about their memory: a bad layout is refused before anything happens."""
+"""What ranks say about their memory: a bad layout is refused before anything happens."""
 
 from __future__ import annotations
+
+import msgspec
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.statewire import TensorSlot
@@ -31,3 +33,12 @@ def check_layout(tensors: list[TensorSlot], num_bytes: int) -> None:
         end = slot.offset + slot.num_bytes
         if end > num_bytes:
             raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=where)
+
+
+def pack(tensors: list[TensorSlot]) -> bytes:
+    """As they stand in the books: made once a layout, for the books are recorded often."""
+    return msgspec.msgpack.encode(tensors)
+
+
+def unpack(packed: bytes | msgspec.Raw) -> list[TensorSlot]:
+    return msgspec.msgpack.decode(packed, type=list[TensorSlot])

@@ -3,7 +3,8 @@
 Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; `TRANSITIONS`
 is the table of what may follow what. Invariants (`validate`): the heaps that are or are being moved
 in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
-is obeyed; a host copy that is being sealed is not overwritten; a lost deployment has no memory.
+is obeyed; a host copy that is being sealed is not overwritten; a lost deployment has no memory; all
+ranks of a life are lost together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import StrEnum
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
 from phaseloom.common.ids import DeploymentKey, check_name
 from phaseloom.common.statewire import DeploymentState, TensorSlot
-from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.core.layout import check_layout, pack
 
 
 class State(StrEnum):
@@ -30,7 +31,7 @@ class State(StrEnum):
     """In device memory: the host copy, if any, is older."""
     OFFLOADING = "offloading"
     LOST = "lost"
-    """Its rank is gone, or it was fenced."""
+    """A rank of its life is gone, or it was fenced."""
 
 
 class Step(StrEnum):
@@ -66,32 +67,71 @@ class InvalidTransition(InternalError):
 
 @dataclass(slots=True)
 class PreparedSeal:
-    """A host copy kept whole until it is on disk."""
+    """Host copies kept whole until they are on disk."""
 
     seq: int
     is_writing: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Wpg:
-    """One life of a deployment on this node."""
+class Rank:
+    """One process of a life: its heap on one device, and the host copy of it."""
 
-    key: DeploymentKey
-    incarnation: int
+    wpg: Wpg
+    index: int
     device: int
     token: str
-    seal_seq: int
     state: State = State.AWAITING
-    epoch: int = 0
     heap_bytes: int = 0
     tensors: list[TensorSlot] = field(default_factory=list)
+    packed_tensors: bytes = field(default=pack([]), repr=False)
     extent: int | None = None
     applied: int = 0
     """Of the newest host copy."""
     digest: str = ""
     """Of the newest host copy; empty: there is none that is whole."""
-    prepared: PreparedSeal | None = None
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
+
+    @property
+    def owner(self) -> str:
+        """As the name of its memory: without the incarnation, which is of no use to people."""
+        key = self.wpg.key
+        return str(key) if len(self.wpg.ranks) == 1 else f"{key} rank {self.index}"
+
+    def __str__(self) -> str:
+        if len(self.wpg.ranks) == 1:
+            return str(self.wpg)
+        return f"rank {self.index} of {self.wpg}"
+
+
+@dataclass(slots=True, eq=False)
+class Wpg:
+    """One life of a deployment on this node: it lives and dies whole."""
+
+    key: DeploymentKey
+    incarnation: int
+    seal_seq: int
+    ranks: list[Rank] = field(default_factory=list)
+    epoch: int = 0
+    prepared: PreparedSeal | None = None
+    sealed: set[int] = field(default_factory=set)
+    """Seals that this life has written."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.ranks[0].state is State.LOST
+
+    @property
+    def devices(self) -> list[int]:
+        return [rank.device for rank in self.ranks]
+
+    @property
+    def heap_bytes(self) -> int:
+        return sum(rank.heap_bytes for rank in self.ranks)
+
+    @property
+    def on_device(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.state in ON_DEVICE]
 
     def __str__(self) -> str:
         return f"{self.key} (incarnation {self.incarnation})"
@@ -100,8 +140,8 @@ class Wpg:
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
     wpg: Wpg
-    offload: list[Wpg]
-    is_load_needed: bool
+    offload: list[Rank]
+    load: list[Rank]
 
 
 class Residency:
@@ -110,55 +150,74 @@ class Residency:
     def __init__(self, device_budget_bytes: list[int]) -> None:
         self.device_budget_bytes = device_budget_bytes
         self._wpgs: dict[DeploymentKey, Wpg] = {}
-        self._tokens: dict[str, Wpg] = {}
+        self._tokens: dict[str, Rank] = {}
         self._fences: dict[DeploymentKey, int] = {}
         """Newest incarnation ever seen."""
         self._retired: set[Wpg] = set()
-        """Lost or replaced ones that still hold an extent."""
+        """Lost or replaced ones that still hold extents."""
 
     # --- who is here ---
 
     def register(
-        self, token: str, key: DeploymentKey, incarnation: int, device: int, seal_seq: int
+        self,
+        tokens: list[str],
+        key: DeploymentKey,
+        incarnation: int,
+        devices: list[int],
+        seal_seq: int,
     ) -> Wpg | None:
-        """A rank with this token will come. Returns the older life, now lost, that it replaces.
+        """Ranks with these tokens will come. Returns the older life, now lost, that it replaces.
 
         Registering the same life again changes nothing.
         Raises: CallerError: a bad name, device or token. ResourceError: ABORTED, fenced.
         """
         for name in (key.tenant, key.job, key.deployment):
             check_name(name, "deployment")
-        if not 0 <= device < len(self.device_budget_bytes):
-            raise CallerError(f"device {device} of {len(self.device_budget_bytes)}", field="device")
+        if not devices or len(tokens) != len(devices):
+            raise CallerError(
+                f"{len(devices)} devices for {len(tokens)} ranks",
+                field="devices",
+                remedy="name one device and one token for each rank",
+            )
+        for device in devices:
+            if not 0 <= device < len(self.device_budget_bytes):
+                raise CallerError(
+                    f"device {device} of {len(self.device_budget_bytes)}", field="devices"
+                )
         if incarnation < self._fences.get(key, 0):
             raise _fenced(key, incarnation, self._fences[key])
         known = self._wpgs.get(key)
         if known is not None and known.incarnation == incarnation:
-            if known.token == token and known.device == device:
+            if [rank.token for rank in known.ranks] == tokens and known.devices == devices:
                 return None
             raise CallerError(
                 f"incarnation {incarnation} of {key} is registered already",
                 code=Code.ALREADY_EXISTS,
                 remedy="give each life its own incarnation",
             )
-        if not token or token in self._tokens:
-            raise CallerError("empty, or in use", field="token", remedy="draw a fresh one")
+        if len(set(tokens)) != len(tokens) or any(
+            not token or token in self._tokens for token in tokens
+        ):
+            raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
         replaced = self._remove(known) if known is not None else None
-        wpg = Wpg(key, incarnation, device, token, seal_seq)
-        self._wpgs[key] = self._tokens[token] = wpg
+        wpg = Wpg(key, incarnation, seal_seq)
+        for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
+            wpg.ranks.append(Rank(wpg, index, device, token))
+            self._tokens[token] = wpg.ranks[-1]
+        self._wpgs[key] = wpg
         self._fences[key] = incarnation
         return replaced
 
-    def authenticate(self, token: str) -> Wpg:
-        """Raises: CallerError: PERMISSION_DENIED: no live deployment has this token."""
-        wpg = self._tokens.get(token)
-        if wpg is None or wpg.state is not State.AWAITING:
+    def authenticate(self, token: str) -> Rank:
+        """Raises: CallerError: PERMISSION_DENIED: no rank that is awaited has this token."""
+        rank = self._tokens.get(token)
+        if rank is None or rank.state is not State.AWAITING:
             raise CallerError(
                 "the token names no deployment that awaits a rank",
                 code=Code.PERMISSION_DENIED,
                 field="token",
             )
-        return wpg
+        return rank
 
     def current(self, key: DeploymentKey, incarnation: int) -> Wpg:
         """Raises: CallerError: NOT_FOUND. ResourceError: ABORTED: another incarnation."""
@@ -184,54 +243,118 @@ class Residency:
 
     def _remove(self, wpg: Wpg) -> Wpg:
         del self._wpgs[wpg.key]
-        self._tokens.pop(wpg.token, None)
         if wpg.prepared is not None and not wpg.prepared.is_writing:
             wpg.prepared = None
         self.lose(wpg)
         return wpg
 
     def lose(self, wpg: Wpg) -> None:
-        """Its rank is gone: device memory with it, and the host copy counts no more. Idempotent."""
-        if wpg.state is not State.LOST:
-            wpg.history.append(f"{wpg.state} → lost")
-        wpg.state = State.LOST
-        self._tokens.pop(wpg.token, None)
-        if wpg.extent is not None:
-            self._retired.add(wpg)
+        """A rank is gone: all device memory with it, and host copies count no more. Idempotent."""
+        for rank in wpg.ranks:
+            if rank.state is not State.LOST:
+                rank.history.append(f"{rank.state} → lost")
+            rank.state = State.LOST
+            self._tokens.pop(rank.token, None)
+            if rank.extent is not None:
+                self._retired.add(wpg)
 
-    def reap(self, wpg: Wpg) -> int | None:
-        """The extent of a lost one, to be freed now; None while a seal needs it, or it has none."""
-        if wpg.state is not State.LOST or wpg.prepared is not None or wpg.extent is None:
-            return None
-        extent, wpg.extent = wpg.extent, None
+    def reap(self, wpg: Wpg) -> list[int]:
+        """The extents of a lost one, to be freed now; none while a seal needs them."""
+        if not wpg.is_lost or wpg.prepared is not None:
+            return []
+        extents = [rank.extent for rank in wpg.ranks if rank.extent is not None]
+        for rank in wpg.ranks:
+            rank.extent = None
         self._retired.discard(wpg)
+        return extents
+
+    # --- after a kill of the daemon before ---
+
+    def fence(self, key: DeploymentKey, incarnation: int) -> None:
+        """Obey no older life than this."""
+        self._fences[key] = max(incarnation, self._fences.get(key, 0))
+
+    def adopt(self, wpg: Wpg) -> None:
+        """A life that the daemon before knew; `restore` each rank that had memory."""
+        assert wpg.key not in self._wpgs
+        self.fence(wpg.key, wpg.incarnation)
+        self._wpgs[wpg.key] = wpg
+        self._tokens.update({rank.token: rank for rank in wpg.ranks})
+
+    def restore(self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], extent: int) -> None:
+        """It had this heap and this extent; where its state is, is not known before `resume`."""
+        rank.heap_bytes, rank.tensors, rank.extent = heap_bytes, tensors, extent
+        rank.packed_tensors = pack(tensors)
+
+    def resume(self, rank: Rank, state: State) -> None:
+        """Its rank is back and says where its state is. Raises: ResourceError: it is lost."""
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        rank.history.append(f"{rank.state} → {state} (resumed)")
+        rank.state = state
+
+    def reset(self, rank: Rank) -> int:
+        """It has not heard of its extent, and registers its heap again. Returns the extent."""
+        assert rank.extent is not None
+        extent, rank.extent = rank.extent, None
+        rank.history.append(f"{rank.state} → awaiting (begins again)")
+        rank.state, rank.heap_bytes, rank.tensors, rank.digest = State.AWAITING, 0, [], ""
         return extent
+
+    def known(self, token: str) -> Rank:
+        """Raises: CallerError: PERMISSION_DENIED: no live deployment has this token."""
+        rank = self._tokens.get(token)
+        if rank is None:
+            raise CallerError(
+                "the token names no deployment", code=Code.PERMISSION_DENIED, field="token"
+            )
+        return rank
+
+    def alive(self) -> list[Wpg]:
+        return [wpg for _, wpg in sorted(self._wpgs.items()) if not wpg.is_lost]
+
+    def find(self, key: DeploymentKey) -> Wpg | None:
+        return self._wpgs.get(key)
+
+    def is_alive(self, key: DeploymentKey, incarnation: int | None) -> bool:
+        wpg = self._wpgs.get(key)
+        return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
+
+    def fences(self) -> list[tuple[DeploymentKey, int]]:
+        return sorted(self._fences.items())
+
+    def holds_memory(self, wpg: Wpg) -> bool:
+        return any(rank.extent is not None for rank in wpg.ranks)
 
     # --- heaps and switches ---
 
-    def check_heap(self, wpg: Wpg, heap_bytes: int, tensors: list[TensorSlot]) -> None:
+    def check_heap(self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot]) -> None:
         """Whether it can be registered.
 
         Raises: CallerError: a bad layout, or registered already. ResourceError: RESOURCE_EXHAUSTED,
                 with the numbers: the heap cannot fit on its device even alone.
         """
-        if wpg.state is not State.AWAITING:
-            raise CallerError(f"{wpg} is {wpg.state}", code=Code.FAILED_PRECONDITION)
+        if rank.state is not State.AWAITING:
+            raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
         check_layout(tensors, heap_bytes)
-        budget = self.device_budget_bytes[wpg.device]
+        budget = self.device_budget_bytes[rank.device]
         if heap_bytes > budget:
-            raise _no_room(wpg, heap_bytes, 0, budget)
+            raise _no_room(rank.wpg, rank.device, heap_bytes, 0, budget)
 
     def register_heap(
-        self, wpg: Wpg, heap_bytes: int, tensors: list[TensorSlot], extent: int
+        self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], extent: int
     ) -> None:
-        self.step(wpg, Step.HEAP_REGISTERED)
-        wpg.heap_bytes, wpg.tensors, wpg.extent = heap_bytes, tensors, extent
+        self.step(rank, Step.HEAP_REGISTERED)
+        self.restore(rank, heap_bytes, tensors, extent)
 
-    def fill(self, wpg: Wpg, applied: int, digest: str) -> None:
+    def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """The extent holds the whole state: the rank's initial one, or a seal's."""
-        self.step(wpg, Step.FILLED)
-        wpg.applied, wpg.digest = applied, digest
+        self.step(rank, Step.FILLED)
+        rank.applied, rank.digest = applied, digest
+
+    def devices_of(self, keys: list[DeploymentKey]) -> set[int]:
+        """Where ranks of these deployments are in device memory."""
+        return {rank.device for wpg in self._named(keys) for rank in wpg.on_device}
 
     def plan_switch_in(
         self, key: DeploymentKey, incarnation: int, epoch: int, displaces: list[DeploymentKey]
@@ -239,96 +362,102 @@ class Residency:
         """What to offload and whether the rest fits; decided before anything is moved.
 
         Raises: ResourceError: ABORTED: stale epoch or incarnation; RESOURCE_EXHAUSTED, with the
-                numbers; UNAVAILABLE: its rank is gone. CallerError: it cannot be switched now.
+                numbers; UNAVAILABLE: a rank is gone. CallerError: it cannot be switched now.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        if wpg.state not in {State.HOST, State.RESIDENT}:
-            raise _not_ready(wpg)
-        offload = [other for other in self._named(displaces) if other.state in ON_DEVICE]
-        for other in offload:
-            if other.device != wpg.device:
-                raise CallerError(
-                    f"{other} is on device {other.device}, not {wpg.device}", field="displaces"
-                )
+        self._check_ready(wpg)
+        offload: list[Rank] = []
+        for other in self._named(displaces):
+            if not other.on_device:
+                continue
             if other is wpg:
                 raise CallerError(f"{wpg} cannot displace itself", field="displaces")
-        if wpg.state is State.HOST:
-            used = self.device_used_bytes(wpg.device) - sum(o.heap_bytes for o in offload)
-            self._check_room(wpg, used)
-        return SwitchPlan(wpg, offload, is_load_needed=wpg.state is State.HOST)
+            if not set(other.devices) & set(wpg.devices):
+                raise CallerError(
+                    f"{other} is on device {_listed(other.devices)}, not {_listed(wpg.devices)}",
+                    field="displaces",
+                )
+            offload += other.on_device
+        load = [rank for rank in wpg.ranks if rank.state is State.HOST]
+        for device in sorted({rank.device for rank in load}):
+            leaving = sum(rank.heap_bytes for rank in offload if rank.device == device)
+            needed = sum(rank.heap_bytes for rank in load if rank.device == device)
+            self._check_room(wpg, device, needed, self.device_used_bytes(device) - leaving)
+        return SwitchPlan(wpg, offload, load)
 
-    def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> Wpg | None:
-        """The deployment to offload; None: it is in host memory already.
+    def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
+        """The ranks to offload; none: all are in host memory already.
 
         Raises: as `plan_switch_in`.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        if wpg.state not in {State.HOST, State.RESIDENT}:
-            raise _not_ready(wpg)
-        return wpg if wpg.state is State.RESIDENT else None
+        self._check_ready(wpg)
+        return wpg.on_device
 
-    def begin_load(self, wpg: Wpg) -> None:
+    def begin_load(self, rank: Rank) -> None:
         """Raises: ResourceError: RESOURCE_EXHAUSTED: no room on the device."""
-        if wpg.state is State.HOST:
-            self._check_room(wpg, self.device_used_bytes(wpg.device))
-        self.step(wpg, Step.LOAD_BEGUN)
+        if rank.state is State.HOST:
+            used_bytes = self.device_used_bytes(rank.device)
+            self._check_room(rank.wpg, rank.device, rank.heap_bytes, used_bytes)
+        self.step(rank, Step.LOAD_BEGUN)
 
-    def begin_offload(self, wpg: Wpg) -> None:
+    def begin_offload(self, rank: Rank) -> None:
         """Raises: InternalError: the host copy is being sealed and must not be overwritten."""
-        if wpg.prepared is not None:
-            raise InternalError(f"offload of {wpg} over the seal prepared at {wpg.prepared.seq}")
-        self.step(wpg, Step.OFFLOAD_BEGUN)
-        wpg.digest = ""
+        prepared = rank.wpg.prepared
+        if prepared is not None:
+            raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
+        self.step(rank, Step.OFFLOAD_BEGUN)
+        rank.digest = ""
 
-    def finish_offload(self, wpg: Wpg, applied: int, digest: str) -> None:
-        self.step(wpg, Step.OFFLOAD_VERIFIED)
-        wpg.applied, wpg.digest = applied, digest
+    def finish_offload(self, rank: Rank, applied: int, digest: str) -> None:
+        self.step(rank, Step.OFFLOAD_VERIFIED)
+        rank.applied, rank.digest = applied, digest
 
-    def step(self, wpg: Wpg, step: Step) -> None:
+    def step(self, rank: Rank, step: Step) -> None:
         """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
-        if wpg.state is State.LOST:
-            raise _not_ready(wpg)
-        following = TRANSITIONS.get((wpg.state, step))
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        following = TRANSITIONS.get((rank.state, step))
         if following is None:
             raise InvalidTransition(
-                f"{wpg} is {wpg.state}: no {step!r} from there; before: {'; '.join(wpg.history)}"
+                f"{rank} is {rank.state}: no {step!r} from there; before: {'; '.join(rank.history)}"
             )
-        wpg.history.append(f"{wpg.state} → {following} ({step})")
-        wpg.state = following
+        rank.history.append(f"{rank.state} → {following} ({step})")
+        rank.state = following
 
     # --- seals ---
 
     def check_sealable(self, wpg: Wpg) -> None:
-        """Raises: CallerError, ResourceError: it has no whole state, or its rank is gone."""
-        if wpg.state not in {State.HOST, State.RESIDENT}:
-            raise _not_ready(wpg)
+        """Raises: CallerError, ResourceError: it has no whole state, or a rank is gone."""
+        self._check_ready(wpg)
 
-    def begin_copy(self, wpg: Wpg) -> None:
-        """The host copy of a resident deployment is about to be renewed while it stays resident."""
-        assert wpg.state is State.RESIDENT
-        assert wpg.prepared is None
-        wpg.digest = ""
+    def begin_copy(self, rank: Rank) -> None:
+        """The host copy of a resident rank is about to be renewed while it stays resident."""
+        assert rank.state is State.RESIDENT
+        assert rank.wpg.prepared is None
+        rank.digest = ""
 
-    def finish_copy(self, wpg: Wpg, applied: int, digest: str) -> None:
-        """Raises: ResourceError: its rank is gone."""
-        if wpg.state is State.LOST:
-            raise _not_ready(wpg)
-        wpg.applied, wpg.digest = applied, digest
+    def finish_copy(self, rank: Rank, applied: int, digest: str) -> None:
+        """Raises: ResourceError: it is gone."""
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        rank.applied, rank.digest = applied, digest
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
-        """Keep the host copy, which holds `seq`, from being overwritten.
+        """Keep the host copies, which hold `seq`, from being overwritten.
 
-        Raises: CallerError: FAILED_PRECONDITION: it holds another seq, or none.
+        Raises: CallerError: FAILED_PRECONDITION: one of them holds another seq, or none.
         """
-        if wpg.applied != seq or not wpg.digest:
-            raise CallerError(
-                f"{wpg} has applied {wpg.applied}, not {seq}",
-                code=Code.FAILED_PRECONDITION,
-                field="seq",
-                remedy="seal between operations, at the seq that was applied last",
-            )
+        for rank in wpg.ranks:
+            if rank.applied != seq or not rank.digest:
+                raise CallerError(
+                    f"{rank} has applied {rank.applied}, not {seq}",
+                    code=Code.FAILED_PRECONDITION,
+                    field="seq",
+                    remedy="seal between operations, at the seq that was applied last",
+                )
         wpg.prepared = PreparedSeal(seq)
 
     def begin_write(self, wpg: Wpg, seq: int) -> None:
@@ -343,7 +472,7 @@ class Residency:
         wpg.prepared.is_writing = True
 
     def end_seal(self, wpg: Wpg) -> None:
-        """Written, failed or given up: the copy may be overwritten again."""
+        """Written, failed or given up: the copies may be overwritten again."""
         wpg.prepared = None
 
     def unwritten_seals(self) -> list[Wpg]:
@@ -355,9 +484,10 @@ class Residency:
 
     def device_used_bytes(self, device: int) -> int:
         return sum(
-            wpg.heap_bytes
+            rank.heap_bytes
             for wpg in self._wpgs.values()
-            if wpg.device == device and wpg.state in ON_DEVICE
+            for rank in wpg.on_device
+            if rank.device == device
         )
 
     def deployments(self) -> list[DeploymentState]:
@@ -365,18 +495,17 @@ class Residency:
             DeploymentState(
                 deployment=wpg.key,
                 incarnation=wpg.incarnation,
-                device=wpg.device,
+                devices=wpg.devices,
                 heap_bytes=wpg.heap_bytes,
-                resident=wpg.state in ON_DEVICE,
-                applied=wpg.applied,
+                resident=bool(wpg.on_device),
+                applied=wpg.ranks[0].applied,
             )
-            for _, wpg in sorted(self._wpgs.items())
-            if wpg.state is not State.LOST
+            for wpg in self.alive()
         ]
 
     def extents(self) -> list[int]:
         every = {*self._wpgs.values(), *self._retired}
-        return [wpg.extent for wpg in every if wpg.extent is not None]
+        return [rank.extent for wpg in every for rank in wpg.ranks if rank.extent is not None]
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant of this module does not hold."""
@@ -385,18 +514,23 @@ class Residency:
         for key, wpg in self._wpgs.items():
             assert wpg.key == key
             assert wpg.incarnation == self._fences[key]
-            assert (wpg.token in self._tokens) == (wpg.state is not State.LOST)
-            assert wpg.state is not State.HOST or wpg.digest, f"{wpg}: no whole host copy"
-            assert wpg.state is not State.OFFLOADING or wpg.prepared is None
-            has_memory = wpg.state not in {State.AWAITING, State.LOST}
-            assert not has_memory or wpg.extent is not None
+            for rank in wpg.ranks:
+                self._validate_rank(rank)
         for wpg in self._retired:
-            assert wpg.state is State.LOST
-            assert wpg.extent is not None
+            assert all(rank.state is State.LOST for rank in wpg.ranks)
+            assert any(rank.extent is not None for rank in wpg.ranks)
         for wpg in {*self._wpgs.values(), *self._retired}:
-            assert wpg.prepared is None or wpg.digest
+            assert wpg.prepared is None or all(rank.digest for rank in wpg.ranks)
         extents = self.extents()
         assert len(extents) == len(set(extents)), "one extent, two owners"
+
+    def _validate_rank(self, rank: Rank) -> None:
+        assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
+        assert (rank.token in self._tokens) == (rank.state is not State.LOST)
+        assert rank.state is not State.HOST or rank.digest, f"{rank}: no whole host copy"
+        assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
+        has_memory = rank.state not in {State.AWAITING, State.LOST}
+        assert not has_memory or rank.extent is not None
 
     def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
         return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]
@@ -408,10 +542,17 @@ class Residency:
             )
         wpg.epoch = epoch
 
-    def _check_room(self, wpg: Wpg, used_bytes: int) -> None:
-        budget = self.device_budget_bytes[wpg.device]
-        if used_bytes + wpg.heap_bytes > budget:
-            raise _no_room(wpg, wpg.heap_bytes, used_bytes, budget)
+    def _check_ready(self, wpg: Wpg) -> None:
+        if wpg.is_lost:
+            raise _lost(wpg)
+        for rank in wpg.ranks:
+            if rank.state not in {State.HOST, State.RESIDENT}:
+                raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
+
+    def _check_room(self, wpg: Wpg, device: int, needed_bytes: int, used_bytes: int) -> None:
+        budget = self.device_budget_bytes[device]
+        if used_bytes + needed_bytes > budget:
+            raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
 
 
 def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
@@ -420,20 +561,24 @@ def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
     )
 
 
-def _not_ready(wpg: Wpg) -> CallerError | ResourceError:
-    if wpg.state is State.LOST:
-        return ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
-    return CallerError(f"{wpg} is {wpg.state}", code=Code.FAILED_PRECONDITION)
+def _lost(wpg: Wpg) -> ResourceError:
+    return ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
 
 
-def _no_room(wpg: Wpg, heap_bytes: int, used_bytes: int, budget_bytes: int) -> ResourceError:
+def _listed(devices: list[int]) -> str:
+    return ", ".join(str(device) for device in sorted(set(devices)))
+
+
+def _no_room(
+    wpg: Wpg, device: int, needed_bytes: int, used_bytes: int, budget_bytes: int
+) -> ResourceError:
     return ResourceError(
-        f"{wpg} needs {heap_bytes} bytes of device {wpg.device}: {used_bytes} of {budget_bytes} "
+        f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget_bytes} "
         f"are in use",
         code=Code.RESOURCE_EXHAUSTED,
         remedy="displace what is resident, or place it on a larger device",
         details={
-            "needed_bytes": str(heap_bytes),
+            "needed_bytes": str(needed_bytes),
             "used_bytes": str(used_bytes),
             "budget_bytes": str(budget_bytes),
         },

@@ -3,7 +3,9 @@
     magic (8 bytes) | header length (uint32, little-endian) | xxh3-128 of the header (16 bytes)
     | header (MessagePack `StateHeader`) | zeroes up to a multiple of 4096 | `num_bytes` of memory
 
-The header carries the digest of the memory, so that one flipped bit anywhere is found.
+The header carries the digest of the memory, so that one flipped bit anywhere is found. The seal of
+a deployment with several ranks has one section of memory for each, the next one beginning at the
+next multiple of 4096.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ _PREFIX = struct.Struct("<8sI16s")
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
-class StateHeader(msgspec.Struct, frozen=True):
+class Section(msgspec.Struct, frozen=True):
+    """The memory of one rank."""
+
+    num_bytes: int
+    tensors: list[TensorSlot]
+    digest: str
+    """xxh3-128 of it, in hex."""
+
+
+class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
     """`seal` or `version`"""
     deployment: DeploymentKey
@@ -31,9 +42,26 @@ class StateHeader(msgspec.Struct, frozen=True):
     seq: int
     """Of a seal: the last mutating operation in it. Of a version: its publish."""
     num_bytes: int
+    """Of all sections together, without the gaps between them."""
     tensors: list[TensorSlot]
     digest: str
-    """xxh3-128 of the memory, in hex."""
+    """xxh3-128 of the memory, in hex; of several sections: of their digests."""
+    sections: list[Section] = []
+    """Of rank 0, 1, …; none: the whole memory is one."""
+
+    @property
+    def parts(self) -> list[Section]:
+        return self.sections or [Section(self.num_bytes, self.tensors, self.digest)]
+
+
+def seal_header(deployment: DeploymentKey, seq: int, sections: list[Section]) -> StateHeader:
+    """Args: sections: of every rank, rank 0 first."""
+    if len(sections) == 1:
+        (only,) = sections
+        return StateHeader("seal", deployment, seq, only.num_bytes, only.tensors, only.digest)
+    num_bytes = sum(section.num_bytes for section in sections)
+    digest = xxhash.xxh3_128("".join(section.digest for section in sections)).hexdigest()
+    return StateHeader("seal", deployment, seq, num_bytes, [], digest, sections)
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -65,25 +93,57 @@ def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
         raise data_loss(file, f"its header cannot be read: {error}") from None
 
 
-def data_offset(header_num_bytes: int) -> int:
-    """Where the memory begins in the file."""
+def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
+    """Where the memory of each part begins in the file."""
+    offsets = []
     end = _PREFIX.size + header_num_bytes
-    return end + -end % DATA_ALIGNMENT_BYTES
+    for part in header.parts:
+        offsets.append(end + gap_bytes(end))
+        end = offsets[-1] + part.num_bytes
+    return offsets
+
+
+def gap_bytes(offset: int) -> int:
+    """How many zeroes lie between this offset and the next part."""
+    return -offset % DATA_ALIGNMENT_BYTES
 
 
 PREFIX_BYTES = _PREFIX.size
 
 
 def check_restorable(
-    header: StateHeader, heap_bytes: int, tensors: list[TensorSlot], file: str
-) -> None:
-    """Raises: CallerError: the rank's heap is not laid out as the seal is."""
-    if header.num_bytes != heap_bytes or header.tensors != tensors:
-        raise CallerError(
-            f"{file} holds another layout than the rank's heap of {heap_bytes} bytes",
-            code=Code.FAILED_PRECONDITION,
-            remedy="restore with the model and backend that made the seal",
-        )
+    header: StateHeader,
+    rank: int,
+    num_ranks: int,
+    *,
+    heap_bytes: int,
+    tensors: list[TensorSlot],
+    file: str,
+) -> Section:
+    """The part of the seal that this rank's heap is filled from.
+
+    Raises: CallerError: FAILED_PRECONDITION, with the numbers: the deployment has another layout
+            than the sealed one.
+    """
+    parts = header.parts
+    part = parts[rank] if len(parts) == num_ranks else None
+    if part is not None and part.num_bytes == heap_bytes and part.tensors == tensors:
+        return part
+    sealed_bytes = [part.num_bytes for part in parts]
+    raise CallerError(
+        f"{file} holds another layout: {len(parts)} ranks with heaps of {sealed_bytes} bytes; "
+        f"this is rank {rank} of {num_ranks} with a heap of {heap_bytes} bytes and "
+        f"{len(tensors)} tensors",
+        code=Code.FAILED_PRECONDITION,
+        remedy="restore with the model, backend and layout that made the seal",
+        details={
+            "file": file,
+            "sealed_ranks": str(len(parts)),
+            "ranks": str(num_ranks),
+            "sealed_bytes": str(sum(sealed_bytes)),
+            "heap_bytes": str(heap_bytes),
+        },
+    )
 
 
 def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.core.layout import check_layout, pack
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,10 @@ class Version:
     is_on_disk: bool = False
     users: int = 0
     is_dropped: bool = False
+    packed_tensors: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.packed_tensors = pack(self.tensors)
 
     @property
     def is_committed(self) -> bool:
@@ -65,6 +69,21 @@ class Versions:
     ) -> None:
         """A committed version found on disk at start."""
         self._versions[key] = Version(key, num_bytes, tensors, digest, is_on_disk=True)
+
+    def adopt(self, version: Version) -> bool:
+        """One in memory that the daemon before knew, verified; it may be on disk too.
+
+        Returns: False where another content of it is on disk, which stands.
+        """
+        on_disk = self._versions.get(version.key)
+        if on_disk is not None and on_disk.digest != version.digest:
+            return False
+        version.is_on_disk = on_disk is not None
+        self._versions[version.key] = version
+        return True
+
+    def known(self) -> list[Version]:
+        return list(self._versions.values())
 
     def commit(self, version: Version, digest: str) -> None:
         """It is whole, and immutable from now on. Committing the same content again is harmless.

@@ -1,0 +1,467 @@
+"""kill -9 of the state manager: what host memory holds is there for its next life, or is given up.
+
+The agent's and the ranks' connections of a test outlive the daemon, as they do on a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.framing import Peer, close_fds
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.statewire import (
+    Adopt,
+    Adopted,
+    AgentHello,
+    Done,
+    HandOver,
+    RankResume,
+    StateMessage,
+    StatusReport,
+    StatusRequest,
+    Welcome,
+)
+from phaseloom.statemgr.transfer import fetch
+from phaseloom.worker.stateclient import AgentStateClient
+from tests.support.statedaemon import (
+    OTHER,
+    POLICY,
+    SAMPLER,
+    SECRET,
+    Daemon,
+    MiB,
+    Rank,
+    child,
+    daemon,
+    names,
+    start,
+    start_ranks,
+)
+
+VERSION = VersionKey(POLICY, 2)
+
+
+async def test_idle_daemon_is_killed_and_every_tier_is_there_afterwards(short_dir: Path) -> None:
+    """Host copies, device residents, versions in memory, fences, epochs; and a second kill too."""
+    async with daemon(short_dir, devices=[3 * MiB]) as d:
+        offloaded, resident = await start(d, OTHER, 2 * MiB), await start(d, POLICY, MiB)
+        await d.agent.switch_in(OTHER, 1, 3, [])
+        content = offloaded.run(4)
+        await d.agent.switch_in(POLICY, 1, 5, [OTHER])
+        other_content = resident.run(1)
+        made = await resident.client.create_version(VERSION, resident.slots)
+        before = await d.agent.status()
+        for _ in range(2):
+            await d.relaunch()
+            assert await d.agent.status() == before
+            assert resident.digest() == other_content
+            with pytest.raises(ResourceError, match=r"epoch 4 .* is stale"):
+                await d.agent.switch_in(POLICY, 1, 4, [])
+        await d.agent.switch_in(OTHER, 1, 6, [POLICY])
+        assert offloaded.digest() == content
+        sampler = await start(d, SAMPLER, MiB)
+        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        with pytest.raises(ResourceError, match="fenced"):
+            await d.agent.register_wpg(["late"], OTHER, 0, [0], 0)
+
+
+async def test_resident_rank_goes_on_while_the_daemon_is_away(short_dir: Path) -> None:
+    """Its heap is the truth: what it computes meanwhile is what is offloaded later."""
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(1)
+        await d.kill()
+        content = rank.run(2)
+        switch = asyncio.create_task(d.agent.switch_out(POLICY, 1, 2))
+        await d.launch()
+        await switch
+        assert rank.heap.resident_bytes() == 0
+        status = await d.agent.status()
+        assert [(s.resident, s.applied) for s in status.deployments] == [(False, 2)]
+        await d.agent.switch_in(POLICY, 1, 3, [])
+        assert rank.digest() == content
+
+
+@pytest.mark.parametrize("moment", ["as the copy begins", "between the copy and its booking"])
+async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_out(
+    short_dir: Path, moment: str
+) -> None:
+    async with daemon(short_dir, devices=[MiB]) as d:
+        first, second = await start(d, POLICY), await start(d, OTHER)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = first.run(7)
+        how = signal.SIGKILL if moment == "as the copy begins" else signal.SIGSTOP
+        first.on_copy = lambda: os.kill(d.process.pid, how)
+        switch = asyncio.create_task(d.agent.switch_in(OTHER, 1, 2, [POLICY]))
+        await asyncio.to_thread(_wait_until_released, first)
+        first.on_copy = lambda: None
+        await d.relaunch()
+        switched = await switch
+        assert switched.bytes_in == MiB
+        assert second.heap.resident_bytes() == MiB
+        await d.agent.switch_in(POLICY, 1, 3, [OTHER])
+        assert first.digest() == content
+
+
+def _wait_until_released(rank: Rank) -> None:
+    while rank.heap.resident_bytes():
+        os.sched_yield()
+
+
+async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_in(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[MiB]) as d, child(d, POLICY, MiB) as rank:
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        await rank.ask("fill 3")
+        content = await rank.ask("digest")
+        await d.agent.switch_out(POLICY, 1, 1)
+        rank.process.send_signal(signal.SIGSTOP)
+        switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 2, []))
+        await asyncio.sleep(0)  # its request goes first, and the daemon starts them in order
+        assert (await d.agent.status()).device_used_bytes == [MiB]
+        await d.kill()
+        rank.process.send_signal(signal.SIGCONT)
+        await d.launch()
+        await switch
+        assert (await d.agent.status()).device_used_bytes == [MiB]
+        assert await rank.ask("digest") == content
+
+
+async def test_seal_is_written_by_the_next_life_when_the_daemon_dies_before(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(4)
+        made = await rank.client.create_version(VERSION, rank.slots)
+        await d.agent.prepare_seal(POLICY, 1, 4)
+        rank.run(5)  # the deployment runs on
+        await d.relaunch()
+        sealed = await d.agent.write_seal(POLICY, 1, 4, [2])
+        assert sealed.digest == content
+        assert names(d) == ["seal-4.state", "version-2.state"]
+        await d.relaunch()
+        assert await d.agent.write_seal(POLICY, 1, 4, [2]) == sealed  # it is sealed already
+        reborn = await start(d, POLICY, incarnation=2, seal_seq=4)
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        assert reborn.digest() == content
+        sampler = await start(d, SAMPLER)
+        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+
+
+async def test_half_written_seal_is_written_again_when_the_daemon_dies_in_it(
+    short_dir: Path,
+) -> None:
+    size = 64 * MiB
+    async with daemon(short_dir, devices=[size]) as d:
+        rank = await start(d, POLICY, size)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(4)
+        await d.agent.prepare_seal(POLICY, 1, 4)
+        write = asyncio.create_task(d.agent.write_seal(POLICY, 1, 4, []))
+        await asyncio.to_thread(_wait_for_a_partial, d)
+        await d.relaunch()
+        assert (await write).digest == content
+        assert names(d) == ["seal-4.state"]
+
+
+def _wait_for_a_partial(d: Daemon) -> None:
+    while not list(d.files.rglob("*.partial")) and not names(d):
+        os.sched_yield()
+
+
+async def test_prepare_of_a_seal_is_repeated_when_the_daemon_dies_in_it(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(4)
+        kill = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def die() -> None:
+            d.process.kill()
+            loop.call_soon_threadsafe(kill.set)
+
+        rank.on_copy = die
+        prepare = asyncio.create_task(d.agent.prepare_seal(POLICY, 1, 4))
+        await kill.wait()
+        rank.on_copy = lambda: None
+        await d.relaunch()
+        await prepare
+        assert (await d.agent.write_seal(POLICY, 1, 4, [])).digest == content
+
+
+async def test_version_is_made_when_the_daemon_dies_while_it_is_written(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = policy.run(1)
+        buffer = await policy.client.begin_version(VERSION, policy.slots)
+        assert isinstance(buffer, memoryview)
+        buffer[:] = policy.heap.buffer
+        await d.kill()
+        commit = asyncio.create_task(policy.client.commit_version(VERSION, buffer))
+        await d.launch()
+        assert (await commit).digest == content
+        _, digest = await sampler.client.open_version(VERSION, [], sampler.slots)
+        assert digest == content
+
+
+async def test_rank_that_starts_meanwhile_is_waited_for(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await d.agent.register_wpg(["early"], OTHER, 1, [0], 0)
+        await d.kill()
+        register = asyncio.create_task(start(d, POLICY))
+        await d.launch()
+        rank = await register
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        assert rank.heap.resident_bytes() == MiB
+        assert {s.deployment for s in (await d.agent.status()).deployments} == {POLICY, OTHER}
+
+
+async def test_deployment_whose_rank_died_meanwhile_is_lost_and_nothing_else(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, RESUME_TIMEOUT_S="5") as d:
+        kept = await start(d, OTHER)
+        async with child(d, POLICY, MiB) as victim:
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            await d.kill()
+            victim.process.kill()
+            await victim.process.wait()
+        await d.launch()
+        status = await d.agent.status()
+        assert [s.deployment for s in status.deployments] == [OTHER]
+        assert (status.device_used_bytes, status.host_used_bytes) == ([0], MiB)
+        with pytest.raises(PhaseloomError, match="has lost its rank"):
+            await d.agent.switch_in(POLICY, 1, 2, [])
+        await d.agent.switch_in(OTHER, 1, 2, [])
+        assert kept.heap.resident_bytes() == MiB
+
+
+async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next(
+    short_dir: Path,
+) -> None:
+    """What the first successor had begun is void: the agent hands the same over again."""
+    async with daemon(short_dir) as d, child(d, POLICY, MiB) as slow:
+        quick = await start(d, OTHER)
+        made = await quick.client.create_version(VersionKey(OTHER, 1), quick.slots)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        await slow.ask("fill 3")
+        content = await slow.ask("digest")
+        await d.kill()
+        slow.process.send_signal(signal.SIGSTOP)
+        await d.launch()
+        await asyncio.to_thread(_wait_for_extents, d, 7)  # two indexes, three extents, or more
+        await d.kill()
+        slow.process.send_signal(signal.SIGCONT)
+        await d.launch()
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.agent.switch_in(POLICY, 1, 2, [])
+        assert await slow.ask("digest") == content
+        reader = await start(d, DeploymentKey("acme", "letters", "sampler"))
+        digest = await reader.client.load_version(VersionKey(OTHER, 1), [], reader.slots)
+        assert digest == made.digest
+
+
+def _wait_for_extents(d: Daemon, number: int) -> None:
+    """Until it has taken that many over."""
+    while sum("/memfd:phaseloom: " in link for link in _links(d.process.pid).values()) < number:
+        os.sched_yield()
+
+
+async def test_deployment_with_several_ranks_comes_back_whole_or_not_at_all(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[MiB, MiB], RESUME_TIMEOUT_S="5") as d:
+        ranks = await start_ranks(d, POLICY, [MiB, MiB])
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        contents = [rank.run(1 + index) for index, rank in enumerate(ranks)]
+        await d.relaunch()
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.agent.switch_in(POLICY, 1, 2, [])
+        assert [rank.digest() for rank in ranks] == contents
+        await d.kill()
+        await ranks[1].client.close()
+        await d.launch()
+        await asyncio.wait_for(ranks[0].client.closed, 20)
+        assert (await d.agent.status()).deployments == []
+
+
+async def test_bad_host_copy_is_never_taken_over(short_dir: Path) -> None:
+    """A stray write while nobody watches: that deployment is lost, the rest goes on."""
+    async with daemon(short_dir) as d:
+        bad, good = await start(d, POLICY), await start(d, OTHER)
+        await good.client.create_version(VersionKey(OTHER, 1), good.slots)
+        _flip_bit(d, f"the host copy of {POLICY}")
+        await d.relaunch()
+        await asyncio.wait_for(bad.client.closed, 20)
+        assert "DATA_LOSS" in bad.client.closed.result()
+        status = await d.agent.status()
+        assert [s.deployment for s in status.deployments] == [OTHER]
+        assert status.versions == [VersionKey(OTHER, 1)]
+        assert status.host_used_bytes == 2 * MiB
+        await d.agent.switch_in(OTHER, 1, 1, [])
+
+
+async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
+        await policy.client.create_version(VERSION, policy.slots)
+        _flip_bit(d, f"version {VERSION}")
+        await d.relaunch()
+        await asyncio.wait_for(policy.client.closed, 20)
+        assert [s.deployment for s in (await d.agent.status()).deployments] == [SAMPLER]
+        with pytest.raises(CallerError, match="is not here"):
+            await sampler.client.load_version(VERSION, [], sampler.slots)
+
+
+def _flip_bit(d: Daemon, what: str) -> None:
+    for entry, link in _links(d.process.pid).items():
+        if link.startswith(f"/memfd:phaseloom: {what}"):
+            fd = os.open(f"/proc/{d.process.pid}/fd/{entry}", os.O_RDWR)
+            byte = os.pread(fd, 1, 100)[0]
+            os.pwrite(fd, bytes([byte ^ 1]), 100)
+            os.close(fd)
+            return
+    raise AssertionError(f"no extent for {what}")
+
+
+def _links(pid: int) -> dict[str, str]:
+    """What a process has open, by descriptor."""
+    links = {}
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links[entry] = os.readlink(f"/proc/{pid}/fd/{entry}")
+    return links
+
+
+async def test_rank_cannot_come_back_as_what_it_was_not(short_dir: Path) -> None:
+    async with daemon(short_dir, RESUME_TIMEOUT_S="60") as d:
+        rank = await start(d, POLICY)
+        await rank.client.close()
+        await d.agent.drop_wpg(POLICY, 1)
+        held = await start(d, OTHER)
+        await d.kill()
+        await held.client.close()
+        await d.launch()
+        for token, slots, code in (
+            (f"token of {POLICY} 1", rank.slots, Code.PERMISSION_DENIED),
+            ("guess", rank.slots, Code.PERMISSION_DENIED),
+            (f"token of {OTHER} 1", [], Code.FAILED_PRECONDITION),
+            (f"token of {OTHER} 1", held.slots, Code.PERMISSION_DENIED),
+        ):
+            peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+            with pytest.raises(CallerError) as caught:
+                await peer.call(RankResume(token, MiB, slots, True, True, 1, ""))
+            assert caught.value.info.code is code
+            await peer.close()
+        assert (await d.agent.status()).deployments == []
+
+
+async def test_other_nodes_find_versions_at_the_same_address_afterwards(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        made = await rank.client.create_version(VERSION, rank.slots)
+        endpoint = await d.endpoint()
+        await d.relaunch()
+        assert await d.endpoint() == endpoint
+        memory = bytearray(MiB)
+        description = await fetch(endpoint, SECRET, VERSION, 5.0, lambda _: memoryview(memory))
+        assert description.digest == made.digest
+
+
+async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:
+    """Freed memory must be free: a handle that is kept would hold it."""
+    async with daemon(short_dir) as d:
+        for number in range(1, 4):
+            rank = await start(d, POLICY, incarnation=number)
+            await rank.client.create_version(VersionKey(POLICY, number), rank.slots)
+        assert _extents()
+        for client in d.ranks:
+            await client.close()
+        d.ranks.clear()
+        del client, rank  # and with them their mappings
+        await d.agent.drop_wpg(POLICY, 3)
+        await d.agent.drop_versions([VersionKey(POLICY, number) for number in range(1, 4)])
+        assert (await d.agent.status()).host_used_bytes == 0
+        await d.agent.status()  # what the one before has freed is told before this is answered
+        assert _extents() == []
+
+
+def _extents() -> list[str]:
+    """Those that this process has open: its agent's handles, and its ranks' mappings."""
+    gc.collect()
+    links = _links(os.getpid()).values()
+    return [link for link in links if "the host copy" in link or ": version" in link]
+
+
+async def test_both_are_killed_and_nothing_of_that_life_is_left_but_files(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [])
+        await d.kill()
+        await d.agent.close()
+    async with daemon(short_dir) as d:
+        status = await d.agent.status()
+        assert (status.deployments, status.host_used_bytes) == ([], 0)
+        assert names(d) == ["seal-1.state"]
+
+
+async def test_daemon_begins_afresh_when_its_agent_leaves_while_handing_over(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        await d.agent.close()
+        await d.relaunch()
+        agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
+        assert await agent.call(AgentHello(SECRET, "an index")) == (Welcome(adopts=True), [])
+        await agent.close()
+        assert await asyncio.wait_for(d.process.wait(), 20) != 0
+        assert "the agent left in the middle of handing over" in d.text()
+        d.log.clear()
+        await d.launch()
+        d.agent = await AgentStateClient.connect(d.socket, SECRET)
+        assert (await d.agent.status()).deployments == []
+
+
+async def test_nothing_is_taken_over_from_an_index_that_cannot_be_read(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await d.agent.close()
+        await d.relaunch()
+        agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, _keep_nothing)
+        await agent.call(AgentHello(SECRET, "an index"))
+        fds = [os.memfd_create(name) for name in ("first", "second", "extent")]
+        os.write(fds[0], b"PLBOOKS1 and then nothing")
+        await agent.call(HandOver([-1, -2, 1]), fds)
+        with pytest.raises(CallerError, match="descriptors for handles"):
+            await agent.call(HandOver([1]), fds[2:])
+        assert await agent.call(Adopt()) == (Adopted([]), [])
+        report, _ = await agent.call(StatusRequest())
+        assert isinstance(report, StatusReport)
+        assert report.host_used_bytes == 0
+        await agent.close()
+        for fd in fds:
+            os.close(fd)
+        d.agent = await AgentStateClient.connect(d.socket, SECRET)
+
+
+async def _keep_nothing(_body: StateMessage, fds: list[int]) -> tuple[StateMessage, list[int]]:
+    close_fds(fds)
+    return Done(), []

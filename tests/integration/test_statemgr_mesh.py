@@ -1,0 +1,147 @@
+"""The state manager within a whole mesh: killed, or out of room, while jobs run."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed
+from tests.support.jobs import (
+    TASKS,
+    oracle,
+    policy_seq,
+    run_job,
+    running_mesh,
+    short,
+    tenant,
+)
+from tests.support.processes import until_gone
+
+STEPS = 5
+A, B = TASKS
+MiB = 2**20
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """SHA-256 of each task's final weights, undisturbed."""
+    root = tmp_path_factory.mktemp("oracle")
+    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
+
+
+async def test_killed_state_managers_cost_two_sharing_jobs_nothing(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    """Its agent and its ranks live on: no node comes up again and no rank is started again."""
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, log):
+        async with asyncio.TaskGroup() as group:
+            jobs = [group.create_task(run_job(mesh, task, short(task, STEPS))) for task in TASKS]
+            await log.until_finished(f"{A}.policy.{policy_seq(1, 1)}")
+            mesh.kill("statemgr-train-0")
+            await log.until_finished(f"{B}.policy.{policy_seq(2, 2)}")
+            mesh.kill("statemgr-rollout-0")
+            await log.until_finished(f"{A}.policy.{policy_seq(3, 1)}")
+            mesh.kill("statemgr-train-0")
+            mesh.kill("statemgr-rollout-0")
+        assert {task: job.result() for task, job in zip(TASKS, jobs, strict=True)} == expected
+        assert log.failures() == []
+        assert sum(isinstance(event, NodeUp) for event in log.events) == 2
+        for task in TASKS:
+            for name in ("policy", "sampler", "reference"):
+                assert len(log.starts(f"{task}.{name}")) == 1, f"{task}.{name} started again"
+
+
+NOOP = [
+    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
+    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
+]
+
+
+async def test_version_that_only_memory_holds_survives_the_state_manager(short_dir: Path) -> None:
+    async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:
+        job = await t.submit_job("noop", NOOP)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await policy.optim_step(client.AdamParams(1e-3))
+        published = policy.publish_weights()
+        digest = (await published).digest
+        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=5)
+        synced = sampler.sync_weights(published)
+        assert (await synced).digest == digest
+        await policy.optim_step(client.AdamParams(1e-3))
+        assert log.failures() == []
+        assert len(log.starts("noop.policy")) == 1
+
+
+async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_killed(
+    short_dir: Path,
+) -> None:
+    train = NodeConfig("train-0", "train", [16 * MiB, 16 * MiB])
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    pair = msgspec.structs.replace(NOOP[0], layout=Layout(dp=2))
+    config = MeshConfig(nodes=nodes, seal_every=0)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        job = await t.submit_job("noop", [pair, NOOP[1]])
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await policy.optim_step(client.AdamParams(1e-3))
+        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=5)
+        published = policy.publish_weights()
+        assert (await sampler.sync_weights(published)).digest == (await published).digest
+        assert log.failures() == []
+        assert len(log.starts("noop.policy")) == 1
+
+
+def _limit_files(mesh: Mesh, child: str, num_bytes: int) -> None:
+    """As a full disk: no file of this child may grow beyond that. -1: as large as it likes."""
+    (pid,) = mesh.pids(child)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+async def test_seal_that_finds_no_room_fails_alone_and_the_next_one_is_made(
+    expected: dict[str, str], short_dir: Path
+) -> None:
+    async with running_mesh(MeshConfig(seal_every=4), short_dir) as (mesh, log):
+        async with asyncio.TaskGroup() as group:
+            job = group.create_task(run_job(mesh, A, short(A, STEPS)))
+            await log.until_finished(f"{A}.policy.1")  # its host memory is there
+            _limit_files(mesh, "statemgr-train-0", 4 * MiB)
+            failed = await log.until(lambda event: isinstance(event, SealFailed))
+            assert isinstance(failed, SealFailed)
+            assert failed.error.code is Code.RESOURCE_EXHAUSTED
+            assert failed.error.details["num_bytes"].isdecimal()
+            assert not any(isinstance(event, SealCommitted) for event in log.events)
+            _limit_files(mesh, "statemgr-train-0", resource.RLIM_INFINITY)
+            await log.until(lambda event: isinstance(event, SealCommitted))
+        assert job.result() == expected[A]
+        assert log.failures() == []
+        assert len(log.starts(f"{A}.policy")) == 1
+
+
+async def test_full_host_memory_fails_the_move_that_needs_it_and_nobody_else(
+    short_dir: Path,
+) -> None:
+    """Each of these states takes one page: two fit."""
+    train = NodeConfig("train-0", "train", [16 * MiB], host_memory_bytes=2 * 4096)
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    config = MeshConfig(nodes=nodes, seal_every=0)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        first = await t.submit_job("first", NOOP[:1])
+        second = await t.submit_job("second", NOOP[:1])
+        with pytest.raises(ResourceError, match="8192 of 8192 are in use") as caught:
+            await t.submit_job("third", NOOP[:1])
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        policy = first.deployment("policy")
+        await policy.optim_step(client.AdamParams(1e-3))
+        with pytest.raises(ResourceError, match="8192 of 8192 are in use") as caught:
+            await policy.publish_weights()
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        await second.finish()
+        await policy.optim_step(client.AdamParams(1e-3))
+        await policy.publish_weights()
+        assert len(log.starts("first.policy")) == 1
