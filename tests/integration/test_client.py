@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 
 import pytest
 
+from phaseloom import client as phaseloom
 from phaseloom.client import (
     AdamParams,
     After,
@@ -29,10 +30,21 @@ from phaseloom.client.operations import Outbox, Part
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.bus import connect as connect_to_nats
-from phaseloom.common.codec import encode
+from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Operation, OptimStep, OptimStepResult, PublishWeights
+from phaseloom.common.leases import session_lease_key
+from phaseloom.common.messages import (
+    Checkpoint,
+    Generate,
+    Operation,
+    OptimStep,
+    OptimStepResult,
+    PublishWeights,
+    SaveState,
+)
 from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router
 from tests.support.leader import Leader
 
@@ -252,6 +264,232 @@ async def test_session_ends_when_another_attaches(nats_server: EmbeddedServer) -
         stepped = again.deployment("policy").optim_step(ADAM)
         assert stepped.seq == 3
         await stepped
+
+
+async def test_session_ends_by_itself_when_another_attaches(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """Its heartbeat is refused: what is open ends, although nothing more was submitted."""
+    router = Router(bus, session_ttl_s=1.0)
+    async with router.running([TENANT]), Leader(bus).running() as leader:
+        leader.hold()
+        async with connected(nats_server) as first, connected(nats_server) as second:
+            old = await first.submit_job("sums", SPECS)
+            open_one = old.deployment("policy").optim_step(ADAM)
+            await second.attach("sums")
+            async with asyncio.timeout(20):
+                with pytest.raises(ResourceError) as over:
+                    await open_one
+            assert over.value.info.code is Code.ABORTED
+            assert over.value.info.field == "session"
+            with pytest.raises(ResourceError):
+                old.deployment("policy").optim_step(ADAM)
+        leader.go.set()
+
+
+@pytest.mark.usefixtures("leader")
+async def test_controller_that_is_attached_is_known_to_live(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    lease = session_lease_key(JobKey(TENANT, "sums"))
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        async with asyncio.timeout(20), aclosing(bus.kv_watch(Bucket.LEASES, lease)) as changes:
+            change = await anext(changes)
+        assert change.stored is not None
+        assert int(change.stored.payload) == job.session
+
+
+@pytest.mark.usefixtures("leader")
+async def test_attach_gives_the_jobs_last_checkpoint(nats_server: EmbeddedServer, bus: Bus) -> None:
+    checkpoint = Checkpoint("policy", 4, {"policy": "s4", "sampler": "s4"}, b"step 4")
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        assert job.checkpoint is None
+        await bus.kv_put(Bucket.CHECKPOINTS, "acme.sums", encode(checkpoint))
+        assert (await mesh.attach("sums")).checkpoint == checkpoint
+
+
+async def test_options_of_the_calls_reach_the_operation(
+    nats_server: EmbeddedServer, leader: Leader, bus: Bus
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        sampling = SamplingParams(4, stop_strings=["."], ignore_eos=True)
+        handles = [
+            policy.optim_step(ADAM, allow_partial=True, timeout_s=60.0),
+            policy.save_state("s2", controller_blob=b"me", checkpoints={"sampler": "s1"}),
+            sampler.generate([Prompt([1])], sampling, prompt_logprobs=True),
+        ]
+        for handle in handles:
+            await handle
+    stored = [await _stored(bus, key) for key in ("policy.1", "policy.2", "sampler.1")]
+    assert [operation.timeout_s for operation in stored] == [60.0, 0.0, 0.0]
+    assert stored[0].args == OptimStep(ADAM, allow_partial=True)
+    assert stored[1].args == SaveState("s2", b"me", {"sampler": "s1"})
+    assert isinstance(stored[2].args, Generate)
+    assert stored[2].args.prompt_logprobs
+    assert stored[2].args.sampling == sampling
+    assert {entry.timeout_s for entry in leader.arrived} == {60.0, 0.0}
+
+
+async def _stored(bus: Bus, name: str) -> Operation:
+    stored = await bus.get_stored(f"OPS_{TENANT}", f"{streams.PREFIX}.op.{TENANT}.sums.{name}")
+    assert stored is not None
+    operation: Operation = decode(stored.payload, Operation)
+    return operation
+
+
+async def test_operation_is_cancelled_and_explained(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        policy = job.deployment("policy")
+        leader.hold()
+        unwanted = policy.optim_step(ADAM)
+        explanation = await job.explain(unwanted)
+        assert (str(explanation.key), explanation.waits_for) == (unwanted.key, ["the test"])
+        await unwanted.cancel()
+        assert leader.cancelled == {unwanted.key}
+        leader.go.set()
+        with pytest.raises(ResourceError) as cancelled:
+            await unwanted
+        assert cancelled.value.info.code is Code.ABORTED
+        await policy.optim_step(ADAM)
+        await unwanted.cancel()  # it has ended: there is nothing to do
+        assert (await job.explain(unwanted)).state == "failed"
+
+
+async def test_operation_that_exceeds_a_bound_tells_when_to_try_again(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    router = Router(bus, {TENANT: Limits(max_operations=1)})
+    async with router.running([TENANT]), Leader(bus).running(), connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        handles = [policy.optim_step(ADAM), policy.optim_step(ADAM)]
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        (refused,) = [o for o in outcomes if isinstance(o, PhaseloomError)]
+        assert refused.info.code is Code.RESOURCE_EXHAUSTED
+        assert refused.retry_after_s == 1.0
+
+
+# --- phases and hooks ----------------------------------------------------------------------------
+
+
+async def test_phases_are_declared_once_however_they_overlap(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+
+        @phaseloom.phase("rollout")
+        async def rollout(number: int) -> int:
+            return number
+
+        @job.phase("train")
+        async def train() -> None:
+            async with job.phase("train"):
+                await job.deployment("policy").optim_step(ADAM)
+
+        async with job.phase("rollout"):
+            assert list(await asyncio.gather(rollout(1), rollout(2))) == [1, 2]
+        await train()
+        sync = phaseloom.phase("sync")
+        await sync.begin()
+        await sync.end()
+        with pytest.raises(CallerError):
+            await sync.end()
+    assert [(p.pool, p.is_open) for p in leader.phases] == [
+        ("rollout", True),
+        ("rollout", False),
+        ("train", True),
+        ("train", False),
+        ("sync", True),
+        ("sync", False),
+    ]
+    assert {(p.job, p.session) for p in leader.phases} == {("sums", 1)}
+
+
+async def test_phase_is_of_the_job_that_the_function_is_given(
+    nats_server: EmbeddedServer, leader: Leader
+) -> None:
+    @phaseloom.phase("rollout")
+    async def rollout(job: MeshJob, *, fails: bool) -> None:
+        if fails:
+            raise KeyError("mine")
+
+    async with connected(nats_server) as mesh:
+        first = await mesh.submit_job("first", SPECS)
+        await mesh.submit_job("second", SPECS)
+        await rollout(first, fails=False)
+        await rollout(job=first, fails=False)
+        with pytest.raises(KeyError, match="mine"):
+            await rollout(first, fails=True)
+    assert [p.job for p in leader.phases] == ["first"] * 6
+    assert [p.is_open for p in leader.phases] == [True, False] * 3
+
+
+async def test_phase_without_a_job_is_refused() -> None:
+    with pytest.raises(CallerError) as refused:
+        async with phaseloom.phase("rollout"):
+            pass
+    assert refused.value.info.remedy
+
+
+async def test_runtime_hooks_are_told_of_progress_outcomes_and_phases(
+    nats_server: EmbeddedServer, leader: Leader, bus: Bus
+) -> None:
+    told: list[phaseloom.RuntimeEvent] = []
+    of_second: list[phaseloom.RuntimeEvent] = []
+    progressed = asyncio.Event()
+
+    @phaseloom.runtime_hook
+    def broken(event: phaseloom.RuntimeEvent) -> None:
+        raise KeyError("the controller's own")
+
+    @phaseloom.runtime_hook
+    def watch(event: phaseloom.RuntimeEvent) -> None:
+        told.append(event)
+        if isinstance(event, phaseloom.Progress):
+            progressed.set()
+
+    async with connected(nats_server) as mesh:
+        job = await mesh.submit_job("sums", SPECS)
+        second = await mesh.submit_job("second", SPECS)
+        second.runtime_hook(of_second.append)
+        leader.hold()
+        handle = job.deployment("policy").optim_step(ADAM)
+        await job.explain(handle)
+        key = OperationKey(TENANT, "sums", "policy", "1")
+        for payload in (b"garbage", encode(phaseloom.Progress(key, 5, 9))):
+            await bus.client.publish(
+                streams.progress_subject(key), payload, headers={CONTENT_TYPE: MSGPACK}
+            )
+        async with asyncio.timeout(20):
+            await progressed.wait()
+        leader.go.set()
+        await handle
+        bad = job.deployment("policy").forward([])
+        with pytest.raises(CallerError):
+            await bad
+        async with job.phase("train"):
+            pass
+        await second.deployment("policy").optim_step(ADAM)
+    job_key = JobKey(TENANT, "sums")
+    mine = [e for e in told if "second" not in repr(e)]
+    assert mine[:2] == [
+        phaseloom.Progress(key, 5, 9),
+        phaseloom.OperationEnded(key, "optim_step", None),
+    ]
+    assert isinstance(mine[2], phaseloom.OperationEnded)
+    assert isinstance(mine[2].error, CallerError)
+    assert mine[3:] == [
+        phaseloom.PhaseBegan(job_key, "train"),
+        phaseloom.PhaseEnded(job_key, "train"),
+    ]
+    assert [e.key.job for e in of_second if isinstance(e, phaseloom.OperationEnded)] == ["second"]
 
 
 async def test_open_operations_fail_when_nobody_answers(

@@ -6,6 +6,8 @@ One mesh for all tests: each has a job of its own and leaves the mesh as it was.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -117,7 +119,7 @@ async def test_malformed_message_is_a_failed_operation_and_disturbs_nobody(
     async with running_job(mesh, f"bad-{name}") as job, running_job(mesh, f"good-{name}") as good:
         steps = [good.deployment("policy").optim_step(STEP.adam) for _ in range(3)]
         await wire.send(f"{job.name}.policy.1", payload, content_type)
-        await wire.send(f"{job.name}.policy.2", operation(job, STEP))
+        await wire.send(f"{job.name}.policy.2", operation(job, PublishWeights()))
         refused = await wire.outcome(f"{job.name}.policy.1")
         assert refused.outcome is Outcome.FAILED
         assert refused.error is not None
@@ -303,6 +305,40 @@ async def soon(queue: asyncio.Queue[str]) -> str:
     return await asyncio.wait_for(queue.get(), 10)
 
 
+# --- what the documentation shows ----------------------------------------------------------------
+
+
+async def test_calls_in_the_documentation_are_answered_as_it_says(mesh: Mesh, wire: Wire) -> None:
+    """Each in JSON, in order; until it is answered so, as what it is about may be under way."""
+    text = (Path(__file__).parents[2] / "docs" / "operation.md").read_text()
+    (block,) = re.findall(r"```text\n(.*?)```", text.replace("<tenant>", TENANT), re.DOTALL)
+    lines = block.splitlines()
+    assert len(lines) > 30
+    for request, answer in zip(lines[::2], lines[1::2], strict=True):
+        subject, _, body = request.partition(" ")
+        expected = json.loads(answer.removeprefix("→ "))
+        got: object = None
+        try:
+            async with asyncio.timeout(60):
+                while not _shows(got, expected):
+                    await asyncio.sleep(0.02)
+                    got = await wire.request(subject, json.dumps(json.loads(body)).encode())
+        except TimeoutError:
+            pytest.fail(f"{request}\nwas answered {got}")
+    cancelled = await wire.outcome("plain.sampler.3")
+    assert cancelled.outcome is Outcome.CANCELLED
+    assert (await wire.outcome("plain.sampler.1")).outcome is Outcome.COMPLETED
+
+
+def _shows(got: object, expected: object) -> bool:
+    """Whether an answer has all that is shown of it; `…` stands for anything."""
+    if isinstance(expected, dict):
+        return isinstance(got, dict) and all(
+            name in got and _shows(got[name], value) for name, value in expected.items()
+        )
+    return expected in ("…", got)
+
+
 # --- what cannot run -----------------------------------------------------------------------------
 
 
@@ -354,7 +390,7 @@ async def test_mutation_that_fails_half_way_is_left_out_of_the_rebuilt_state(
         await wire.send("torn.policy.1", operation(job, STEP))
         await wire.send("torn.policy.2", operation(job, SaveState("first")))
         assert (await wire.outcome("torn.policy.2")).outcome is Outcome.COMPLETED
-        await wire.send("torn.policy.3", operation(job, SaveState("first")))
+        await wire.send("torn.policy.3", operation(job, SaveState("first"), "another"))
         exists = await wire.outcome("torn.policy.3")
         assert exists.error is not None
         assert exists.error.code is Code.ALREADY_EXISTS
@@ -374,7 +410,12 @@ async def test_version_that_was_never_published_cannot_be_synced(mesh: Mesh, wir
         assert (await wire.outcome("nothing.policy.1")).outcome is Outcome.COMPLETED
         await wire.send("nothing.sampler.1", operation(job, SyncWeights("policy", 1)))
         await wire.send("nothing.sampler.2", operation(job, GENERATE))
-        outcome = await wire.outcome("nothing.sampler.1")
-        assert outcome.error is not None
-        assert outcome.error.code is Code.NOT_FOUND
-        assert (await wire.outcome("nothing.sampler.2")).outcome is Outcome.COMPLETED
+        # By the policy itself: its own node is the only one to ask.
+        await wire.send("nothing.policy.2", operation(job, SyncWeights("policy", 1)))
+        await wire.send("nothing.policy.3", operation(job, STEP))
+        for name in ("sampler.1", "policy.2"):
+            outcome = await wire.outcome(f"nothing.{name}")
+            assert outcome.error is not None
+            assert outcome.error.code is Code.NOT_FOUND
+        for name in ("sampler.2", "policy.3"):
+            assert (await wire.outcome(f"nothing.{name}")).outcome is Outcome.COMPLETED

@@ -15,18 +15,22 @@ import pytest
 from nats.aio.client import Client
 
 from phaseloom.common import streams
-from phaseloom.common.api import call_api
+from phaseloom.common.api import call_api, serve_api
 from phaseloom.common.bus import Bus, connect
 from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
 from phaseloom.common.config import inherited
 from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import JobKey, OperationKey, VersionKey
+from phaseloom.common.leases import session_lease_key
 from phaseloom.common.messages import (
     After,
     Attached,
+    Beat,
+    Checkpoint,
     Completion,
     DeploymentStatus,
     Generate,
+    Heartbeat,
     JobRequest,
     JobStatus,
     LoadState,
@@ -42,9 +46,12 @@ from phaseloom.common.messages import (
     SamplingParams,
     SessionOpened,
     SyncWeights,
+    Usage,
+    UsageRequest,
 )
 from phaseloom.common.natsserver import EmbeddedServer
 from phaseloom.common.streams import Bucket
+from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router
 
 TENANT = "acme"
@@ -229,6 +236,27 @@ async def test_message_without_a_key_is_buried_with_its_reason(bus: Bus, tenant:
 
 
 @pytest.mark.usefixtures("router")
+async def test_subject_with_a_wildcard_takes_no_other_operation_with_it(
+    bus: Bus, tenant: Client
+) -> None:
+    """The server takes `*` in a subject that is published to; deleting by it would take all."""
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await publish_all(tenant, [1, 2])
+    await queued(bus, 2)
+    notices = await bus.client.subscribe(streams.event_subject("router"))
+    ops = f"{streams.PREFIX}.op.{TENANT}"
+    for subject in (f"{ops}.*.policy.1", f"{ops}.sums.policy.*", f"{ops}.>"):
+        await tenant.request(subject, b"{}", timeout=5)
+        assert decode((await notices.next_msg(5)).data, Notice).subject == subject
+    await publish_all(tenant, [3])
+    await queued(bus, 3)
+    async with asyncio.timeout(10):
+        while len(stored := await bus.subjects(streams.ops_stream(TENANT), f"{ops}.>")) > 3:
+            pass  # until the last one buried is deleted
+    assert stored == [streams.op_subject(key(seq)) for seq in (1, 2, 3)]
+
+
+@pytest.mark.usefixtures("router")
 async def test_second_operation_on_a_seq_is_refused_by_the_server(bus: Bus, tenant: Client) -> None:
     await show_job(bus)
     session = (await attach(tenant)).session
@@ -242,19 +270,34 @@ async def test_second_operation_on_a_seq_is_refused_by_the_server(bus: Bus, tena
 
 
 @pytest.mark.usefixtures("router")
-async def test_copy_of_a_done_operation_is_dropped_when_its_stored_one_is_gone(
+async def test_late_copy_of_an_operation_reaches_the_scheduler_which_knows_its_seq(
     bus: Bus, tenant: Client
 ) -> None:
     """A client resends after a lost ack, and the scheduler has purged the operation since."""
     await show_job(bus)
     session = (await attach(tenant)).session
-    await finish(bus, key(1), "a")
-    notices = await bus.client.subscribe(streams.event_subject("router"))
     await send(tenant, key(1), Operation("a", session, PublishWeights()))
+    await queued(bus, 1)
+    await finish(bus, key(1), "a")
+    await bus.delete_subject(streams.ops_stream(TENANT), streams.op_subject(key(1)))
+    await send(tenant, key(1), Operation("copy", session, PublishWeights()))
+    assert [entry.id for entry in await queued(bus, 2)] == ["a", "copy"]
+
+
+@pytest.mark.usefixtures("router")
+async def test_late_copy_of_an_operation_without_order_is_dropped(bus: Bus, tenant: Client) -> None:
+    """Of these the scheduler keeps nothing: it would run again."""
+    await show_job(bus)
+    session = (await attach(tenant)).session
+    await finish(bus, key("rabc"), "a")
+    notices = await bus.client.subscribe(streams.event_subject("router"))
+    await send(tenant, key("rabc"), Operation("a", session, GENERATE))
     notice = decode((await notices.next_msg(5)).data, Notice)
-    assert (notice.what, notice.subject) == ("dropped", str(key(1)))
+    assert (notice.what, notice.subject) == ("dropped", str(key("rabc")))
     await send(tenant, key(2), Operation("b", session, PublishWeights()))
     assert [entry.id for entry in await queued(bus, 1)] == ["b"]
+    stored = await bus.subjects(streams.ops_stream(TENANT), f"{streams.PREFIX}.op.>")
+    assert stored == [streams.op_subject(key(2))]
 
 
 async def test_operations_wait_in_the_stream_when_no_router_runs(bus: Bus, tenant: Client) -> None:
@@ -264,6 +307,102 @@ async def test_operations_wait_in_the_stream_when_no_router_runs(bus: Bus, tenan
     async with Router(bus).running([TENANT]):
         entries = await queued(bus, 20)
     assert {entry.id for entry in entries} == {f"id{seq}" for seq in range(1, 21)}
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Answers what a tenant has open, as its log stands; what is `finished` is not."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.finished = 0
+
+    async def usage(self, tenant: str, _: UsageRequest) -> Usage:
+        end = await self._bus.log_end()
+        entries = await queued(self._bus, end) if end else []
+        mine = [e for e in entries if e.key.tenant == tenant and e.error is None]
+        return Usage(len(mine) - self.finished, end)
+
+
+async def test_operations_above_the_bound_are_refused_with_a_retry_time_until_some_end(
+    bus: Bus, tenant: Client
+) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    scheduler = Scheduler(bus)
+    service = await serve_api(bus, "scheduler", {"tenant.usage": (UsageRequest, scheduler.usage)})
+    limits = {TENANT: Limits(max_operations=3)}
+    async with Router(bus, limits).running([TENANT]):
+        for seq in range(1, 5):
+            await publish_all(tenant, [seq])
+            entries = await queued(bus, seq)
+        assert [entry.error for entry in entries[:3]] == [None] * 3
+        refused = entries[3].error
+        assert refused is not None
+        assert refused.code is Code.RESOURCE_EXHAUSTED
+        assert refused.details == {
+            "bound": "max_operations",
+            "limit": "3",
+            "used": "3",
+            "retry_after_s": "1.000",
+        }
+        scheduler.finished = 1
+        seq = 4
+        async with asyncio.timeout(20):
+            while entries[-1].error is not None:  # until the end of one is noticed
+                seq += 1
+                await publish_all(tenant, [seq])
+                entries = await queued(bus, seq)
+    await service.stop()
+
+
+async def test_bound_holds_without_a_scheduler_to_ask(bus: Bus, tenant: Client) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    async with Router(bus, {TENANT: Limits(max_operations=5)}).running([TENANT]):
+        await publish_all(tenant, range(1, 21))
+        entries = await queued(bus, 20)
+    assert sum(entry.error is None for entry in entries) == 5
+
+
+async def test_stored_bytes_and_rate_are_bounded(bus: Bus, tenant: Client) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    for name, limits in (
+        ("max_bytes", Limits(max_bytes=1)),
+        ("rate", Limits(rate=0.001, burst=2)),
+    ):
+        first = await bus.log_end()
+        async with Router(bus, {TENANT: limits}).running([TENANT]):
+            await publish_all(tenant, range(first + 1, first + 5))
+            entries = (await queued(bus, first + 4))[first:]
+        refused = [entry.error for entry in entries if entry.error is not None]
+        assert len(refused) == (4 if name == "max_bytes" else 2)
+        assert {error.details["bound"] for error in refused} == {name}
+        assert all(float(error.details["retry_after_s"]) > 0 for error in refused)
+
+
+async def test_other_tenants_are_not_bounded_by_ones_excess(
+    bus: Bus, tenant: Client, nats_server: EmbeddedServer
+) -> None:
+    credentials = nats_server.credentials
+    other = await connect(
+        credentials.url,
+        "controller",
+        "globex",
+        credentials.tenants["globex"],
+        inbox_prefix="_INBOX_globex",
+    )
+    for name in (TENANT, "globex"):
+        await bus.kv_put(Bucket.SESSIONS, f"{name}.{JOB.job}", b"1")
+    async with Router(bus, {TENANT: Limits(max_operations=1)}).running([TENANT, "globex"]):
+        for seq in (1, 2):
+            operation = Operation(f"id{seq}", 1, PublishWeights())
+            await send(tenant, key(seq), operation)
+            await send(other, key(seq, tenant="globex"), operation)
+        entries = await queued(bus, 4)
+    assert sum(e.error is not None for e in entries if e.key.tenant == TENANT) == 1
+    assert all(e.error is None for e in entries if e.key.tenant == "globex")
+    await other.close()
 
 
 # --- sessions ------------------------------------------------------------------------------------
@@ -350,6 +489,57 @@ async def test_attach_is_refused_when_the_job_is_unknown_or_over(bus: Bus, tenan
     with pytest.raises(CallerError) as over:
         await attach(tenant)
     assert over.value.info.code is Code.FAILED_PRECONDITION
+
+
+async def beat(client: Client, session: int) -> Beat:
+    request = Heartbeat(JOB.job, session)
+    answer: Beat = await call_api(client, TENANT, "session.heartbeat", request, Beat)
+    return answer
+
+
+async def test_heartbeat_keeps_a_lease_that_runs_out_without_it(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    async with Router(bus, session_ttl_s=1.0).running([TENANT]):
+        session = (await attach(tenant)).session
+        lease = session_lease_key(JOB)
+        assert await bus.kv_get(Bucket.LEASES, lease) is None
+        assert await beat(tenant, session) == Beat(1.0)
+        async with asyncio.timeout(20), aclosing(bus.kv_watch(Bucket.LEASES, lease)) as changes:
+            held = (await anext(changes)).stored
+            assert held is not None
+            assert held.payload == str(session).encode()
+            while (await anext(changes)).stored is not None:
+                pass
+        await beat(tenant, session)
+        assert await bus.kv_get(Bucket.LEASES, lease) is not None
+
+
+@pytest.mark.usefixtures("router")
+async def test_heartbeat_of_a_session_that_is_over_is_aborted(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    first = (await attach(tenant)).session
+    await beat(tenant, first)
+    second = (await attach(tenant)).session
+    await beat(tenant, second)
+    with pytest.raises(ResourceError) as over:
+        await beat(tenant, first)
+    assert over.value.info.code is Code.ABORTED
+    assert over.value.info.field == "session"
+    with pytest.raises(CallerError) as unknown:
+        await beat(tenant, second + 1)
+    assert unknown.value.info.code is Code.FAILED_PRECONDITION
+    held = await bus.kv_get(Bucket.LEASES, session_lease_key(JOB))
+    assert held is not None
+    assert held.payload == str(second).encode()
+
+
+@pytest.mark.usefixtures("router")
+async def test_attach_answers_the_jobs_last_checkpoint(bus: Bus, tenant: Client) -> None:
+    await show_job(bus)
+    assert (await attach(tenant)).checkpoint is None
+    checkpoint = Checkpoint("policy", 7, {"policy": "s7", "sampler": "s7"}, b"\x00\xffblob")
+    await bus.kv_put(Bucket.CHECKPOINTS, str(JOB), encode(checkpoint))
+    assert (await attach(tenant)).checkpoint == checkpoint
 
 
 # --- results and the API -------------------------------------------------------------------------

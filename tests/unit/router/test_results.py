@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import DeploymentStatus, JobStatus
-from phaseloom.router.core.results import attach_status, check_attachable, stored_seqs
+from phaseloom.router.core.results import MAX_HOLES, attach_status, check_attachable, stored_seqs
 
 JOB = JobKey("acme", "sums")
 
@@ -33,6 +33,24 @@ def test_every_seq_below_the_next_is_known_or_filled(
     assert set(range(viewed, next_seq)) == filled | {s for s in seqs if s >= viewed}
     assert next_seq not in seqs
     assert all(filler.error and filler.error.code is Code.ABORTED for filler in fillers)
+
+
+@pytest.mark.parametrize(
+    ("stored", "next_seq", "num_filled"),
+    [
+        ({2, 10**17}, 3, 1),
+        ({MAX_HOLES + 1, MAX_HOLES + 3}, MAX_HOLES + 2, MAX_HOLES),
+        ({MAX_HOLES + 2}, 1, 0),
+    ],
+)
+def test_holes_that_no_session_can_have_left_are_not_closed(
+    stored: set[int], next_seq: int, num_filled: int
+) -> None:
+    """A seq of eighteen digits, typed wrong, must not keep a router busy for ever."""
+    told, fillers = attach_status(JOB, status(1), {"policy": stored}, {})
+    assert told.deployments[0].next_seq == next_seq
+    assert told.deployments[0].open_operations == [str(seq) for seq in sorted(stored)]
+    assert len(fillers) == num_filled
 
 
 def test_seqs_are_read_from_either_stream_and_other_subjects_left_out() -> None:

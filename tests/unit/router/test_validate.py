@@ -23,6 +23,7 @@ from phaseloom.common.messages import (
     Forward,
     ForwardBackward,
     Generate,
+    GenerateResult,
     Int32s,
     LoadState,
     Loss,
@@ -32,6 +33,7 @@ from phaseloom.common.messages import (
     PublishWeights,
     SamplingParams,
     SaveState,
+    Sequence,
     SyncWeights,
     kind_of,
 )
@@ -53,6 +55,13 @@ SOUND: list[Args] = [
     ),
     OptimStep(AdamParams(learning_rate=1e-4)),
     SaveState("step-1"),
+    SaveState("step-1", b"\x00blob", {"sampler": "step-1"}),
+    OptimStep(AdamParams(learning_rate=1e-4), allow_partial=True),
+    Generate(
+        [Prompt([1])],
+        SamplingParams(1, stop_token_ids=[0], stop_strings=["\n\n", "."], ignore_eos=True),
+        prompt_logprobs=True,
+    ),
     LoadState("step-1"),
     PublishWeights(),
     SyncWeights("policy", 3),
@@ -83,6 +92,16 @@ BAD: list[tuple[Args, str]] = [
     (generate(temperature=-0.1), "args.sampling.temperature"),
     (generate(temperature=math.nan), "args.sampling.temperature"),
     (generate(temperature=math.inf), "args.sampling.temperature"),
+    (generate(stop_token_ids=[1, -1]), "args.sampling.stop_token_ids[1]"),
+    (generate(stop_token_ids=[0] * 2000), "args.sampling.stop_token_ids"),
+    (generate(stop_strings=["x", ""]), "args.sampling.stop_strings[1]"),
+    (generate(stop_strings=["x" * 257]), "args.sampling.stop_strings[0]"),
+    (generate(stop_strings=["x"] * 17), "args.sampling.stop_strings"),
+    (Generate([Prompt([1], seed=2**63)], SAMPLING), "args.prompts[0].seed"),
+    (
+        Generate([Prompt([1] * 40)], SamplingParams(1_048_500 - 30), prompt_logprobs=True),
+        "args.prompts",
+    ),
     (Forward([]), "args.batch"),
     (Forward([Datum([], [])]), "args.batch[0].tokens"),
     (Forward([Datum([1, 2], [1])]), "args.batch[0].targets"),
@@ -95,6 +114,7 @@ BAD: list[tuple[Args, str]] = [
     (changed(logprobs=pack_float32s([1.0, -math.inf])), "args.batch[1].logprobs"),
     (changed(logprobs=b"12345"), "args.batch[1].logprobs"),
     (changed(weights=[1.0]), "args.batch[1].weights"),
+    (changed(weights=[1e39, -1e39]), "args.batch[1].weights"),
     (ForwardBackward([Datum([1], [1])], Loss.CROSS_ENTROPY), "args.batch[0].weights"),
     (ForwardBackward([Datum([1], [1])], Loss.IMPORTANCE_SAMPLING), "args.batch[0].logprobs"),
     (ForwardBackward([DATUM], Loss.PPO, clip_low=1.3, clip_high=1.2), "args.clip_low"),
@@ -106,6 +126,14 @@ BAD: list[tuple[Args, str]] = [
     (OptimStep(AdamParams(1.0, grad_clip_norm=math.inf)), "args.adam.grad_clip_norm"),
     (SaveState("../escape"), "args.name"),
     (LoadState(""), "args.name"),
+    (SaveState("s", b"x" * (2**20 + 1)), "args.controller_blob"),
+    (SaveState("s", b"x", {"../policy": "s"}), "args.checkpoints"),
+    (SaveState("s", b"x", {"sampler": "../s"}), "args.checkpoints[sampler]"),
+    (SaveState("s", b"x", {"policy": "s"}), "args.checkpoints[policy]"),
+    (SaveState("s", b"x", {f"d{i}": "s" for i in range(65)}), "args.checkpoints"),
+    (SaveState("s", checkpoints={"sampler": "s"}), "args.checkpoints"),
+    (ForwardBackward([DATUM], Loss.CISPO, clip_low=2.0), "args.clip_low"),
+    (ForwardBackward([Datum([1], [1])], Loss.CISPO), "args.batch[0].logprobs"),
     (SyncWeights("policy", 0), "args.version"),
     (SyncWeights("other.tenant", 1), "args.policy"),
 ]
@@ -141,6 +169,11 @@ def test_bad_arguments_are_refused_by_field(args: Args, field: str) -> None:
             "after[1].seq",
         ),
         (KEY, Operation("a", 1, PublishWeights(), [After("a.b", 1)]), "after[0].deployment"),
+        (KEY, Operation("a", 1, PublishWeights(), [After("sampler", 2**70)]), "after[0].seq"),
+        (KEY, Operation("a", 1, PublishWeights(), timeout_s=-1.0), "timeout_s"),
+        (KEY, Operation("a", 1, PublishWeights(), timeout_s=math.nan), "timeout_s"),
+        (KEY, Operation("a", 1, PublishWeights(), timeout_s=math.inf), "timeout_s"),
+        (KEY, Operation("a", 1, PublishWeights(), timeout_s=31 * 86400.0), "timeout_s"),
         (KEY, Operation("a", 1, PublishWeights(), [After("sampler", 1)] * 300), "after"),
     ],
 )
@@ -155,6 +188,65 @@ def test_bad_headers_are_refused_by_field(
 def test_reading_operation_needs_no_seq_and_may_follow_any_of_its_own() -> None:
     operation = Operation("a", 1, Forward([Datum([1], [1])]), [After("policy", 99)])
     validate.validate(UNORDERED, operation)
+
+
+LARGE: list[Args] = [
+    Generate([Prompt([1])] * 100, SamplingParams(5_000)),
+    Generate([Prompt([1] * 20_000)] * 20, SamplingParams(1), prompt_logprobs=True),
+    Forward([Datum([1] * 20_000, [1] * 20_000)] * 20),
+]
+
+
+@pytest.mark.parametrize("args", LARGE, ids=["generate", "prompt-logprobs", "forward"])
+def test_result_that_only_fits_as_messagepack_is_refused_as_json(args: Args) -> None:
+    """A number takes four bytes there, and up to 24 as text."""
+    operation = Operation("a", 1, args)
+    validate.validate(KEY, operation, MSGPACK)
+    with pytest.raises(CallerError) as refused:
+        validate.validate(KEY, operation, JSON)
+    assert refused.value.info.field in ("args.prompts", "args.batch")
+    assert "MessagePack" in refused.value.info.remedy
+
+
+@given(st.integers(1, 8), st.integers(1, 300), st.data())
+def test_estimate_of_a_result_is_never_too_small(
+    num_prompts: int, max_tokens: int, data: st.DataObject
+) -> None:
+    """The worst that a backend may answer, encoded, against what it was estimated at."""
+    worst_tokens = [2**31 - 1] * max_tokens
+    number = data.draw(st.floats(width=32, allow_nan=False, allow_infinity=False))
+    sequence = Sequence(worst_tokens, [number] * max_tokens, "length")
+    packed = Sequence(pack_int32s(worst_tokens), pack_float32s([number] * max_tokens), "length")
+    prompt = Prompt([1] * 7)
+    args = Generate([prompt] * num_prompts, SamplingParams(max_tokens), 1, prompt_logprobs=True)
+    for content_type, each, first in (
+        (JSON, sequence, [number] * 7),
+        (MSGPACK, packed, pack_float32s([number] * 7)),
+    ):
+        result = GenerateResult([[each]] * num_prompts, [first] * num_prompts)
+        assert (
+            len(encode(result, content_type)) <= validate.generated_bytes(args, content_type) + 64
+        )
+
+
+def test_refused_header_is_small_whatever_it_quotes() -> None:
+    payload = encode({"id": "a", "args": {"type": "x" * 100_000}}, JSON)
+    with pytest.raises(CallerError) as error:
+        validate.read(KEY, payload, JSON)
+    refused = validate.refused(KEY, payload, JSON, error.value.info)
+    assert refused.kind == ""
+    assert len(encode(refused)) < 4000
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_deep_nesting_is_refused(content_type: str) -> None:
+    """In a field that nobody reads: it once ended every router in turn."""
+    nested = {JSON: b"[" * 50_000 + b"]" * 50_000, MSGPACK: b"\x91" * 50_000 + b"\xc0"}
+    head = {JSON: b'{"x": %s}', MSGPACK: b"\x81\xa1x%s"}
+    payload = head[content_type] % nested[content_type]
+    with pytest.raises(CallerError) as error:
+        validate.read(KEY, payload, content_type)
+    assert validate.refused(KEY, payload, content_type, error.value.info).id == ""
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, MSGPACK, "text/plain"]))

@@ -8,9 +8,17 @@ async with connect() as mesh:
     await job.finish()
 """
 
+from phaseloom.client.hooks import (
+    OperationEnded,
+    PhaseBegan,
+    PhaseEnded,
+    RuntimeEvent,
+    RuntimeHook,
+)
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
+from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.common.arrays import float32s, int32s
 from phaseloom.common.errors import (
     CallerError,
@@ -22,50 +30,74 @@ from phaseloom.common.errors import (
 from phaseloom.common.messages import (
     AdamParams,
     After,
+    Batching,
+    Checkpoint,
     Datum,
     DeploymentSpec,
+    Explanation,
     Float32s,
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,
+    JobStatus,
+    Layout,
+    LoadStateResult,
     Loss,
     ModelSpec,
     OptimStepResult,
+    Progress,
     Prompt,
     PublishWeightsResult,
     SamplingParams,
     SaveStateResult,
     Sequence,
+    SyncWeightsResult,
 )
 
 __all__ = [
     "AdamParams",
     "After",
+    "Batching",
     "CallerError",
+    "Checkpoint",
     "Code",
     "Datum",
     "Deployment",
     "DeploymentSpec",
+    "Explanation",
     "Float32s",
     "ForwardBackwardResult",
     "ForwardResult",
     "GenerateResult",
     "InternalError",
     "Job",
+    "JobStatus",
+    "Layout",
+    "LoadStateResult",
     "Loss",
     "Mesh",
     "MeshJob",
     "ModelSpec",
+    "OperationEnded",
     "OperationHandle",
     "OptimStepResult",
+    "Phase",
+    "PhaseBegan",
+    "PhaseEnded",
     "PhaseloomError",
+    "Progress",
     "Prompt",
     "PublishWeightsResult",
     "ResourceError",
+    "RuntimeEvent",
+    "RuntimeHook",
     "SamplingParams",
     "SaveStateResult",
     "Sequence",
+    "SyncWeightsResult",
     "connect",
     "float32s",
     "int32s",
+    "phase",
+    "runtime_hook",
 ]

@@ -51,6 +51,8 @@ def split_prompts(
     sampling: SamplingParams,
     num_samples: int,
     limit_bytes: int = MAX_PART_BYTES,
+    *,
+    prompt_logprobs: bool = False,
 ) -> list[list[Prompt]]:
     """Packed prompts in order, so that neither a part nor its result exceeds a message.
 
@@ -61,7 +63,7 @@ def split_prompts(
 
     def size(prompt: Prompt) -> int:
         own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES
-        return max(own, num_samples * sample_bytes)
+        return max(own, num_samples * sample_bytes + (own if prompt_logprobs else 0))
 
     return _split(packed, size, limit_bytes, "prompts")
 

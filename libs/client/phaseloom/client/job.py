@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from phaseloom.client.batches import split_batch, split_prompts
@@ -54,7 +54,8 @@ class Deployment:
     """One model of a job. Each call takes the next `seq` at once and returns a handle.
 
     Calls do not wait: submit what you know, in the order in which it shall take effect, and await
-    what you need. `after` names operations of the job's other deployments that must come first.
+    what you need. `after` names operations of the job's other deployments that must come first. An
+    operation that has a `timeout_s` ends as DEADLINE_EXCEEDED where it may not run within it.
     """
 
     def __init__(self, job: JobKey, name: str, session: int, next_seq: int, outbox: Outbox) -> None:
@@ -70,20 +71,30 @@ class Deployment:
         sampling: SamplingParams,
         num_samples: int = 1,
         *,
+        prompt_logprobs: bool = False,
         after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[GenerateResult]:
-        """Sample continuations of each prompt."""
-        parts = split_prompts(prompts, sampling, num_samples)
+        """Sample continuations of each prompt.
+
+        Args: sampling: also what ends one: token ids, and `stop_strings` where the deployment's
+                  model has its `token_texts`.
+              prompt_logprobs: whether to answer the prompts' own log-probabilities too.
+        """
+        parts = split_prompts(prompts, sampling, num_samples, prompt_logprobs=prompt_logprobs)
         return self._submit(
-            [Generate(part, sampling, num_samples) for part in parts], after, merge_generate
+            [Generate(part, sampling, num_samples, prompt_logprobs) for part in parts],
+            after,
+            merge_generate,
+            timeout_s,
         )
 
     def forward(
-        self, batch: Iterable[Datum], *, after: Awaited = ()
+        self, batch: Iterable[Datum], *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ForwardResult]:
         """Log-probabilities of each sample's targets."""
         parts = split_batch(batch)
-        return self._submit([Forward(part) for part in parts], after, merge_forward)
+        return self._submit([Forward(part) for part in parts], after, merge_forward, timeout_s)
 
     def forward_backward(
         self,
@@ -93,6 +104,7 @@ class Deployment:
         clip_low: float = 0.8,
         clip_high: float = 1.2,
         after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[ForwardBackwardResult]:
         """Add the gradients of a loss; gives its metrics."""
         kind = Loss(loss)
@@ -101,42 +113,79 @@ class Deployment:
             [ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
             after,
             merge_forward_backward,
+            timeout_s,
         )
 
     def optim_step(
-        self, adam: AdamParams, *, after: Awaited = ()
+        self,
+        adam: AdamParams,
+        *,
+        allow_partial: bool = False,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[OptimStepResult]:
-        """One AdamW step on the gradients so far; gives its metrics."""
-        return self._submit([OptimStep(adam)], after, only(OptimStepResult))
+        """One AdamW step on the gradients so far; gives its metrics.
 
-    def publish_weights(self, *, after: Awaited = ()) -> OperationHandle[PublishWeightsResult]:
+        Args: allow_partial: step also where a `forward_backward` since the last step has failed.
+        """
+        args = OptimStep(adam, allow_partial)
+        return self._submit([args], after, only(OptimStepResult), timeout_s)
+
+    def publish_weights(
+        self, *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[PublishWeightsResult]:
         """Cut an immutable version of the weights for others to sync."""
-        return self._submit([PublishWeights()], after, only(PublishWeightsResult))
+        return self._submit([PublishWeights()], after, only(PublishWeightsResult), timeout_s)
 
     def sync_weights(
-        self, published: OperationHandle[PublishWeightsResult], *, after: Awaited = ()
+        self,
+        published: OperationHandle[PublishWeightsResult],
+        *,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[SyncWeightsResult]:
         """Take over a published version, after it is published."""
         source = published.ref
         args = SyncWeights(policy=source.deployment, version=source.seq)
-        return self._submit([args], [source, *after], only(SyncWeightsResult))
+        return self._submit([args], [source, *after], only(SyncWeightsResult), timeout_s)
 
-    def save_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[SaveStateResult]:
-        """Write a checkpoint under the tenant's root."""
-        return self._submit([SaveState(name)], after, only(SaveStateResult))
+    def save_state(
+        self,
+        name: str,
+        *,
+        controller_blob: bytes = b"",
+        checkpoints: Mapping[str, str] | None = None,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
+    ) -> OperationHandle[SaveStateResult]:
+        """Write a checkpoint under the tenant's root.
 
-    def load_state(self, name: str, *, after: Awaited = ()) -> OperationHandle[LoadStateResult]:
+        Args: controller_blob: this program's own state, 1 MiB at most: with it, the checkpoint
+                  becomes the job's last, which `attach` gives to the next controller.
+              checkpoints: of the job's other deployments, the checkpoints that belong to it:
+                  deployment → name. Save those first, and name them in `after`.
+        """
+        args = SaveState(name, controller_blob, dict(checkpoints or {}))
+        return self._submit([args], after, only(SaveStateResult), timeout_s)
+
+    def load_state(
+        self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[LoadStateResult]:
         """Replace the whole state by a checkpoint of this job."""
-        return self._submit([LoadState(name)], after, only(LoadStateResult))
+        return self._submit([LoadState(name)], after, only(LoadStateResult), timeout_s)
 
     def _submit(
-        self, parts: list[Args], after: Awaited, merge: Callable[[list[Result]], R]
+        self,
+        parts: list[Args],
+        after: Awaited,
+        merge: Callable[[list[Result]], R],
+        timeout_s: float,
     ) -> OperationHandle[R]:
         refs = _refs(after)
         wires = []
         for args in parts:
             id = uuid.uuid4().hex
-            payload = encode(Operation(id=id, session=self._session, args=args, after=refs))
+            payload = encode(Operation(id, self._session, args, refs, timeout_s))
             wires.append((id, kind_of(args), payload))
         self._outbox.check_room(sum(len(payload) for _, _, payload in wires))
         submitted = []
@@ -146,7 +195,7 @@ class Deployment:
             part = Part(key, id, kind, payload)
             self._outbox.submit(part)
             submitted.append(part)
-        return OperationHandle(submitted, merge)
+        return OperationHandle(submitted, merge, self._outbox)
 
 
 class Job:

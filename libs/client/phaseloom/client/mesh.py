@@ -7,7 +7,9 @@ and whatever is still open then ends as ABORTED.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -16,8 +18,11 @@ import msgspec
 from nats.aio.client import Client
 from opentelemetry import trace
 
+from phaseloom.client import hooks, phases
+from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
-from phaseloom.client.operations import Outbox
+from phaseloom.client.operations import OperationHandle, Outbox
+from phaseloom.client.phases import Phase
 from phaseloom.common import bus, config, telemetry
 from phaseloom.common.api import call_api
 from phaseloom.common.errors import (
@@ -30,16 +35,26 @@ from phaseloom.common.errors import (
 from phaseloom.common.ids import JobKey, check_name
 from phaseloom.common.messages import (
     Attached,
+    Beat,
+    Checkpoint,
     DeploymentSpec,
+    Explanation,
+    Heartbeat,
     JobRequest,
     JobSpec,
     JobStatus,
+    PhaseRequest,
     SubmitJob,
 )
+from phaseloom.common.natsclient import hand_over
 from phaseloom.common.streams import PREFIX
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_BEATS_PER_LEASE = 3
+_BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _ENDED = frozenset({"done", "failed", "rejected"})
@@ -56,7 +71,7 @@ class ClientConfig(msgspec.Struct, frozen=True):
 
 
 class MeshJob(Job):
-    """A job whose end can be told."""
+    """A session of a job on the mesh, kept alive in the background until it ends."""
 
     def __init__(
         self, mesh: Mesh, name: str, attached: Attached, outbox: Outbox, key: JobKey
@@ -69,16 +84,80 @@ class MeshJob(Job):
                 for d in attached.status.deployments
             },
         )
+        self.checkpoint: Checkpoint | None = attached.checkpoint
+        """The job's last checkpoint with a controller's blob, as of this session's begin."""
+        self._key = key
         self._mesh = mesh
         self._outbox = outbox
+        self._phases: Counter[str] = Counter()
+        """How often each pool's phase has begun and not ended."""
+        self._declared: set[str] = set()
+        """Pools whose phase the mesh knows to be open."""
+        self._declaring = asyncio.Lock()
 
     async def status(self) -> JobStatus:
         return await self._mesh.status(self.name)
+
+    async def explain(self, operation: OperationHandle[object]) -> Explanation:
+        """Why an operation of this job waits, and how long it may."""
+        return await operation.explain()
 
     async def finish(self, *, failed: bool = False) -> None:
         """End the job: its models are dropped, checkpoints stay. Open operations end ABORTED."""
         await self._mesh.finish(self.name, failed=failed)
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
+
+    def runtime_hook(self, hook: hooks.H) -> hooks.H:
+        """Have a function told of this job's progress, outcomes and phases; a decorator too."""
+        self._outbox.hooks.add(hook)
+        return hook
+
+    # --- phases ---------------------------------------------------------------------------------
+
+    def phase(self, pool: str) -> Phase:
+        """A phase of this job on a pool: a context manager, and a decorator of async functions."""
+        return Phase(pool, self)
+
+    async def begin_phase(self, pool: str) -> None:
+        """Phases on one pool may overlap; the pool's is open while any is.
+
+        Raises: CallerError: no such pool. ResourceError: ABORTED, the session is over.
+        """
+        check_name(pool, "pool")
+        self._phases[pool] += 1
+        try:
+            await self._declare(pool)
+        except BaseException:
+            self._phases[pool] -= 1
+            raise
+        if self._phases[pool] == 1:
+            self._outbox.hooks.tell(PhaseBegan(self._key, pool))
+
+    async def end_phase(self, pool: str) -> None:
+        self._phases[pool] -= 1
+        if not self._phases[pool]:
+            self._outbox.hooks.tell(PhaseEnded(self._key, pool))
+        try:
+            await self._declare(pool)
+        except PhaseloomError as error:
+            # What went wrong within the phase matters more; the mesh's own bound closes it.
+            log.warning("the end of phase %s of %s was not declared: %s", pool, self.name, error)
+
+    async def _declare(self, pool: str) -> None:
+        """Tell the mesh where it knows another thing; in the order of the calls."""
+        async with self._declaring:
+            is_open = self._phases[pool] > 0
+            if is_open == (pool in self._declared):
+                return
+            request = PhaseRequest(self.name, self.session, pool, is_open)
+            try:
+                await self._mesh.declare_phase(request)
+            except ResourceError as error:
+                if error.info.code is not Code.UNAVAILABLE:
+                    raise
+                log.warning("phase %s of %s was not declared: %s", pool, self.name, error)
+            else:
+                self._declared ^= {pool}
 
 
 class Mesh:
@@ -129,6 +208,10 @@ class Mesh:
     async def finish(self, name: str, *, failed: bool = False) -> None:
         await self._call("job.finish", JobRequest(name, failed), JobStatus)
 
+    async def declare_phase(self, request: PhaseRequest) -> None:
+        """Once: a hint that is late is worth nothing."""
+        await call_api(self._client, self._tenant, "phase.declare", request, JobStatus)
+
     def reconnected(self) -> None:
         for outbox in self._outboxes:
             outbox.reconnected()
@@ -159,11 +242,11 @@ class Mesh:
 
     async def _attach(self, name: str, *, may_be_new: bool) -> MeshJob:
         key = JobKey(self._tenant, name)
-        outbox = Outbox(self._client, key, self._start, self._patience_s)
+        told = Hooks(hooks.DECLARED.get())
+        outbox = Outbox(self._client, key, self._start, self._patience_s, told)
         # Before any operation is published, so that no completion can be missed.
-        subscription = await self._client.subscribe(
-            f"{PREFIX}.out.{key}.>", cb=outbox.on_completion
-        )
+        subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
+        hand_over(subscription, outbox.on_completion)
         request = JobRequest(name)
 
         async def attempt() -> Attached:
@@ -185,7 +268,28 @@ class Mesh:
             raise
         self._outboxes.append(outbox)
         self._start(outbox.watch())
-        return MeshJob(self, name, attached, outbox, key)
+        self._start(self._keep_session(Heartbeat(name, attached.session), outbox))
+        job = MeshJob(self, name, attached, outbox, key)
+        phases.CURRENT.set(job)
+        return job
+
+    async def _keep_session(self, beat: Heartbeat, outbox: Outbox) -> None:
+        """Send heartbeats until the session's end: without them its devices are given away.
+
+        Not only until cancelled; see `Outbox.watch`.
+        """
+        pause_s = 0.0
+        while not await outbox.closed(within_s=pause_s):
+            try:
+                kept: Beat = await call_api(
+                    self._client, self._tenant, "session.heartbeat", beat, Beat
+                )
+                pause_s = kept.within_s / _BEATS_PER_LEASE
+            except PhaseloomError as error:
+                if error.info.code in (Code.ABORTED, Code.FAILED_PRECONDITION):
+                    return outbox.end(error)
+                log.info("no heartbeat of job %s got through: %s", beat.job, error)
+                pause_s = _BEAT_RETRY_S
 
     async def _call(self, call: str, request: object, answer: Any) -> Any:
         return await self._with_patience(

@@ -13,11 +13,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from phaseloom.client.hooks import Hooks, OperationEnded
 from phaseloom.common import telemetry
 from phaseloom.common.api import call_api, pub_ack, request_reply
 from phaseloom.common.bus import is_subject_taken
@@ -34,7 +36,10 @@ from phaseloom.common.ids import JobKey, OperationKey
 from phaseloom.common.messages import (
     After,
     Completion,
+    Explanation,
+    OperationRequest,
     Outcome,
+    Progress,
     Result,
     ResultReply,
     ResultRequest,
@@ -51,6 +56,11 @@ _LAST_PAUSE_S = 1.0
 _CHECK_EVERY_S = 2.0
 _STALE_S = 5.0
 _MAX_MISSES = 3
+_PROGRESS = ".progress"
+_UNFINISHED = {
+    Outcome.CANCELLED: (Code.ABORTED, "was cancelled"),
+    Outcome.EXPIRED: (Code.DEADLINE_EXCEEDED, "expired"),
+}
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -71,20 +81,27 @@ class Part:
             asyncio.get_running_loop().create_future()
         )
 
-    def resolve(self, outcome: Result | PhaseloomError) -> None:
+    @property
+    def state(self) -> str:
+        """As the controller knows it."""
         if not self.outcome.done():
-            self.outcome.set_result(outcome)
+            return "submitted"
+        return "failed" if isinstance(self.outcome.result(), PhaseloomError) else "completed"
 
 
 class OperationHandle(Generic[R_co]):
     """An operation that was submitted. Await it for its result, as often as you like.
 
-    Awaiting raises the PhaseloomError that it failed with. Giving up waiting cancels nothing.
+    Awaiting raises the PhaseloomError that it failed with. Giving up waiting cancels nothing;
+    `cancel` does.
     """
 
-    def __init__(self, parts: list[Part], merge: Callable[[list[Result]], R_co]) -> None:
+    def __init__(
+        self, parts: list[Part], merge: Callable[[list[Result]], R_co], outbox: Outbox
+    ) -> None:
         self._parts = parts
         self._merge = merge
+        self._outbox = outbox
 
     def __await__(self) -> Generator[Any, None, R_co]:
         return self._result().__await__()
@@ -110,6 +127,27 @@ class OperationHandle(Generic[R_co]):
     def done(self) -> bool:
         return all(part.outcome.done() for part in self._parts)
 
+    async def cancel(self) -> None:
+        """Have it ended: at once where it has no permit; a `generate` or `forward` that runs is
+        stopped; a mutating operation that runs is not.
+
+        Returns when the mesh knows. Await the handle for how it ended: with its result where it was
+        faster, else as ABORTED.
+
+        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        """
+        for part in self._parts:
+            await self._outbox.ask_of("operation.cancel", part)
+
+    async def explain(self) -> Explanation:
+        """What it waits for, its place, when it should start, and why: of its first open part.
+
+        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        """
+        part = next((p for p in self._parts if not p.outcome.done()), self._parts[-1])
+        answer = await self._outbox.ask_of("operation.explain", part)
+        return answer or Explanation(part.key, part.kind, part.state)
+
     async def _result(self) -> R_co:
         results = []
         for part in self._parts:
@@ -130,7 +168,9 @@ class Outbox:
         job: JobKey,
         start: Callable[[Coroutine[Any, Any, None]], None],
         patience_s: float,
+        hooks: Hooks | None = None,
     ) -> None:
+        self.hooks = hooks or Hooks()
         self._client = client
         self._job = job
         self._start = start
@@ -142,7 +182,19 @@ class Outbox:
         self._wake = asyncio.Event()
         self._ended: PhaseloomError | None = None
         """Why nothing more can be submitted."""
-        self._is_closed = False
+        self._closed = asyncio.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        """The session is over: nothing is open, and nothing more can be submitted."""
+        return self._closed.is_set()
+
+    async def closed(self, within_s: float) -> bool:
+        """Wait for the session's end, so long at most; whether it has come."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._closed.wait()
+        return self.is_closed
 
     def check_room(self, num_bytes: int) -> None:
         """Refuse more before a `seq` is taken.
@@ -169,18 +221,20 @@ class Outbox:
         self._ended = self._ended or error
         for part in list(self._open.values()):
             self._resolve(part, error)
-        self._is_closed = True
+        self._closed.set()
         self._wake.set()
 
     def reconnected(self) -> None:
         """Completions may have been missed: ask at once."""
         self._wake.set()
 
-    async def on_completion(self, message: Msg) -> None:
+    def on_completion(self, message: Msg) -> None:
         """Handler of the job's `out` subjects."""
         self._answered_s = time.monotonic()
         part = self._open.get(message.subject)
         if part is None:
+            if message.subject.endswith(_PROGRESS):
+                self._tell_progress(message)
             return
         try:
             completion = decode(message.data, Completion, content_type_of(message.headers))
@@ -188,6 +242,16 @@ class Outbox:
             self._resolve(part, InternalError(f"its completion cannot be read: {error}"))
             return
         self._complete(part, completion)
+
+    def _tell_progress(self, message: Msg) -> None:
+        if not self.hooks or message.subject.removesuffix(_PROGRESS) not in self._open:
+            return
+        try:
+            progress = decode(message.data, Progress, content_type_of(message.headers))
+        except CallerError as error:
+            log.warning("progress on %s cannot be read: %s", message.subject, error)
+            return
+        self.hooks.tell(progress)
 
     # --- publishing -----------------------------------------------------------------------------
 
@@ -272,7 +336,7 @@ class Outbox:
         Not only until cancelled: on Python 3.11 a request that is answered in the moment of its
         cancellation swallows it.
         """
-        while not self._is_closed:
+        while not self.is_closed:
             try:
                 async with asyncio.timeout(_CHECK_EVERY_S):
                     await self._wake.wait()
@@ -337,6 +401,9 @@ class Outbox:
             self._resolve(part, self._lose_session(part))
         elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
             self._resolve(part, completion.result)
+        elif completion.outcome in _UNFINISHED and completion.error is None:
+            code, what = _UNFINISHED[completion.outcome]
+            self._resolve(part, ResourceError(f"{part.key} {what}", code=code))
         elif completion.error is not None:
             error = to_exception(completion.error)
             if error.info.code is Code.ABORTED and error.info.field == "session":
@@ -354,4 +421,35 @@ class Outbox:
 
     def _resolve(self, part: Part, outcome: Result | PhaseloomError) -> None:
         self._open.pop(out_subject(part.key), None)
-        part.resolve(outcome)
+        if part.outcome.done():
+            return
+        part.outcome.set_result(outcome)
+        error = outcome if isinstance(outcome, PhaseloomError) else None
+        self.hooks.tell(OperationEnded(part.key, part.kind, error))
+
+    # --- cancelling and explaining --------------------------------------------------------------
+
+    async def ask_of(self, call: str, part: Part) -> Explanation | None:
+        """`operation.cancel` or `.explain`, once the mesh has it; None: it has its outcome.
+
+        Raises: PhaseloomError: the answer; UNAVAILABLE: none within the patience.
+        """
+        key = part.key
+        request = OperationRequest(key.job, key.deployment, key.slot)
+        deadline = time.monotonic() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
+        while not part.outcome.done():
+            try:
+                if part.is_stored:
+                    answer: Explanation = await call_api(
+                        self._client, key.tenant, call, request, Explanation
+                    )
+                    return answer
+            except PhaseloomError as error:
+                # Stored, and still on its way to the scheduler; or nobody is there to answer.
+                may_pass = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
+                if not may_pass or time.monotonic() + pause_s > deadline:
+                    raise
+            await asyncio.wait([part.outcome], timeout=pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return None

@@ -26,12 +26,14 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def merge_generate(parts: list[Result]) -> GenerateResult:
+    generated = _all(parts, GenerateResult)
     return GenerateResult(
         [
             [Sequence(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in samples]
-            for part in _all(parts, GenerateResult)
+            for part in generated
             for samples in part.sequences
-        ]
+        ],
+        [float32s(values) for part in generated for values in part.prompt_logprobs],
     )
 
 

@@ -8,7 +8,19 @@ import msgspec
 
 from phaseloom.common import config, lifecycle
 from phaseloom.common.bus import Bus, BusConfig
-from phaseloom.router.shell import Router
+from phaseloom.common.errors import CallerError
+from phaseloom.router.core.limits import Limits
+from phaseloom.router.observing import Lag
+from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
+
+
+class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one tenant has otherwise than the others; see `RouterConfig`."""
+
+    max_operations: int | None = None
+    max_bytes: int | None = None
+    rate: float | None = None
+    burst: int | None = None
 
 
 class RouterConfig(msgspec.Struct, frozen=True):
@@ -20,16 +32,46 @@ class RouterConfig(msgspec.Struct, frozen=True):
     """Of this replica, as NATS shows the connection."""
     ops_max_bytes: int = 1 << 30
     """Of each tenant's operation stream; when it is full, publishing is refused."""
+    max_operations: int = Limits().max_operations
+    """A tenant's open operations; one more is refused with a retry time. 0: no bound."""
+    max_bytes: int = Limits().max_bytes
+    """Of a tenant's stored operations, below `ops_max_bytes`: refused as above. 0: no bound."""
+    rate: float = Limits().rate
+    """A tenant's operations a second, over a longer time. 0: no bound."""
+    burst: int = Limits().burst
+    """A tenant's operations at once, after a silence; at least 1."""
+    tenant_limits: dict[str, TenantLimits] = {}
+    """By tenant: what is otherwise for it."""
+    session_ttl_s: float = DEFAULT_SESSION_TTL_S
+    """How long a controller that has sent a heartbeat counts as alive; whole seconds."""
+
+    def limits(self, tenant: str) -> Limits:
+        """Raises: CallerError: a bound below 0, or a burst below 1."""
+        own = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
+        merged = {
+            name: getattr(self, name) if value is None else value for name, value in own.items()
+        }
+        for name, value in merged.items():
+            least = 1 if name == "burst" else 0
+            if not least <= value < float("inf"):
+                raise CallerError(
+                    f"{value} is out of range for tenant {tenant}",
+                    field=f"router.{name}",
+                    remedy=f"use {least} or more",
+                )
+        return Limits(**merged)
 
 
 async def serve(stop: asyncio.Event) -> None:
     """Route until told to stop; what is in hand then is finished first."""
     settings = config.load(RouterConfig, "router")
+    limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
     bus = await Bus.open(config.load(BusConfig, "bus"), settings.name)
     try:
         for tenant in settings.tenants:
             await bus.provision_tenant(tenant, settings.ops_max_bytes)
-        async with Router(bus).running(settings.tenants):
+        Lag(bus, settings.tenants, SOURCE).register()
+        async with Router(bus, limits, settings.session_ttl_s).running(settings.tenants):
             await stop.wait()
     finally:
         await bus.close()

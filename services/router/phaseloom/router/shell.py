@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import nats.errors
@@ -17,12 +18,19 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
 
-from phaseloom.common import lifecycle, streams, telemetry
+from phaseloom.common import leases, lifecycle, metrics, streams, telemetry
 from phaseloom.common.api import serve_api
 from phaseloom.common.bus import Bus, Conflict
 from phaseloom.common.codec import JSON, MSGPACK, content_type_of, decode
-from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError
+from phaseloom.common.errors import (
+    CallerError,
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+)
 from phaseloom.common.ids import (
     DeploymentKey,
     JobKey,
@@ -32,7 +40,10 @@ from phaseloom.common.ids import (
 )
 from phaseloom.common.messages import (
     Attached,
+    Beat,
+    Checkpoint,
     Completion,
+    Heartbeat,
     JobRequest,
     JobStatus,
     QueuedOperation,
@@ -41,7 +52,10 @@ from phaseloom.common.messages import (
     SessionOpened,
 )
 from phaseloom.common.streams import Bucket
+from phaseloom.router import observing
+from phaseloom.router.admission import Admission
 from phaseloom.router.core import results, validate
+from phaseloom.router.core.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +65,8 @@ _ACK_WAIT_S = 10.0
 _RETRY_DELAY_S = 0.5
 _MAX_ACK_PENDING = 64
 """Over all replicas; each may hold a payload of the largest size in memory."""
+
+DEFAULT_SESSION_TTL_S = 15.0
 
 _BUS_ERRORS = (nats.errors.Error, JetStreamError)
 
@@ -99,26 +115,43 @@ class Sessions:
 class Router:
     """One replica. `running` is its whole life."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        limits: Mapping[str, Limits] | None = None,
+        session_ttl_s: float = DEFAULT_SESSION_TTL_S,
+    ) -> None:
+        """
+        Args: limits: of each tenant; the default ones where it has none.
+              session_ttl_s: how long a controller that has sent a heartbeat counts as alive.
+        """
         self._bus = bus
         self._sessions = Sessions(bus)
+        self._admission = Admission(bus, limits or {})
+        self._session_ttl_s = session_ttl_s
 
     @asynccontextmanager
     async def running(self, tenants: list[str]) -> AsyncIterator[None]:
         """Routes within the block. Leaving it ends with every operation in hand done."""
+        for tenant in tenants:
+            self._admission.meter(tenant)  # read at once, before its first operation
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._sessions.watch(), name="sessions")
+            watches = [
+                group.create_task(self._sessions.watch(), name="sessions"),
+                group.create_task(self._admission.watch(), name="admission"),
+            ]
             service = await serve_api(
                 self._bus,
                 SOURCE,
                 {
                     "session.attach": (JobRequest, self.attach),
+                    "session.heartbeat": (Heartbeat, self.beat),
                     "result.get": (ResultRequest, self.get_result),
                 },
             )
             async with asyncio.TaskGroup() as operations:
 
-                async def take(message: Msg) -> None:
+                def take(message: Msg) -> None:
                     operations.create_task(self._take(message))
 
                 subscriptions = [
@@ -139,7 +172,7 @@ class Router:
                     for subscription in subscriptions:
                         await self._stop_taking(subscription)
             await service.stop()
-            await lifecycle.end([watch])
+            await lifecycle.end(watches)
 
     async def _stop_taking(self, subscription: Subscription) -> None:
         """Take what was delivered already, and no more."""
@@ -175,30 +208,65 @@ class Router:
             "route", parent=parent, tenant=key.tenant, job=key.job, deployment=key.deployment
         ) as span:
             span.set_attribute("seq", key.slot)
-            if await self._is_done(key):
-                await self._bus.notice(
-                    SOURCE, "dropped", "a copy of an operation that is done", str(key)
-                )
+            if key.seq is None and await self._is_done(key):
+                await self._drop(key)
             else:
+                began_s = time.perf_counter()
                 header = await self._header(key, message)
+                metrics.measure(metrics.VALIDATION_DURATION, time.perf_counter() - began_s)
                 span.set_attribute("kind", header.kind)
-                await self._append(header)
+                await self._append(header, message)
         await message.ack()
 
-    async def _append(self, header: QueuedOperation) -> None:
+    async def _append(self, header: QueuedOperation, message: Msg) -> None:
+        """Into the decision log, once per stored message.
+
+        A message that is delivered again has its sequence number, and the log drops the repeat. A
+        late copy of an operation has another one: the scheduler knows the first, and deletes it.
+        """
+        meter = self._admission.meter(header.key.tenant)
+        if header.error is None:
+            metadata = message.metadata
+            try:
+                meter.admit(
+                    metadata.sequence.stream, metadata.timestamp.timestamp(), len(message.data)
+                )
+            except ResourceError as error:
+                header = replace(header, error=error.info)
         if header.error is not None:
             log.info("refused %s: %s", header.key, header.error.message)
             reason = f"{header.error.code}: {header.error.message} ({header.error.field})"
             await self._bus.notice(SOURCE, "refused", reason, str(header.key))
-        await self._bus.append(header, msg_id=f"queued:{header.key}", headers=telemetry.inject({}))
+        place: int | None = None
+        try:
+            place = await self._log(header, message.metadata.sequence.stream)
+        finally:
+            if header.error is None:
+                meter.dropped() if place is None else meter.logged(place)
+
+    async def _log(self, header: QueuedOperation, copy: int) -> int:
+        place = await self._bus.append(
+            header, msg_id=f"queued:{header.key}:{copy}", headers=telemetry.inject({})
+        )
+        observing.routed(header)
+        return place
+
+    async def _drop(self, key: OperationKey) -> None:
+        """A late copy of a reading operation without order, of which the scheduler keeps nothing
+        once it is done."""
+        reason = "a copy of an operation that is done"
+        await self._bus.notice(SOURCE, "dropped", reason, str(key))
+        await self._bus.delete_subject(streams.ops_stream(key.tenant), streams.op_subject(key))
 
     async def _bury(self, message: Msg, error: CallerError) -> None:
         log.warning("buried %s: %s", message.subject, error)
         await self._bus.notice(SOURCE, "buried", str(error), message.subject)
         await self._bus.bury(SOURCE, message, error.info)
-        # Nobody else will: what has no key is in no deployment's purge.
-        tenant = message.subject.removeprefix(_OP_PREFIX).split(".")[0]
-        await self._bus.delete_subject(streams.ops_stream(tenant), message.subject)
+        # Nobody else will: what has no key is in no deployment's purge. Never by its subject, which
+        # may hold a wildcard.
+        with suppress(NotFoundError):  # it was delivered twice
+            metadata = message.metadata
+            await self._bus.js.delete_msg(metadata.stream, metadata.sequence.stream)
 
     async def _is_done(self, key: OperationKey) -> bool:
         stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
@@ -214,7 +282,7 @@ class Router:
         except (CallerError, validate.SessionOver, InternalError) as error:
             header = validate.refused(key, message.data, content_type, error.info)
         else:
-            header = validate.queued(key, operation)
+            header = replace(validate.queued(key, operation), num_bytes=len(message.data))
         return replace(header, content_type=JSON if content_type == JSON else MSGPACK)
 
     # --- API ------------------------------------------------------------------------------------
@@ -248,8 +316,21 @@ class Router:
         )
         status, fillers = results.attach_status(job, status, operations, outcomes)
         for filler in fillers:
-            await self._append(filler)
-        return Attached(session=session, status=status)
+            await self._log(filler, 0)
+        stored = await self._bus.kv_get(Bucket.CHECKPOINTS, str(job))
+        checkpoint: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
+        return Attached(session=session, status=status, checkpoint=checkpoint)
+
+    async def beat(self, tenant: str, request: Heartbeat) -> Beat:
+        """Keep a session's lease: where it runs out, the scheduler takes the controller for lost.
+
+        Raises: CallerError: the session was never given out. ResourceError: ABORTED, it is over.
+        """
+        job = JobKey(tenant, check_name(request.job, "job"))
+        newest = await self._sessions.newest(job, request.session)
+        validate.check_session(request.session, newest)
+        await leases.renew_session(self._bus, job, request.session, self._session_ttl_s)
+        return Beat(self._session_ttl_s)
 
     async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
         """What is known of an operation: its completion, or the id under which it is stored."""

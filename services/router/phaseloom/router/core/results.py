@@ -19,6 +19,10 @@ _NEVER_PUBLISHED = ErrorInfo(
 )
 
 
+MAX_HOLES = 1024
+"""Of one deployment, that an attach closes: many times what a client has under way at once."""
+
+
 def check_attachable(status: JobStatus) -> None:
     """Raises: CallerError: the job has ended, and why."""
     if status.state in _ENDED:
@@ -62,23 +66,31 @@ def attach_status(
 
     The scheduler's view may lag behind the streams, and an earlier session may have died between
     two publishes: what it published above a hole would wait for ever. Each hole becomes a refused
-    operation, which is a failed one and not a gap.
+    operation, which is a failed one and not a gap. What stands behind more than `MAX_HOLES` of them
+    was never meant to run: it goes on waiting, and the session goes on before it.
     """
     deployments, fillers = [], []
     for deployment in status.deployments:
         done = outcomes.get(deployment.name, set())
         seqs = operations.get(deployment.name, set()) | done
-        next_seq = max(deployment.next_seq, max(seqs, default=0) + 1)
+        next_seq, holes = _close(deployment.next_seq, seqs)
         waiting = [str(seq) for seq in sorted(seqs - done)]
         deployments.append(
             msgspec.structs.replace(deployment, next_seq=next_seq, open_operations=waiting)
         )
-        fillers += [
-            _filler(job, deployment.name, seq)
-            for seq in range(deployment.next_seq, next_seq)
-            if seq not in seqs
-        ]
+        fillers += [_filler(job, deployment.name, seq) for seq in holes]
     return msgspec.structs.replace(status, deployments=deployments), fillers
+
+
+def _close(next_seq: int, seqs: set[int]) -> tuple[int, list[int]]:
+    """The next free seq from `next_seq` on, and the holes below it. Cost: linear in `seqs`."""
+    holes: list[int] = []
+    for seq in sorted(s for s in seqs if s >= next_seq):
+        if len(holes) + seq - next_seq > MAX_HOLES:
+            break
+        holes += range(next_seq, seq)
+        next_seq = seq + 1
+    return next_seq, holes
 
 
 def _filler(job: JobKey, deployment: str, seq: int) -> QueuedOperation:

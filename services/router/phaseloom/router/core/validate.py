@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec.structs import replace
 
 from phaseloom.common.arrays import float32s, int32s, length
-from phaseloom.common.codec import decode
+from phaseloom.common.codec import JSON, MSGPACK, decode
 from phaseloom.common.errors import (
     CallerError,
     Code,
@@ -22,6 +23,7 @@ from phaseloom.common.errors import (
 )
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey, check_name
 from phaseloom.common.messages import (
+    MUTATING_KINDS,
     READING_KINDS,
     AdamParams,
     Args,
@@ -36,6 +38,7 @@ from phaseloom.common.messages import (
     Operation,
     OptimStep,
     QueuedOperation,
+    SamplingParams,
     SaveState,
     SyncWeights,
     kind_of,
@@ -46,13 +49,27 @@ MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
 MAX_ID_LENGTH = 128
 MAX_AFTER = 256
+MAX_TIMEOUT_S = 30 * 86400.0
+MAX_BLOB_BYTES = 2**20
+MAX_CHECKPOINTS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 1024
 
 _INT32_END = 1 << 31
-_TOKEN_RESULT_BYTES = 8
-"""An int32 token and its float32 log-probability."""
-_SEQUENCE_RESULT_BYTES = 64
+_SEED_END = 1 << 63
+_SEQ_END = 10**18
+_FLOAT32_MAX = 3.4028235e38
+_MAX_TEXT_CHARS = 1000
+_TOKEN_BYTES = {MSGPACK: 4, JSON: 11}
+"""Of a result's token at most: int32, or ten digits and a comma."""
+_FLOAT_BYTES = {MSGPACK: 4, JSON: 24}
+"""Of a log-probability at most: float32, or its 17 digits, sign, point, exponent and a comma."""
+_SEQUENCE_BYTES = 64
+_ARRAY_BYTES = 8
 _RESULT_MARGIN_BYTES = 64 * 1024
 
+_KINDS = MUTATING_KINDS | READING_KINDS
 _LOSS_ARRAYS = {
     Loss.CROSS_ENTROPY: ("weights",),
     Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
@@ -85,7 +102,7 @@ def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
     """
     try:
         operation: Operation = decode(payload, Operation, content_type)
-        validate(key, operation)
+        validate(key, operation, content_type)
     except CallerError:
         raise
     except Exception as error:
@@ -94,9 +111,10 @@ def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
     return operation
 
 
-def validate(key: OperationKey, operation: Operation) -> None:
-    """Refuse what no deployment could run.
+def validate(key: OperationKey, operation: Operation, content_type: str = MSGPACK) -> None:
+    """Refuse what no deployment could run, and what could have no result.
 
+    Args:   content_type: the result's, too.
     Raises: CallerError: with the field and the remedy.
     """
     if not 0 < len(operation.id) <= MAX_ID_LENGTH:
@@ -112,8 +130,15 @@ def validate(key: OperationKey, operation: Operation) -> None:
             field="subject.seq",
             remedy="publish it under the deployment's next sequence number",
         )
+    timeout_s = operation.timeout_s
+    if not 0.0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise CallerError(
+            f"a timeout of {timeout_s} s is out of range",
+            field="timeout_s",
+            remedy=f"use 0 (none) to {MAX_TIMEOUT_S:.0f} seconds",
+        )
     _check_after(key, operation)
-    _check_args(operation.args)
+    _check_args(key, operation.args, content_type)
 
 
 def _check_after(key: OperationKey, operation: Operation) -> None:
@@ -125,10 +150,7 @@ def _check_after(key: OperationKey, operation: Operation) -> None:
         )
     for i, after in enumerate(operation.after):
         check_name(after.deployment, f"after[{i}].deployment")
-        if after.seq < 1:
-            raise CallerError(
-                f"{after.seq} is no sequence number", field=f"after[{i}].seq", remedy="count from 1"
-            )
+        _check_range(after.seq, 1, _SEQ_END - 1, f"after[{i}].seq", "a sequence number")
         own = after.deployment == key.deployment and key.seq is not None
         if own and after.seq >= (key.seq or 0):
             raise CallerError(
@@ -138,22 +160,27 @@ def _check_after(key: OperationKey, operation: Operation) -> None:
             )
 
 
-def _check_args(args: Args) -> None:
+def _check_args(key: OperationKey, args: Args, content_type: str) -> None:
     match args:
         case Generate():
             _check_generate(args)
+            _check_generated_size(args, content_type)
         case Forward():
             _check_batch(args.batch, ())
+            _check_scored_size(args.batch, content_type)
         case ForwardBackward():
             _check_batch(args.batch, _LOSS_ARRAYS[args.loss])
             _check_clip(args)
         case OptimStep():
             _check_adam(args.adam)
-        case SaveState() | LoadState():
+        case SaveState():
+            check_name(args.name, "args.name")
+            _check_job_checkpoint(key, args)
+        case LoadState():
             check_name(args.name, "args.name")
         case SyncWeights():
             check_name(args.policy, "args.policy")
-            _check_range(args.version, 1, 10**18, "args.version", "a publish's sequence number")
+            _check_range(args.version, 1, _SEQ_END - 1, "args.version", "a publish's seq")
 
 
 def _check_generate(args: Generate) -> None:
@@ -161,19 +188,73 @@ def _check_generate(args: Generate) -> None:
         raise CallerError("there is no prompt", field="args.prompts", remedy="give at least one")
     for i, prompt in enumerate(args.prompts):
         _check_ints(prompt.tokens, f"args.prompts[{i}].tokens")
+        _check_range(prompt.seed, -_SEED_END, _SEED_END - 1, f"args.prompts[{i}].seed", "an int64")
     _check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
-    sampling = args.sampling
+    _check_sampling(args.sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
     _check_range(sampling.max_tokens, 1, MAX_NEW_TOKENS, "args.sampling.max_tokens", "new tokens")
     _check_finite(sampling.temperature, "args.sampling.temperature")
-    num_sequences = len(args.prompts) * args.num_samples
-    result_bytes = num_sequences * (
-        sampling.max_tokens * _TOKEN_RESULT_BYTES + _SEQUENCE_RESULT_BYTES
+    tokens, strings = sampling.stop_token_ids, sampling.stop_strings
+    field = "args.sampling.stop_token_ids"
+    _check_range(len(tokens), 0, MAX_STOP_TOKENS, field, "stop tokens")
+    for i, token in enumerate(tokens):
+        _check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "a token id")
+    field = "args.sampling.stop_strings"
+    _check_range(len(strings), 0, MAX_STOP_STRINGS, field, "stop strings")
+    for i, text in enumerate(strings):
+        _check_range(len(text), 1, MAX_STOP_CHARS, f"{field}[{i}]", "characters")
+
+
+def _check_generated_size(args: Generate, content_type: str) -> None:
+    _check_result_size(generated_bytes(args, content_type), content_type, "args.prompts", "prompts")
+
+
+def generated_bytes(args: Generate, content_type: str) -> int:
+    """Of a result at most, without its envelope."""
+    token, number = _TOKEN_BYTES[content_type], _FLOAT_BYTES[content_type]
+    sequence = args.sampling.max_tokens * (token + number) + _SEQUENCE_BYTES
+    num_bytes = len(args.prompts) * args.num_samples * sequence
+    if args.prompt_logprobs:
+        num_bytes += sum(length(p.tokens) * number + _ARRAY_BYTES for p in args.prompts)
+    return num_bytes
+
+
+def _check_scored_size(batch: list[Datum], content_type: str) -> None:
+    number = _FLOAT_BYTES[content_type]
+    num_bytes = sum(length(datum.tokens) * number + _ARRAY_BYTES for datum in batch)
+    _check_result_size(num_bytes, content_type, "args.batch", "batch")
+
+
+def _check_result_size(num_bytes: int, content_type: str, field: str, what: str) -> None:
+    if num_bytes <= MAX_PAYLOAD_BYTES - _RESULT_MARGIN_BYTES:
+        return
+    packed = ", or send MessagePack, whose results are smaller" if content_type == JSON else ""
+    raise CallerError(
+        f"the result may have {num_bytes} bytes, more than one message can carry",
+        field=field,
+        remedy=f"split the {what} over several operations{packed}",
     )
-    if result_bytes > MAX_PAYLOAD_BYTES - _RESULT_MARGIN_BYTES:
+
+
+def _check_job_checkpoint(key: OperationKey, args: SaveState) -> None:
+    _check_range(len(args.controller_blob), 0, MAX_BLOB_BYTES, "args.controller_blob", "bytes")
+    _check_range(len(args.checkpoints), 0, MAX_CHECKPOINTS, "args.checkpoints", "checkpoints")
+    for deployment, name in args.checkpoints.items():
+        check_name(deployment, "args.checkpoints")
+        check_name(name, f"args.checkpoints[{deployment}]")
+    if key.deployment in args.checkpoints:
         raise CallerError(
-            f"the result may have {result_bytes} bytes, more than one message can carry",
-            field="args.prompts",
-            remedy="split the prompts over several operations",
+            f"{key.deployment} is the deployment that this operation saves",
+            field=f"args.checkpoints[{key.deployment}]",
+            remedy="name the other deployments' checkpoints only",
+        )
+    if args.checkpoints and not args.controller_blob:
+        raise CallerError(
+            "checkpoints of other deployments belong to a controller's blob",
+            field="args.checkpoints",
+            remedy="give a `controller_blob`, or save each deployment by itself",
         )
 
 
@@ -213,9 +294,14 @@ def _check_ints(values: Int32s, field: str) -> None:
 
 def _check_floats(values: Float32s, field: str) -> None:
     _check_whole(values, field, "float32")
-    # One pass in C: a sum of float32 in float64 is finite if and only if every term is.
-    if not math.isfinite(sum(float32s(values))):
+    numbers = float32s(values)
+    # Passes in C: a sum of float32 in float64 is finite if and only if every term is.
+    if not math.isfinite(sum(numbers)):
         raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
+    if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:
+        raise CallerError(
+            "not every number is a float32", field=field, remedy="use -3.4e38 to 3.4e38"
+        )
 
 
 def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
@@ -322,9 +408,22 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 def refused(
     key: OperationKey, payload: bytes, content_type: str, error: ErrorInfo
 ) -> QueuedOperation:
-    """The header of a bad operation, with as much of its identity as can be read; else empty."""
+    """The header of a bad operation, with as much of its identity as can be read; else empty.
+
+    It is small, whatever the payload: an error may quote the value that it complains about.
+    """
     identity = identify(payload, content_type)
-    return QueuedOperation(key=key, id=identity.id, kind=identity.args.type, error=error)
+    return QueuedOperation(
+        key=key,
+        id=identity.id,
+        kind=identity.args.type if identity.args.type in _KINDS else "",
+        error=replace(
+            error,
+            message=_short(error.message),
+            field=_short(error.field),
+            remedy=_short(error.remedy),
+        ),
+    )
 
 
 def identify(payload: bytes, content_type: str) -> _Identity:
@@ -334,3 +433,7 @@ def identify(payload: bytes, content_type: str) -> _Identity:
     except CallerError:
         return _Identity()
     return identity if len(identity.id) <= MAX_ID_LENGTH else _Identity(args=identity.args)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT_CHARS else f"{text[: _MAX_TEXT_CHARS - 1]}…"

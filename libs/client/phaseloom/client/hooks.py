@@ -1,0 +1,80 @@
+"""Runtime hooks: plain functions that are told what happens in a job, as it happens.
+
+@phaseloom.runtime_hook
+def watch(event: phaseloom.RuntimeEvent) -> None:
+    match event:
+        case phaseloom.Progress(key, num_done, num_total): ...
+        case phaseloom.OperationEnded(key, kind, error): ...
+        case phaseloom.PhaseBegan(job, pool) | phaseloom.PhaseEnded(job, pool): ...
+
+They run on the event loop, between other things: they must return at once. What one raises is
+logged, and changes nothing. Progress is told about once a second of long operations, and some of it
+may be missing; the end of every operation is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+from phaseloom.common.errors import PhaseloomError
+from phaseloom.common.ids import JobKey, OperationKey
+from phaseloom.common.messages import Progress
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationEnded:
+    """An operation has its outcome. A call that is split has several, one a part."""
+
+    key: OperationKey
+    kind: str
+    error: PhaseloomError | None
+    """None: it is completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan:
+    job: JobKey
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnded:
+    job: JobKey
+    pool: str
+
+
+RuntimeEvent = Progress | OperationEnded | PhaseBegan | PhaseEnded
+RuntimeHook = Callable[[RuntimeEvent], None]
+H = TypeVar("H", bound=RuntimeHook)
+
+
+class Hooks:
+    """Those of one session of a job."""
+
+    def __init__(self, hooks: tuple[RuntimeHook, ...] = ()) -> None:
+        self._hooks = list(hooks)
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook: RuntimeHook) -> None:
+        if hook not in self._hooks:
+            self._hooks.append(hook)
+
+    def tell(self, event: RuntimeEvent) -> None:
+        for hook in self._hooks:
+            try:
+                hook(event)
+            except Exception:
+                # The controller's own code: it must not stop the completions behind this one.
+                log.exception("a runtime hook failed at %r", event)
+
+
+DECLARED: ContextVar[tuple[RuntimeHook, ...]] = ContextVar("runtime_hooks", default=())
+"""Of the jobs that are attached to in this context from now on."""

@@ -1,0 +1,75 @@
+"""Keeps each tenant's meter fed with readings: what all replicas let in together.
+
+Operations never wait for a reading. Where the scheduler or the server does not answer, the last
+reading stands and only grows by what this replica lets in: with nobody to run operations, the bound
+is still kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import nats.errors
+from nats.js.errors import Error as JetStreamError
+
+from phaseloom.common import streams
+from phaseloom.common.api import call_api
+from phaseloom.common.bus import Bus
+from phaseloom.common.errors import PhaseloomError
+from phaseloom.common.messages import Usage, UsageRequest
+from phaseloom.router.core.limits import Limits, Meter, Reading
+
+log = logging.getLogger(__name__)
+
+READ_EVERY_S = 0.25
+"""Of a tenant that sends operations: two small requests."""
+_READ_TIMEOUT_S = 2.0
+
+
+class Admission:
+    """The meters of one replica. Run `watch` beside it."""
+
+    def __init__(self, bus: Bus, limits: Mapping[str, Limits]) -> None:
+        self._bus = bus
+        self._limits = limits
+        self._meters: dict[str, Meter] = {}
+        self._busy: set[str] = set()
+        self._is_busy = asyncio.Event()
+
+    def meter(self, tenant: str) -> Meter:
+        """Of a tenant that has sent an operation: it is read soon."""
+        self._busy.add(tenant)
+        self._is_busy.set()
+        if tenant not in self._meters:
+            self._meters[tenant] = Meter(self._limits.get(tenant, Limits()))
+        return self._meters[tenant]
+
+    async def watch(self) -> None:
+        """Read what busy tenants have, again and again, until cancelled."""
+        while True:
+            await self._is_busy.wait()
+            self._is_busy.clear()
+            busy, self._busy = self._busy, set()
+            for tenant in sorted(busy):
+                await self._read(tenant)
+            await asyncio.sleep(READ_EVERY_S)
+
+    async def _read(self, tenant: str) -> None:
+        try:
+            stored = (await self._bus.js.stream_info(streams.ops_stream(tenant))).state
+            usage: Usage = await call_api(
+                self._bus.client,
+                tenant,
+                "tenant.usage",
+                UsageRequest(),
+                Usage,
+                timeout_s=_READ_TIMEOUT_S,
+            )
+        except (PhaseloomError, nats.errors.Error, JetStreamError) as error:
+            log.debug("what %s has open is not known anew: %r", tenant, error)
+            return
+        self._meters[tenant].read(
+            Reading(usage.open_operations, usage.sequence, stored.bytes, stored.last_seq)
+        )
