@@ -178,7 +178,7 @@ def test_images_are_small_and_not_root() -> None:
     for name, spec in ours().items():
         dockerfile = ROOT / spec["build"]["dockerfile"]
         assert instruction(dockerfile, "USER") == "10001:10001", name
-        assert "/metrics" in instruction(dockerfile, "HEALTHCHECK"), name
+        assert "/healthz" in instruction(dockerfile, "HEALTHCHECK"), name
         if name.startswith(_BUILD_FREE):
             assert "worker" not in dockerfile.read_text().split("pip install")[1].split("\n")[0]
 

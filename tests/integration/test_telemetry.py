@@ -6,20 +6,13 @@ import asyncio
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from phaseloom.common.natsserver import EmbeddedServer
-
-Span = dict[str, Any]
+from tests.support.otlp import Span, receiver
 
 ROUTER = """
 import asyncio, json, sys
@@ -55,54 +48,6 @@ async def main():
     end()
 asyncio.run(main())
 """
-
-
-@contextmanager
-def receiver() -> Iterator[tuple[str, list[Span]]]:
-    """An OTLP/HTTP endpoint, and the spans that arrive there."""
-    spans: list[Span] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            request = ExportTraceServiceRequest.FromString(
-                self.rfile.read(int(self.headers["Content-Length"]))
-            )
-            spans.extend(_received(request))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", spans
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def _received(request: ExportTraceServiceRequest) -> Iterator[Span]:
-    for resource in request.resource_spans:
-        names = {a.key: a.value.string_value for a in resource.resource.attributes}
-        for scope in resource.scope_spans:
-            for span in scope.spans:
-                yield {
-                    "name": span.name,
-                    "service": names["service.name"],
-                    "trace_id": span.trace_id.hex(),
-                    "span_id": span.span_id.hex(),
-                    "parent_id": span.parent_span_id.hex() or None,
-                    "links": [
-                        {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex()}
-                        for link in span.links
-                    ],
-                    "duration_ns": span.end_time_unix_nano - span.start_time_unix_nano,
-                }
 
 
 async def exchange(server: EmbeddedServer, **environ: str) -> None:
@@ -147,10 +92,10 @@ def check_tree(spans: list[Span]) -> None:
 async def test_trace_crosses_processes_and_arrives_at_an_otlp_receiver(
     nats_server: EmbeddedServer,
 ) -> None:
-    with receiver() as (endpoint, spans):
-        await exchange(nats_server, OTLP_ENDPOINT=endpoint)
-    check_tree(spans)
-    (displaced,) = [span for span in spans if span["name"] == "execute"]
+    with receiver() as received:
+        await exchange(nats_server, OTLP_ENDPOINT=received.endpoint)
+    check_tree(received.spans)
+    (displaced,) = [span for span in received.spans if span["name"] == "execute"]
     assert displaced["duration_ns"] == 1_500_000_000
 
 

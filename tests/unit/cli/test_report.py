@@ -64,6 +64,62 @@ def test_context_switches_are_changes_of_job_and_half_of_one_was_hidden() -> Non
     assert summary.hidden_switch_seconds == pytest.approx(0.5)
 
 
+def test_switch_that_was_over_before_its_operation_came_is_hidden() -> None:
+    """Opened early: from 13 to 14, for an operation that comes at 15."""
+    log = HandMade()
+    log.mesh("a", "b")
+    log.switch_in("a", "sampler", 9.0, 0.0, 1.0)
+    log.operation("a", "sampler", 10.0, 10.0, 12.0)
+    log.switch_in("b", "sampler", 13.0, 0.4, 0.6)
+    log.operation("b", "sampler", 15.0, 15.0, 17.0)
+    measured = figures(read_log(log.recorded()), (10.0, 17.0))
+    assert measured.switch_seconds == pytest.approx(1.0)
+    assert measured.hidden_switch_seconds == pytest.approx(1.0)
+
+
+def test_wrong_guess_hides_nothing_of_what_another_job_waited() -> None:
+    """Opened early for b from 13 to 14; a's operation comes at 13.25, and needs a switch back."""
+    log = HandMade()
+    log.mesh("a", "b")
+    log.switch_in("a", "sampler", 9.0, 0.0, 1.0)
+    log.operation("a", "sampler", 10.0, 10.0, 12.0)
+    log.switch_in("b", "sampler", 13.0, 0.4, 0.6)
+    log.switch_in("a", "sampler", 14.0, 0.4, 0.6)
+    log.operation("a", "sampler", 13.25, 15.0, 17.0)
+    measured = figures(read_log(log.recorded()), (10.0, 17.0))
+    assert measured.switch_seconds == pytest.approx(2.0)
+    assert measured.hidden_switch_seconds == pytest.approx(0.25)
+
+
+def test_operation_on_another_device_of_the_node_does_not_wait_for_a_switch() -> None:
+    log = HandMade()
+    log.mesh("a", "b", num_devices=2)
+    log.started("c", "sampler", [1])
+    log.switch_in("a", "sampler", 9.0, 0.0, 1.0)
+    log.operation("a", "sampler", 10.0, 10.0, 12.0)
+    log.switch_in("b", "sampler", 13.0, 0.4, 0.6)
+    log.operation("c", "sampler", 13.0, 14.0, 15.0)
+    measured = figures(read_log(log.recorded()), (10.0, 15.0))
+    assert measured.hidden_switch_seconds == pytest.approx(1.0)
+    assert measured.busy_share == pytest.approx({"r0/0": 0.4, "r0/1": 0.2, "t0/0": 0, "t0/1": 0})
+
+
+def test_switch_over_two_devices_counts_once_with_its_seconds_on_each() -> None:
+    log = HandMade()
+    log.mesh("b", num_devices=2)
+    log.started("a", "sampler", [0, 1])
+    log.switch_in("b", "sampler", 8.0, 0.0, 1.0)
+    log.switch_in("a", "sampler", 9.0, 0.5, 0.5)
+    log.operation("a", "sampler", 9.0, 10.0, 12.0)
+    run = read_log(log.recorded())
+    (switch,) = run.switches
+    assert switch.devices == ("r0/0", "r0/1")
+    measured = figures(run, (9.0, 12.0))
+    assert measured.switch_seconds == pytest.approx(2.0)
+    assert measured.hidden_switch_seconds == pytest.approx(0.0)
+    assert measured.busy_share["r0/0"] == measured.busy_share["r0/1"] == pytest.approx(2 / 3)
+
+
 def test_first_load_and_other_deployment_of_the_same_job_are_no_context_switch() -> None:
     log = HandMade()
     log.mesh("a")

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from phaseloom.cli.supervisor import (
+    ChildSpec,
     Ended,
     MeshConfig,
     NodeConfig,
@@ -14,6 +15,7 @@ from phaseloom.cli.supervisor import (
     new_run_dir,
     pause_s,
     socket_directory,
+    with_metrics,
 )
 from phaseloom.common import config
 from phaseloom.common.errors import CallerError
@@ -49,6 +51,20 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
         assert environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_metrics_give_each_child_a_port_of_its_own() -> None:
+    """Without them none, whatever is inherited."""
+    specs = [
+        ChildSpec(name, "module", environ) for name, environ in environments(MeshConfig()).items()
+    ]
+    assert {spec.environment["PHASELOOM_METRICS_PORT"] for spec in specs} == {"0"}
+    with_ports, ports = with_metrics(specs)
+    assert list(ports) == [spec.name for spec in specs]
+    assert len(set(ports.values())) == len(specs)
+    assert [int(s.environment["PHASELOOM_METRICS_PORT"]) for s in with_ports] == list(
+        ports.values()
+    )
+
+
 def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> None:
     has_secret = {
         name for name, environ in environments(MeshConfig()).items() if "secret" in environ.values()
@@ -71,6 +87,7 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         (MeshConfig(tenants=["a", "a"]), "mesh.tenants"),
         (MeshConfig(tenants=["*"]), "mesh.tenants"),
         (MeshConfig(routers=0), "mesh.routers"),
+        (MeshConfig(schedulers=0), "mesh.schedulers"),
     ],
 )
 def test_check_refuses_what_cannot_run(settings: MeshConfig, field: str) -> None:

@@ -30,6 +30,16 @@ def application() -> App:
         name="doctor",
         help="Check that this machine, and its NATS server, can run a mesh.",
     )
+    app.command("phaseloom.cli.top:top", name="top", help="Watch the mesh, live.")
+    app.command(
+        "phaseloom.cli.trace:trace", name="trace", help="Show where an operation's time went."
+    )
+    app.command(
+        "phaseloom.cli.jobs:jobs", name="jobs", help="List the jobs, and what was learned of them."
+    )
+    app.command(
+        "phaseloom.cli.jobs:explain", name="explain", help="Say what an operation waits for."
+    )
     return app
 
 

@@ -137,16 +137,20 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
 
 def _draw_panel(ax: Axes, panel: Panel, window: Interval, colours: dict[str, str]) -> None:
     length_s = window[1] - window[0]
-    for row, node in enumerate(panel.log.devices):
+    for row, device in enumerate(panel.log.devices):
         _bar(ax, row, window, window, IDLE_COLOUR)
         here = sorted(
-            (e for e in panel.log.executions if e.node == node and _overlaps(e.interval, window)),
+            (
+                e
+                for e in panel.log.executions
+                if device in e.devices and _overlaps(e.interval, window)
+            ),
             key=lambda e: e.start_s,
         )
         for execution in here:
             _bar(ax, row, execution.interval, window, colour_of(execution, colours))
         for switch in panel.log.switches:
-            if switch.node == node and _overlaps(switch.interval, window):
+            if device in switch.devices and _overlaps(switch.interval, window):
                 _bar(ax, row, switch.interval, window, SWITCH_COLOUR)
         _draw_labels(ax, row, here, window, colours)
         busy_s = total(intersect(merge(e.interval for e in here), [window]))

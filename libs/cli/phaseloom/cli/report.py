@@ -9,15 +9,18 @@ Pure. Definitions:
 - *Device-seconds per training step*: alone (D·T_A + D·T_B)/(N_A + N_B), the jobs run one after
   the other on D devices each; shared D·T/(N_A + N_B). Saved = 1 − shared/alone.
 - *Context switch*: an activation opened for another job than the device's previous activation,
-  which moved bytes. Its seconds are its offload plus its load.
+  which moved bytes. Its seconds are its offload plus its load. One over several devices counts
+  once, its seconds on each.
 - *Hidden*: the switch seconds during which no ready operation waited for that device. An operation
-  waits from the time it is ready (queued, predecessors and `after` done) until it starts.
+  waits from the time it is ready (queued, predecessors and `after` done) until it starts. So an
+  activation opened early hides what was over before its operation was ready, and a wrong guess
+  hides nothing of what another job's operation waited.
 - *Bound*: two synchronous jobs cannot share in less time than the busiest device needs for both,
   nor than either job needs alone: T ≥ max(per device: busy_A + busy_B; T_A; T_B), all measured
   alone.
 
-One device a node: the log names the node of an activation, and nodes here have one device each.
-Execution times are the workers' clocks, the others the server's: one machine, or synchronised.
+A device is called like its node, or `<node>/<index>` where a node has several. Execution times
+are the workers' clocks, the others the server's: one machine, or synchronised.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class Execution:
 
     key: OperationKey
     kind: str
-    node: str
+    devices: tuple[str, ...]
     queued_s: float
     ready_s: float
     start_s: float
@@ -84,9 +87,9 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A change of job on a device."""
+    """A change of job on the devices of a deployment."""
 
-    node: str
+    devices: tuple[str, ...]
     from_job: str
     to: DeploymentKey
     start_s: float
@@ -129,7 +132,9 @@ class LogReader:
         self._queued_s: dict[OperationKey, float] = {}
         self._ready_s: dict[OperationKey, float] = {}
         self._ended: set[OperationKey] = set()
-        self._nodes: dict[DeploymentKey, str] = {}
+        self._device_names: dict[str, list[str]] = {}
+        """Of each node."""
+        self._devices: dict[DeploymentKey, tuple[str, ...]] = {}
         self.resident: dict[str, str] = {}
         """Device → job of its newest activation."""
 
@@ -137,16 +142,22 @@ class LogReader:
         for key in self._readiness.step(entry.event):
             self._ready_s[key] = entry.time_unix_s
         match entry.event:
-            case NodeUp(node=node) if node not in self.log.devices:
-                self.log.devices = sorted([*self.log.devices, node])
-            case WpgStarted(deployment=deployment, node=node):
-                self._nodes[deployment] = node
+            case NodeUp(node=node, devices=devices):
+                several = [f"{node}/{index}" for index in range(len(devices))]
+                self._device_names[node] = several if len(devices) > 1 else [node]
+                self.log.devices = sorted({*self.log.devices, *self._device_names[node]})
+            case WpgStarted(deployment=deployment, node=node, devices=devices):
+                self._devices[deployment] = self._on(node, devices or [0])
             case ActivationOpened():
                 self._activation(entry.event)
             case QueuedOperation():
                 self._queue(entry.event, entry.time_unix_s)
             case OperationFinished() if not entry.event.replay:
                 self._finish(entry.event)
+
+    def _on(self, node: str, indices: Iterable[int]) -> tuple[str, ...]:
+        names = self._device_names.get(node, [node])
+        return tuple(names[index] for index in indices if index < len(names))
 
     def _queue(self, operation: QueuedOperation, time_s: float) -> None:
         if operation.key in self._queued_s:
@@ -172,7 +183,7 @@ class LogReader:
             Execution(
                 key,
                 event.kind,
-                self._nodes.get(key.deployment_key, ""),
+                self._devices.get(key.deployment_key, ()),
                 queued_s,
                 self._ready_s.get(key, queued_s),
                 start_s,
@@ -181,16 +192,16 @@ class LogReader:
         )
 
     def _activation(self, event: ActivationOpened) -> None:
-        self._nodes[event.deployment] = event.node
+        devices = self._devices.setdefault(event.deployment, self._on(event.node, [0]))
         job = event.deployment.job
-        before = self.resident.get(event.node, job)
-        self.resident[event.node] = job
-        if before == job or event.bytes_out + event.bytes_in == 0:
+        others = [name for d in devices if (name := self.resident.get(d, job)) != job]
+        self.resident.update(dict.fromkeys(devices, job))
+        if not others or event.bytes_out + event.bytes_in == 0:
             return
         self.log.switches.append(
             Switch(
-                event.node,
-                before,
+                devices,
+                others[0],
                 event.deployment,
                 event.started_unix_s,
                 event.offload_s,
@@ -252,25 +263,26 @@ def figures(log: RunLog, window: Interval) -> Figures:
     switches = [s for s in log.switches if window[0] <= s.start_s < window[1]]
     switch_s = hidden_s = 0.0
     busy_share, waiting_share = {}, {}
-    for node in log.devices:
-        here = [e for e in log.executions if e.node == node]
+    for device in log.devices:
+        here = [e for e in log.executions if device in e.devices]
         busy = intersect(merge(e.interval for e in here), [window])
         waited = merge(e.waited for e in here)
-        switching = merge(s.interval for s in switches if s.node == node)
+        switching = merge(s.interval for s in switches if device in s.devices)
         switch_s += total(switching)
         hidden_s += total(subtract(switching, waited))
-        busy_share[node] = total(busy) / seconds
+        busy_share[device] = total(busy) / seconds
         unused = subtract(subtract(intersect(waited, [window]), busy), switching)
-        waiting_share[node] = total(unused) / seconds
+        waiting_share[device] = total(unused) / seconds
     return Figures(seconds, len(switches), switch_s, hidden_s, busy_share, waiting_share)
 
 
 def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
     """Device → seconds in which one of these ran on it."""
-    by_node: dict[str, list[Interval]] = {}
+    on_device: dict[str, list[Interval]] = {}
     for execution in executions:
-        by_node.setdefault(execution.node, []).append(execution.interval)
-    return {node: total(merge(intervals)) for node, intervals in sorted(by_node.items())}
+        for device in execution.devices:
+            on_device.setdefault(device, []).append(execution.interval)
+    return {device: total(merge(found)) for device, found in sorted(on_device.items())}
 
 
 def least_shared_seconds(alone: Sequence[tuple[float, dict[str, float]]]) -> float:

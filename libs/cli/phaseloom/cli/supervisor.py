@@ -9,7 +9,7 @@ server last. If this process is killed instead, the kernel kills its children (s
 and ranks end with their agent.
 
 The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
-`credentials.json` (for its owner only), `mesh.json` (url and pids), and the nodes' disks.
+`credentials.json` (for its owner only), `mesh.json` (url, pids, metrics), and the nodes' disks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import create_server
 from types import TracebackType
 
 import msgspec
@@ -88,6 +89,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Each gets an account and a password of its own."""
     routers: int = 2
     """Replicas of the router."""
+    schedulers: int = 1
+    """One leads, the others stand by."""
     placement: str = "pack"
     """Policy: which node of each pool a job is pinned to."""
     ordering: str = "hrrs"
@@ -100,6 +103,10 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """A WPG that dies more often than this at one operation fails it."""
     ops_max_bytes: int = 2**30
     """Of each tenant's operation stream; when it is full, publishing is refused."""
+    tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    """By tenant: `max_operations`, `max_bytes`, `rate` and `burst` as its router is to bound it."""
+    metrics: bool = False
+    """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
     def check(self) -> None:
         """Raises: CallerError: names that are not valid or not unique, or nothing to run."""
@@ -115,6 +122,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field=where,
                     remedy="name at least one, each once",
                 )
+        if self.schedulers < 1:
+            raise CallerError(
+                "a mesh without a scheduler runs nothing",
+                field="mesh.schedulers",
+                remedy="use 1, or 2 for a standby",
+            )
         if self.routers < 1:
             raise CallerError(
                 "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
@@ -142,24 +155,31 @@ def child_specs(
     shared = {
         **_section("BUS", bus),
         **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
+        # One that is inherited would be everybody's.
+        **_section("METRICS", {"PORT": 0}),
         "OMP_NUM_THREADS": "1",
     }
-    specs = [_scheduler(config), *_routers(config)]
+    specs = [*_schedulers(config), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     for node in config.nodes:
         specs += _node(node, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
 
 
-def _scheduler(config: MeshConfig) -> ChildSpec:
-    settings = {
-        "PLACEMENT": config.placement,
-        "ORDERING": config.ordering,
-        "IDLE_GRACE_S": config.idle_grace_s,
-        "SEAL_EVERY": config.seal_every,
-        "MAX_LOSSES": config.max_losses,
-    }
-    return ChildSpec("scheduler", "phaseloom.scheduler.main", _section("SCHEDULER", settings))
+def _schedulers(config: MeshConfig) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.schedulers):
+        name = f"scheduler-{number}" if number else "scheduler"
+        settings = {
+            "NAME": name,
+            "PLACEMENT": config.placement,
+            "ORDERING": config.ordering,
+            "IDLE_GRACE_S": config.idle_grace_s,
+            "SEAL_EVERY": config.seal_every,
+            "MAX_LOSSES": config.max_losses,
+        }
+        specs.append(ChildSpec(name, "phaseloom.scheduler.main", _section("SCHEDULER", settings)))
+    return specs
 
 
 def _routers(config: MeshConfig) -> list[ChildSpec]:
@@ -170,6 +190,7 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
             "NAME": name,
             "TENANTS": config.tenants,
             "OPS_MAX_BYTES": config.ops_max_bytes,
+            "TENANT_LIMITS": config.tenant_limits,
         }
         specs.append(ChildSpec(name, "phaseloom.router.main", _section("ROUTER", settings)))
     return specs
@@ -200,6 +221,16 @@ def _node(node: NodeConfig, run_dir: Path, sockets: Path, secret: str) -> list[C
         ChildSpec(f"statemgr-{node.name}", "phaseloom.statemgr.main", _section("STATEMGR", state)),
         ChildSpec(f"worker-{node.name}", "phaseloom.worker.main", _section("WORKER", worker)),
     ]
+
+
+def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
+    """The specs with a free loopback port for each one's metrics, and these ports by name."""
+    with ExitStack() as stack:
+        # Open until all are chosen, so that they differ.
+        held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
+        ports = {name: int(listener.getsockname()[1]) for name, listener in held.items()}
+    settings = {name: _section("METRICS", {"PORT": port}) for name, port in ports.items()}
+    return [replace(s, environment={**s.environment, **settings[s.name]}) for s in specs], ports
 
 
 def _section(name: str, values: Mapping[str, object]) -> dict[str, str]:
@@ -323,6 +354,8 @@ class Mesh:
             config.tenants,
             credentials_file=self.run_dir / "credentials.json",
         )
+        self.metrics_ports: dict[str, int] = {}
+        """Service → where `http://127.0.0.1:<port>/metrics` is, with `config.metrics`."""
         self._children: list[Child] = []
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
@@ -348,6 +381,8 @@ class Mesh:
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
             )
+            if self.config.metrics:
+                specs, self.metrics_ports = with_metrics(specs)
             self._children = [
                 Child(
                     spec, self.run_dir / "logs" / f"{spec.name}.log", self._write_state, self._tell
@@ -491,6 +526,10 @@ class Mesh:
             "pids": {
                 NATS: self._server.pid,
                 **{c.spec.name: c.process.pid for c in self._children if c.process},
+            },
+            "metrics": {
+                name: f"http://127.0.0.1:{port}/metrics"
+                for name, port in self.metrics_ports.items()
             },
         }
         file = self.run_dir / "mesh.json"

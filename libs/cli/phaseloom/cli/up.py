@@ -69,6 +69,12 @@ def greeting(mesh: Mesh) -> str:
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
             "connect a controller with",
             *blocks,
+            *_metrics(mesh),
             "Ctrl-C stops everything",
         ]
     )
+
+
+def _metrics(mesh: Mesh) -> list[str]:
+    urls = [f"http://127.0.0.1:{port}/metrics" for port in mesh.metrics_ports.values()]
+    return ["metrics: " + ", ".join(urls)] if urls else []

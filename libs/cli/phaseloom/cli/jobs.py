@@ -1,0 +1,190 @@
+"""`phaseloom jobs` and `phaseloom explain`: what the mesh knows of a job, and of one operation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phaseloom.cli.rundir import bus_config
+from phaseloom.common.api import call_api
+from phaseloom.common.bus import Bus, BusConfig, connect
+from phaseloom.common.codec import JSON, MSGPACK, decode
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import OperationKey, parse_operation_key
+from phaseloom.common.messages import (
+    DeploymentStatus,
+    Explanation,
+    JobStatus,
+    KindEstimate,
+    OperationRequest,
+    PhaseTrace,
+)
+from phaseloom.common.streams import Bucket
+
+T = TypeVar("T")
+
+_UNKNOWN = "–"
+
+
+def jobs(*, run: Path | None = None, profile: bool = False, console: Console | None = None) -> None:
+    """List the jobs, their deployments and where they run.
+
+    Parameters
+    ----------
+    run
+        The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
+        else the newest run under runs/.
+    profile
+        Show what the profiler has learned too: each job's cycle, durations, gaps, worst cases.
+    """
+    uvloop.run(_jobs(bus_config(run), profile, console or Console()))
+
+
+def explain(operation: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Say what an operation waits for, its place, its predicted start, and why.
+
+    Parameters
+    ----------
+    operation
+        `<tenant>.<job>.<deployment>.<seq>`.
+    run
+        As for `phaseloom jobs`.
+    """
+    key = parse_operation_key(operation)
+    explanation = uvloop.run(_explain(bus_config(run), key))
+    (console or Console()).print(explained(explanation), soft_wrap=True, markup=False)
+
+
+@asynccontextmanager
+async def _bus(settings: BusConfig) -> AsyncIterator[Bus]:
+    bus = Bus(await connect(settings.url, "jobs", settings.user, settings.password))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
+    async with _bus(settings) as bus:
+        views = await _all(bus, Bucket.VIEW, JobStatus)
+        traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
+    console.print(job_table(views))
+    for name in sorted(traces):
+        console.print()
+        console.print(*profile_tables(name, traces[name]), sep="\n")
+
+
+async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
+    found = {}
+    for key in sorted(await bus.kv_keys(bucket)):
+        stored = await bus.kv_get(bucket, key)
+        if stored is not None:  # it may have gone meanwhile
+            content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
+            found[key] = _decoded(stored.payload, kind, content_type)
+    return found
+
+
+async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
+    async with _bus(settings) as bus:
+        request = OperationRequest(key.job, key.deployment, key.slot)
+        answer: Explanation = await call_api(
+            bus.client, key.tenant, "operation.explain", request, Explanation
+        )
+        return answer
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def job_table(views: dict[str, JobStatus]) -> Table:
+    table = Table("job", "state", "deployment", "pool", "node", "worker", "open", "lives", box=None)
+    for name, status in views.items():
+        rows: list[DeploymentStatus | None] = [*status.deployments] or [None]
+        for index, deployment in enumerate(rows):
+            first = [name, status.state] if index == 0 else ["", ""]
+            table.add_row(*first, *_deployment_cells(deployment))
+        if status.error:
+            table.add_row("", "", Text(f"{status.error.code}: {status.error.message}", "red"))
+    if not views:
+        table.add_row("none yet")
+    return table
+
+
+def _deployment_cells(deployment: DeploymentStatus | None) -> list[str]:
+    if deployment is None:
+        return []
+    return [
+        deployment.name,
+        deployment.pool,
+        deployment.node or _UNKNOWN,
+        deployment.state,
+        str(len(deployment.open_operations)),
+        str(deployment.incarnation),
+    ]
+
+
+def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
+    """A job's cycle in a line, then its operations."""
+    head = Text(f"{name}: ", "bold")
+    if trace.period_s:
+        head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")
+        if trace.drift:
+            head.append(f", {trace.drift:+.0%} against before", "yellow")
+        for segment in trace.segments:
+            end_s = segment.offset_s + segment.duration_s
+            head.append(f"; {segment.pool} {_seconds(segment.offset_s)}–{_seconds(end_s)}")
+    else:
+        head.append("no cycle found yet")
+    table = Table("operation", "seen", "median", "p95", "worst", "gap", "gap p10–p90", box=None)
+    for estimate in trace.estimates:
+        table.add_row(*_estimate_cells(estimate))
+    return [head, table]
+
+
+def _estimate_cells(estimate: KindEstimate) -> list[str]:
+    has_gap = estimate.next_gap_s >= 0
+    return [
+        f"{estimate.deployment}.{estimate.kind}",
+        str(estimate.count),
+        _seconds(estimate.duration_s),
+        _seconds(estimate.p95_s),
+        _seconds(estimate.worst_s),
+        _seconds(estimate.next_gap_s) if has_gap else _UNKNOWN,
+        f"{_seconds(estimate.gap_p10_s)}–{_seconds(estimate.gap_p90_s)}" if has_gap else _UNKNOWN,
+    ]
+
+
+def explained(explanation: Explanation) -> str:
+    """One line for the operation, one for each thing that it waits for."""
+    lines = [f"{explanation.key}: {explanation.kind}, {explanation.state}"]
+    lines += [f"  waits for {reason}" for reason in explanation.waits_for]
+    if explanation.place:
+        lines.append(f"  place {explanation.place} on its device")
+    if explanation.predicted_start_s >= 0:
+        lines.append(f"  starts in about {_seconds(explanation.predicted_start_s)}")
+    if explanation.why:
+        lines.append(f"  because {explanation.why}")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _decoded(payload: bytes, kind: type[T], content_type: str) -> T:
+    try:
+        value: T = decode(payload, kind, content_type)
+    except CallerError as error:
+        raise CallerError(
+            f"this mesh runs another version: {error.info.message}",
+            code=Code.FAILED_PRECONDITION,
+            remedy="use the phaseloom command of the mesh's own version",
+        ) from None
+    return value

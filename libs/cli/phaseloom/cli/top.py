@@ -1,0 +1,252 @@
+"""`phaseloom top`: what the mesh does, as a live table.
+
+Reads what everybody may read and nobody waits for: the decision log, the jobs' views in KV, and
+the notices. Rates and shares are of the last `WINDOW_S` seconds, of what has ended in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import uvloop
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from phaseloom.cli.rundir import bus_config
+from phaseloom.common import lifecycle
+from phaseloom.common.activity import Activity, Execution, Switch
+from phaseloom.common.bus import Bus, BusConfig, LogEntry, connect
+from phaseloom.common.codec import decode
+from phaseloom.common.ids import JobKey
+from phaseloom.common.messages import JobStatus, NodeLost, NodeUp, Notice, Outcome
+from phaseloom.common.streams import Bucket
+
+WINDOW_S = 30.0
+NUM_NOTICES = 8
+_ENDED = frozenset({"done", "failed", "rejected"})
+_REFRESHES_PER_S = 2
+
+
+def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
+    """Watch the mesh: jobs, devices, queues, switches, notices. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    run
+        The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
+        else the newest run under runs/.
+    once
+        Print the table once and exit.
+    """
+    with suppress(KeyboardInterrupt):
+        uvloop.run(_top(bus_config(run), once, console or Console()))
+
+
+async def _top(settings: BusConfig, once: bool, console: Console) -> None:
+    bus = Bus(await connect(settings.url, "top", settings.user, settings.password))
+    board = Board()
+    try:
+        if once:
+            await catch_up(bus, board)
+            console.print(board.render(time.time()))
+        else:
+            await _watch(bus, board, console)
+    finally:
+        await bus.close()
+
+
+async def catch_up(bus: Bus, board: Board) -> None:
+    """Read what is there now."""
+    end = await bus.log_end()
+    if end:
+        async with aclosing(bus.read_log()) as entries:
+            async for entry in entries:
+                board.take(entry)
+                if entry.sequence >= end:
+                    break
+    for key in await bus.kv_keys(Bucket.VIEW):
+        stored = await bus.kv_get(Bucket.VIEW, key)
+        board.view(key, stored.payload if stored else None)
+    for notice in await bus.newest_notices(NUM_NOTICES):
+        board.notice(notice)
+
+
+async def _watch(bus: Bus, board: Board, console: Console) -> None:
+    with Live(
+        get_renderable=lambda: board.render(time.time()),
+        console=console,
+        refresh_per_second=_REFRESHES_PER_S,
+        screen=console.is_terminal,
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(_follow_log(bus, board)),
+                tasks.create_task(_follow_views(bus, board)),
+                tasks.create_task(_follow_notices(bus, board)),
+            ]
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await lifecycle.end(watching)
+
+
+async def _follow_log(bus: Bus, board: Board) -> None:
+    async with aclosing(bus.read_log()) as entries:
+        async for entry in entries:
+            board.take(entry)
+
+
+async def _follow_views(bus: Bus, board: Board) -> None:
+    async for change in bus.kv_watch(Bucket.VIEW):
+        board.view(change.key, change.stored.payload if change.stored else None)
+
+
+async def _follow_notices(bus: Bus, board: Board) -> None:
+    async with aclosing(bus.read_notices(NUM_NOTICES)) as notices:
+        async for notice in notices:
+            board.notice(notice)
+
+
+@dataclass(slots=True)
+class Board:
+    """What is known, and how it looks."""
+
+    _activity: Activity = field(default_factory=Activity)
+    _executions: deque[Execution] = field(default_factory=deque)
+    _switches: deque[Switch] = field(default_factory=deque)
+    _devices: dict[str, int] = field(default_factory=dict)
+    """Node → its number of devices, while it is up."""
+    _views: dict[JobKey, JobStatus] = field(default_factory=dict)
+    _notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=NUM_NOTICES))
+    _num_operations: int = 0
+
+    def take(self, entry: LogEntry) -> None:
+        """The next entry of the decision log."""
+        match entry.event:
+            case NodeUp(node=node, devices=devices):
+                self._devices[node] = len(devices)
+            case NodeLost(node=node):
+                self._devices.pop(node, None)
+        for observation in self._activity.step(entry.time_s, entry.event):
+            if isinstance(observation, Switch):
+                self._switches.append(observation)
+            elif not observation.is_replay:
+                self._executions.append(observation)
+                self._num_operations += 1
+        self._forget(entry.time_s)
+
+    def view(self, key: str, payload: bytes | None) -> None:
+        """A job's view has changed; None: it is gone."""
+        tenant, _, name = key.partition(".")
+        if payload is None:
+            self._views.pop(JobKey(tenant, name), None)
+        else:
+            self._views[JobKey(tenant, name)] = decode(payload, JobStatus)
+
+    def notice(self, notice: Notice) -> None:
+        self._notices.append(notice)
+
+    def render(self, now_s: float) -> Group:
+        """As a terminal shows it."""
+        self._forget(now_s)
+        return Group(
+            Text(self._heading(), "bold"),
+            self._jobs(),
+            Text(""),
+            self._nodes(now_s),
+            Text(""),
+            self._newest_notices(),
+        )
+
+    def _forget(self, now_s: float) -> None:
+        while self._executions and self._executions[0].end_s < now_s - WINDOW_S:
+            self._executions.popleft()
+        while self._switches and self._switches[0].end_s < now_s - WINDOW_S:
+            self._switches.popleft()
+
+    def _heading(self) -> str:
+        num_jobs = sum(status.state not in _ENDED for status in self._views.values())
+        num_open = sum(self._activity.depth().values())
+        return (
+            f"jobs: {num_jobs}, operations: {num_open} open, {self._num_operations} done; "
+            f"rates of the last {WINDOW_S:.0f} s"
+        )
+
+    def _jobs(self) -> Table:
+        table = _table("job", "state", "deployments")
+        for column in ("queue", "ops/s", "wait p50 ms", "run p50 ms", "failed"):
+            table.add_column(column, justify="right", no_wrap=True)
+        depths = self._activity.depth()
+        for job, status in sorted(self._views.items()):
+            ran = [e for e in self._executions if e.key.job_key == job]
+            if status.state in _ENDED and not ran:
+                continue
+            table.add_row(
+                str(job),
+                status.state,
+                ", ".join(f"{d.name} {d.state} {d.node}".strip() for d in status.deployments),
+                str(depths.get(job, 0)),
+                f"{len(ran) / WINDOW_S:.1f}",
+                _median_ms(e.waited_s for e in ran),
+                _median_ms(e.end_s - e.start_s for e in ran),
+                str(sum(e.outcome is not Outcome.COMPLETED for e in ran)),
+            )
+        return table
+
+    def _nodes(self, now_s: float) -> Table:
+        table = _table("node", "pool", "holder")
+        for column in ("busy", "waiting", "switches/s", "switch p50 ms", "hidden"):
+            table.add_column(column, justify="right", no_wrap=True)
+        waiting = self._activity.waiting(now_s)
+        for node, num_devices in sorted(self._devices.items()):
+            switches = [s for s in self._switches if s.node == node]
+            switched_s = sum(s.duration_s for s in switches)
+            hidden_s = sum(s.hidden_s for s in switches)
+            holder = self._activity.holders.get(node)
+            table.add_row(
+                node,
+                self._activity.pools.get(node, ""),
+                str(holder) if holder else "-",
+                f"{self._busy_s(node, now_s) / (WINDOW_S * num_devices):.0%}",
+                str(waiting[node]),
+                f"{len(switches) / WINDOW_S:.1f}",
+                _median_ms(s.duration_s for s in switches),
+                f"{hidden_s / switched_s:.0%}" if switched_s else "-",
+            )
+        return table
+
+    def _busy_s(self, node: str, now_s: float) -> float:
+        """Of what began before the window, the part that lies in it."""
+        return sum(
+            min(seconds, execution.end_s - (now_s - WINDOW_S))
+            for execution in self._executions
+            for (where, _), seconds in execution.busy_s.items()
+            if where == node
+        )
+
+    def _newest_notices(self) -> Table:
+        table = _table("notice of", "what", "about", "reason")
+        for notice in reversed(self._notices):
+            table.add_row(notice.source, notice.what, notice.subject, notice.reason)
+        return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, min_width=10, overflow="fold")
+    return table
+
+
+def _median_ms(seconds: Iterable[float]) -> str:
+    values = list(seconds)
+    return f"{1e3 * median(values):.1f}" if values else "-"

@@ -1,0 +1,57 @@
+"""`phaseloom jobs` and `phaseloom explain` on a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from phaseloom.cli.jobs import explain, jobs
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.client import DeploymentSpec, ModelSpec
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.messages import After, Operation, PublishWeights
+from tests.support.jobs import Wire, tenant
+
+
+def shown(call: object, *args: object, **kwargs: object) -> str:
+    console = Console(width=160, file=io.StringIO())
+    assert callable(call)
+    call(*args, **kwargs, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with Mesh(MeshConfig(), run) as mesh:
+        await mesh.ready()
+        assert "none yet" in await asyncio.to_thread(shown, jobs, run=run)
+        async with tenant(mesh) as connection:
+            spec = DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
+            job = await connection.submit_job("mine", [spec])
+            policy = job.deployment("policy")
+            await policy.publish_weights()
+            listed = await asyncio.to_thread(shown, jobs, run=run)
+            assert "demo.mine" in listed
+            assert "train-0" in listed
+            async with Wire.connected(mesh) as wire:
+                waiting = Operation("w", job.session, PublishWeights(), [After("policy", 9)])
+                await wire.send("mine.policy.11", waiting)
+                text = await asyncio.to_thread(explain_until_known, run, "demo.mine.policy.11")
+            assert "publish_weights, queued" in text
+            assert "waits for" in text
+
+
+def explain_until_known(run: Path, key: str) -> str:
+    """The router hands it on a moment after it was stored."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return shown(explain, key, run=run)
+        except CallerError as error:
+            if error.info.code is not Code.NOT_FOUND or time.monotonic() > deadline:
+                raise

@@ -1,0 +1,52 @@
+"""Which run, and how its mesh is reached."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom.cli.rundir import bus_config, find_run
+from phaseloom.common.bus import BusConfig
+from phaseloom.common.errors import CallerError
+from phaseloom.common.natsserver import Credentials
+
+
+def make_run(directory: Path, age_s: float = 0.0) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "mesh.json").write_text("{}")
+    os.utime(directory / "mesh.json", (1e9 - age_s, 1e9 - age_s))
+    return directory
+
+
+def test_newest_run_is_found_when_none_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "b", age_s=60)
+    newest = make_run(tmp_path / "a")
+    (tmp_path / "bench").mkdir()
+    assert find_run(None, tmp_path) == newest
+
+
+def test_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="no run directory"):
+        find_run(tmp_path / "none")
+    with pytest.raises(CallerError, match="phaseloom up"):
+        find_run(None, tmp_path)
+
+
+def test_credentials_come_from_the_run_named_else_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    of_run = Credentials("nats://run:1", "mesh", "p", {})
+    (run / "credentials.json").write_bytes(msgspec.json.encode(of_run))
+    for name, value in (("URL", "nats://env:1"), ("USER", "u"), ("PASSWORD", "q")):
+        monkeypatch.setenv(f"PHASELOOM_BUS_{name}", value)
+    assert bus_config(run) == of_run.bus
+    assert bus_config(None) == BusConfig("nats://env:1", "u", "q")
+
+
+def test_run_without_credentials_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="PHASELOOM_BUS_URL"):
+        bus_config(make_run(tmp_path / "run"))

@@ -1,0 +1,58 @@
+"""The board of `phaseloom top`, from a run whose figures are known."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from phaseloom.cli.top import WINDOW_S, Board
+from phaseloom.common.bus import LogEntry
+from phaseloom.common.codec import encode
+from phaseloom.common.messages import DeploymentStatus, JobStatus, Notice
+from tests.support.runlog import HandMade, shared
+
+
+def board_of(log: HandMade) -> Board:
+    board = Board()
+    for entry in log.recorded():
+        board.take(LogEntry(entry.sequence, entry.time_unix_s, entry.event, {}))
+    return board
+
+
+def shown(board: Board, now_s: float) -> dict[str, list[str]]:
+    """Its lines by their first word, split where two spaces are."""
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(board.render(now_s))
+    lines = [line for line in capture.get().splitlines() if line.strip()]
+    return {line.split()[0]: [c for c in line.split("  ") if c.strip()] for line in lines}
+
+
+def test_board_shows_shares_and_rates_of_the_window() -> None:
+    """The window of 30 s ends with the log, at 132 s."""
+    rows = shown(board_of(shared()), 132.0)
+    t0 = [cell.strip() for cell in rows["t0"]]
+    busy = f"{(4 + 5 + 4 + 5) / WINDOW_S:.0%}"
+    assert t0 == ["t0", "train", "demo.b.policy", busy, "0", "0.1", "1000.0", "0%"]
+    r0 = [cell.strip() for cell in rows["r0"]]
+    busy = f"{(2 + 3 + 4 + 3 + 2) / WINDOW_S:.0%}"
+    assert r0[:4] == ["r0", "rollout", "demo.b.sampler", busy], "two seconds of the first one"
+    assert r0[-1] == "17%", "half of one of three switches"
+
+
+def test_board_forgets_what_left_the_window() -> None:
+    rows = shown(board_of(shared()), 132.0 + 2 * WINDOW_S)
+    assert [cell.strip() for cell in rows["t0"]][3:] == ["0%", "0", "0.0", "-", "-"]
+
+
+def test_board_shows_jobs_with_their_state_and_notices() -> None:
+    board = board_of(shared())
+    deployments = [DeploymentStatus("policy", "train", "t0", "ready", 1, 4)]
+    board.view("demo.a", encode(JobStatus("a", "active", deployments)))
+    board.view("demo.c", encode(JobStatus("c", "done")))
+    board.notice(Notice("router", "refused", "too large", "demo.a.policy.9"))
+    rows = shown(board, 132.0)
+    assert [cell.strip() for cell in rows["demo.a"]][:3] == ["demo.a", "active", "policy ready t0"]
+    assert "demo.c" not in rows, "ended, and nothing of it in the window"
+    assert rows["router"][-1].strip() == "too large"
+    board.view("demo.a", None)
+    assert "demo.a" not in shown(board, 132.0)
