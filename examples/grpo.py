@@ -5,6 +5,7 @@
 Three deployments: `policy` learns on the train pool; `sampler` and `reference` run on the rollout
 pool. Calls return at once, so that a step's operations are all on their way before the first has
 run; `await` is for what the program itself needs to know. Every random choice comes from the seed.
+With `--checkpoint-every`, a program that was killed goes on where it is started again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 
 from settings import MODEL, SETTINGS, Settings
@@ -26,19 +27,28 @@ from tasks import STOP, Problem, Task, decode, encode
 
 from phaseloom.client import (
     AdamParams,
+    CallerError,
+    Checkpoint,
+    Code,
     Datum,
     DeploymentSpec,
     Float32s,
     Job,
     Loss,
     ModelSpec,
+    OperationHandle,
     Prompt,
     SamplingParams,
+    SaveStateResult,
     Sequence,
     connect,
     float32s,
     int32s,
 )
+
+BEFORE_WARM_UP = -1
+SETTABLE = ("steps", "prompts", "micro_batches", "warmup_steps", "seed", "checkpoint_every")
+"""Of the settings, by options."""
 
 Report = Callable[..., None]
 Barrier = Callable[[str], Awaitable[None]]
@@ -53,8 +63,40 @@ def deployments(settings: Settings) -> list[DeploymentSpec]:
     ]
 
 
-async def train(job: Job, name: str, settings: Settings, report: Report, barrier: Barrier) -> None:
-    """Warm up, evaluate, train, evaluate again; each event is reported as it happens."""
+@dataclass
+class Memory:
+    """All that a new controller must know beside the settings; checkpoints carry it."""
+
+    step: int = BEFORE_WARM_UP
+    """The last one done."""
+    reward_start: float = 0.0
+    start_t: float = 0.0
+    reference: str = ""
+    """Checkpoint of the reference, which keeps the weights of the warm-up."""
+
+
+def save(job: Job, memory: Memory) -> OperationHandle[SaveStateResult]:
+    """A checkpoint of the policy as it is now, and of what goes on from there beside it."""
+    return job.deployment("policy").save_state(
+        f"{job.session}-{memory.step}",
+        controller_blob=json.dumps(asdict(memory)).encode(),
+        checkpoints={"reference": memory.reference} if memory.reference else {},
+    )
+
+
+async def train(  # noqa: PLR0915 - one story, told in its order
+    job: Job,
+    name: str,
+    settings: Settings,
+    report: Report,
+    barrier: Barrier,
+    *,
+    last: Checkpoint | None = None,
+) -> None:
+    """Warm up, evaluate, train, evaluate again; each event is reported as it happens.
+
+    `last` is the checkpoint to go on from, where an earlier life of this program left one.
+    """
     policy, sampler, reference = map(job.deployment, ("policy", "sampler", "reference"))
     task = Task(name, settings.seed)
     problems = task.problems()
@@ -70,27 +112,47 @@ async def train(job: Job, name: str, settings: Settings, report: Report, barrier
         report("eval", name=when, reward=reward)
         return reward
 
+    memory = Memory()
+    if last is not None:
+        # Behind whatever that life left open: from here on everything is as it was saved.
+        memory = Memory(**json.loads(last.controller_blob))
+        policy.load_state(last.checkpoints["policy"])
+        report("resumed", step=memory.step)
+    elif settings.checkpoint_every:
+        await save(job, memory)
+
     # Warm-up: teach the form of an answer, so that not every reward is zero.
-    adam = AdamParams(settings.warmup_rate, grad_clip_norm=settings.grad_clip)
-    steps = []
-    for _ in range(settings.warmup_steps):
-        batch = worked(list(islice(problems, settings.warmup_batch)))
-        steps += [policy.forward_backward(batch, Loss.CROSS_ENTROPY), policy.optim_step(adam)]
-    for step in steps:
-        await step
-    report("warmup", steps=settings.warmup_steps)
-    published = policy.publish_weights()
-    reference.sync_weights(published)
-    sampler.sync_weights(published)
-    reward_start = await evaluate("start")
-    await barrier("start")
+    size = settings.warmup_batch
+    warming_up = [worked(list(islice(problems, size))) for _ in range(settings.warmup_steps)]
+    if memory.step == BEFORE_WARM_UP:
+        adam = AdamParams(settings.warmup_rate, grad_clip_norm=settings.grad_clip)
+        steps = []
+        for batch in warming_up:
+            steps += [policy.forward_backward(batch, Loss.CROSS_ENTROPY), policy.optim_step(adam)]
+        for step in steps:
+            await step
+        report("warmup", steps=settings.warmup_steps)
+        published = policy.publish_weights()
+        reference.sync_weights(published)
+        sampler.sync_weights(published)
+        memory.reward_start = await evaluate("start")
+        await barrier("start")
+        memory.step, memory.start_t = 0, time.time()
+        if settings.checkpoint_every:
+            memory.reference = f"{job.session}-warm"
+            await reference.save_state(memory.reference)
+            await save(job, memory)
+    else:
+        reference.load_state(memory.reference)
+        published = policy.publish_weights()
+        sampler.sync_weights(published)
+        prompts(list(islice(problems, settings.prompts * memory.step)), rng)
 
     # GRPO. The first rollout; every later one is submitted behind the update before it.
     adam = AdamParams(settings.learning_rate, grad_clip_norm=settings.grad_clip)
-    start_t = time.time()
     asked = list(islice(problems, settings.prompts))
     rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
-    for number in range(1, settings.steps + 1):
+    for number in range(memory.step + 1, settings.steps + 1):
         groups = (await rollout).sequences
         rewards = [[task.reward(asked[i], answer(s)) for s in g] for i, g in enumerate(groups)]
         # A group whose answers are all as good teaches nothing: train on those that differ most.
@@ -107,11 +169,15 @@ async def train(job: Job, name: str, settings: Settings, report: Report, barrier
         ]
         stepped = policy.optim_step(adam)
         published = policy.publish_weights()
+        update = [*gradients, stepped, published]
+        if settings.checkpoint_every and number % settings.checkpoint_every == 0:
+            memory.step = number
+            update.append(save(job, memory))
         if number < settings.steps:
             sampler.sync_weights(published)
             asked = list(islice(problems, settings.prompts))
             rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
-        for operation in (*gradients, stepped, published):
+        for operation in update:
             await operation
         report("step", step=number, reward=statistics.fmean(chain.from_iterable(rewards)))
     end_t = time.time()
@@ -119,13 +185,13 @@ async def train(job: Job, name: str, settings: Settings, report: Report, barrier
 
     sampler.sync_weights(published)
     reward_end = await evaluate("end")
-    saved = await policy.save_state("final")
+    saved = await policy.save_state(f"{job.session}-final" if last else "final")
     report(
         "done",
         weights_sha256=saved.weights_sha256,
-        reward_start=reward_start,
+        reward_start=memory.reward_start,
         reward_end=reward_end,
-        grpo_start_t=start_t,
+        grpo_start_t=memory.start_t,
         grpo_end_t=end_t,
     )
 
@@ -201,10 +267,10 @@ async def main() -> None:
     parser.add_argument("--task", choices=SETTINGS, default="chain_sum")
     parser.add_argument("--job", help="the job's name; default: the task's")
     parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
-    for name in ("steps", "prompts", "micro-batches", "seed"):
-        parser.add_argument(f"--{name}", type=int)
+    for name in SETTABLE:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("steps", "prompts", "micro_batches", "seed")}
+    given = {name: getattr(options, name) for name in SETTABLE}
     settings = replace(
         SETTINGS[options.task], **{name: v for name, v in given.items() if v is not None}
     )
@@ -215,14 +281,22 @@ async def main() -> None:
             raise EOFError("stdin ended before the barrier was lifted")
 
     async with connect() as mesh:
-        job = await mesh.submit_job(options.job or options.task, deployments(settings))
+        name = options.job or options.task
+        try:
+            job = await mesh.submit_job(name, deployments(settings))
+        except CallerError as error:
+            if error.info.code is not Code.ALREADY_EXISTS or not settings.checkpoint_every:
+                raise
+            job = await mesh.attach(name)  # an earlier life of this program began it
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
         failed = True
         try:
-            await train(job, options.task, settings, report_line, barrier)
+            await train(job, options.task, settings, report_line, barrier, last=job.checkpoint)
             failed = False
         finally:
-            await job.finish(failed=failed)
+            # With checkpoints, who starts this program again goes on from the last one.
+            if not (failed and settings.checkpoint_every):
+                await job.finish(failed=failed)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Settings:
     grad_clip: float = 1.0
     loss: Loss = Loss.PPO
     eval_prompts: int = 256
+    checkpoint_every: int = 0
+    """Steps between two checkpoints that a new controller can go on from; 0: none."""
     eval_seed: int = 1_000_000_007
     """Item i of a dataset is drawn from its seed + i: far from every item trained on."""
 

@@ -1,4 +1,4 @@
-"""`python -m loadtest`: measure the mesh; prints a table and merges it into the latest results."""
+"""`python -m loadtest`: measure the mesh on this machine; see loadtest/README.md."""
 
 from __future__ import annotations
 
@@ -11,43 +11,162 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from loadtest import roundtrip
-from loadtest.records import LATEST, Record, record
+from loadtest import batching, chaos, load, peering, pictures, publishing, roundtrip
+from loadtest.machine import describe
+from loadtest.records import LATEST, Record, record, write
 
 app = cyclopts.App(name="loadtest", help=__doc__)
+_RUNS = LATEST.parent
 
 
 @app.default
 def bench(*, rounds: int = 10, operations: int = 2000, file: Path = LATEST) -> None:
-    """Measure the round trip of an operation, one in flight.
+    """Measure round trips with 1, 16 and 256 in flight, and what batching saves.
 
     Parameters
     ----------
     rounds
-        How often the mesh and the raw chain take turns.
+        How often the meshes and the raw chain take turns.
     operations
-        Of each side, over all rounds.
+        Of each side with one in flight, over all rounds.
     file
         Where the figures are merged by name.
     """
+    directory = _work_directory(file)
+    figures = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
+    figures += uvloop.run(batching.measure(directory, rounds))
+    Console().print(_table(record(figures, describe(), file).figures))
+
+
+@app.command(name="load")
+def load_test(
+    *,
+    jobs: int = 100,
+    ops: int = 1000,
+    in_flight: int = 1,
+    nodes: int = 4,
+    clients: int = 2,
+    file: Path = _RUNS / "load.json",
+) -> None:
+    """Run many jobs at once with no-op workers; report, picture beside the file.
+
+    Parameters
+    ----------
+    jobs
+        At once, each with a device of its own.
+    ops
+        Operations of each job.
+    in_flight
+        Of each job at once.
+    nodes
+        That the devices are on.
+    clients
+        Processes of the jobs' controllers.
+    file
+        Where the report is written.
+    """
+    settings = load.Settings(jobs, ops, in_flight, nodes, clients)
+    report = write(uvloop.run(load.run(settings, _work_directory(file))), file)
+    pictures.draw_load(report, file.with_suffix(".png"))
+    console = Console()
+    console.print(pictures.headline(report))
+    console.print(
+        f"scheduler's step: p50 below {1e6 * report.step_p50_s:.0f} µs, "
+        f"p99 below {1e6 * report.step_p99_s:.0f} µs"
+    )
+    table = Table("service", "memory at the end, MiB", "growth, MiB")
+    for name, grown in report.growth_bytes.items():
+        end = report.samples[-1].memory_bytes[name]
+        table.add_row(name, f"{end / 2**20:.1f}", f"{grown / 2**20:+.1f}")
+    console.print(table)
+
+
+@app.command
+def peers(
+    python: Path, *, rounds: int = 5, operations: int = 1000, file: Path = _RUNS / "peers.json"
+) -> None:
+    """Measure the same round trip in Ray and Redis.
+
+    Parameters
+    ----------
+    python
+        Interpreter of the environment that they are installed in.
+    rounds
+        How often the systems take turns.
+    operations
+        Of each with one in flight, over all rounds.
+    file
+        Where the report is written.
+    """
+    per_round = max(1, operations // rounds)
+    comparing = peering.compare(python, _work_directory(file), rounds, per_round)
+    report = write(uvloop.run(comparing), file)
+    table = Table("system", "in flight", "p50, ms", "p99, ms", "operations a second")
+    for figure in report.figures:
+        table.add_row(
+            figure.name,
+            str(figure.in_flight),
+            f"{figure.p50_ms:.2f}",
+            f"{figure.p99_ms:.2f}",
+            f"{figure.throughput:.0f}",
+        )
+    Console().print(table)
+
+
+@app.command(name="chaos")
+def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.json") -> int:
+    """Run the two example jobs under kill -9; exit code 1: other weights, or a job is stuck.
+
+    Parameters
+    ----------
+    kills
+        In all.
+    seed
+        Of the order and the moments of the kills.
+    file
+        Where the report is written.
+    """
+    console = Console(highlight=False)
+    running = chaos.run(chaos.Settings(kills, seed), _work_directory(file), console.print)
+    report = write(uvloop.run(running), file)
+    table = Table("victim", "kills", "recovery: median, s", "longest, s")
+    for summary in report.victims:
+        table.add_row(
+            summary.victim,
+            str(summary.kills),
+            f"{summary.recovery_median_s:.2f}",
+            f"{summary.recovery_max_s:.2f}",
+        )
+    console.print(table)
+    if report.stuck:
+        console.print(f"[bold red]STUCK[/] {report.stuck}")
+    return int(report.has_failed)
+
+
+@app.command
+def publish() -> None:
+    """Copy what was measured into docs/measured, and its tables and picture into docs."""
+    for file in publishing.publish(_RUNS):
+        Console().print(str(file))
+
+
+def _work_directory(file: Path) -> Path:
     directory = file.parent / "work"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    measured = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
-    records = record(roundtrip.figures(measured), file)
-    Console().print(_table(records))
+    return directory
 
 
 def _table(records: list[Record]) -> Table:
-    table = Table("figure", "measured", "limit", "ratio", "what the limit is")
+    table = Table("figure", "measured", "limit", "ratio", "aim")
     table.columns[0].no_wrap = True
     for entry in records:
         table.add_row(
             entry.name,
-            f"{entry.value:.3g} {entry.unit}",
-            f"{entry.limit_value:.3g} {entry.unit}",
+            f"{entry.value:.4g} {entry.unit}",
+            f"{entry.limit_value:.4g}",
             f"{entry.ratio:.2f}",
-            entry.limit,
+            entry.aim,
         )
     return table
 

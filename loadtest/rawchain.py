@@ -9,7 +9,9 @@ doing only what its hop cannot do without:
     agent       push consumer of PERMITS: hands over to the rank by Unix socket, acknowledges
     rank        gets the payload from OPS, publishes DONE, appends the end to SCHED, answers
 
-No message is decoded or checked; the operation's subject is all that travels. `python -m
+No message is decoded or checked; the operation's subject is all that travels. A hop does not wait
+for one message's acknowledgement before it takes the next. The client is nats-py as it comes.
+`python -m
 loadtest.rawchain <role> <socket> <parent pid>` is one of these processes; it says `ready` on its
 standard output.
 """
@@ -20,10 +22,11 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import nats
 import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -31,7 +34,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 
 from phaseloom.common import config, diewithparent, streams
-from phaseloom.common.bus import Bus, BusConfig, close_client, connect
+from phaseloom.common.bus import Bus, BusConfig
 from phaseloom.common.ids import NodeId
 from phaseloom.common.natsserver import Credentials, EmbeddedServer
 
@@ -56,24 +59,24 @@ _MSG_ID = "Nats-Msg-Id"
 
 
 class Controller:
-    """A tenant's end of the chain, one operation in flight."""
+    """A tenant's end of the chain."""
 
     def __init__(self, client: Client, payload: bytes) -> None:
         self._client = client
         self._payload = payload
         self._seq = 0
-        self._out: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outs: dict[str, asyncio.Future[None]] = {}
 
     async def on_out(self, message: Msg) -> None:
-        self._out.set_result(None)
+        self._outs.pop(message.subject).set_result(None)
 
     async def call(self) -> None:
         """One operation: publish it, take its PubAck and its outcome."""
         self._seq += 1
-        self._out = asyncio.get_running_loop().create_future()
-        subject = f"{_OP}{TENANT}.raw.policy.{self._seq}"
-        await self._client.request(subject, self._payload, timeout=10.0)
-        await self._out
+        suffix = f"{TENANT}.raw.policy.{self._seq}"
+        out = self._outs[_OUT + suffix] = asyncio.get_running_loop().create_future()
+        await self._client.request(_OP + suffix, self._payload, timeout=10.0)
+        await out
 
 
 @asynccontextmanager
@@ -94,14 +97,13 @@ async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller
         for role in ROLES:
             socket = Path(sockets) / "rank.sock"
             await stack.enter_async_context(_process(role, socket, credentials))
-        client = await connect(
+        client = await nats.connect(
             credentials.url,
-            "raw controller",
-            TENANT,
-            credentials.tenants[TENANT],
-            inbox_prefix=f"_INBOX_{TENANT}",
+            user=TENANT,
+            password=credentials.tenants[TENANT],
+            inbox_prefix=f"_INBOX_{TENANT}".encode(),
         )
-        stack.push_async_callback(close_client, client)
+        stack.push_async_callback(client.close)
         controller = Controller(client, payload)
         await client.subscribe(f"{_OUT}{TENANT}.raw.>", cb=controller.on_out)
         yield controller
@@ -136,26 +138,39 @@ async def _process(role: str, socket: Path, credentials: Credentials) -> AsyncIt
 # --- the other processes --------------------------------------------------------------------------
 
 
-async def _rank(js: JetStreamContext, socket: Path) -> None:
+Role = Callable[[JetStreamContext, Path, asyncio.TaskGroup], Awaitable[None]]
+
+
+async def _rank(js: JetStreamContext, socket: Path, tasks: asyncio.TaskGroup) -> None:
+    async def run(line: bytes, writer: asyncio.StreamWriter) -> None:
+        suffix = line.decode().rstrip("\n")
+        payload = await js.get_last_msg(_OPS, _OP + suffix, direct=True)
+        assert payload.data is not None
+        await js.publish(_DONE + suffix, b"done")
+        await js.publish(_FINISHED, suffix.encode(), headers={_MSG_ID: f"finished:{suffix}"})
+        writer.write(line)
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            suffix = line.decode().rstrip("\n")
-            payload = await js.get_last_msg(_OPS, _OP + suffix, direct=True)
-            assert payload.data is not None
-            await js.publish(_DONE + suffix, b"done")
-            await js.publish(_FINISHED, suffix.encode(), headers={_MSG_ID: f"finished:{suffix}"})
-            writer.write(line)
+            tasks.create_task(run(line, writer))
 
     await asyncio.start_unix_server(serve, socket)
 
 
-async def _agent(js: JetStreamContext, socket: Path) -> None:
+async def _agent(js: JetStreamContext, socket: Path, tasks: asyncio.TaskGroup) -> None:
     reader, writer = await asyncio.open_unix_connection(socket)
+    running: dict[bytes, Msg] = {}
+
+    async def acknowledge() -> None:
+        while line := await reader.readline():
+            await running.pop(line).ack()
 
     async def take(message: Msg) -> None:
-        writer.write(message.data + b"\n")
-        await reader.readline()
-        await message.ack()
+        line = message.data + b"\n"
+        running[line] = message
+        writer.write(line)
+
+    tasks.create_task(acknowledge())
 
     await js.subscribe(
         streams.permit_subject(NODE),
@@ -167,22 +182,28 @@ async def _agent(js: JetStreamContext, socket: Path) -> None:
     )
 
 
-async def _scheduler(js: JetStreamContext, socket: Path) -> None:
+async def _scheduler(js: JetStreamContext, socket: Path, tasks: asyncio.TaskGroup) -> None:
+    async def permit(message: Msg) -> None:
+        headers = {_MSG_ID: f"cmd:{message.metadata.sequence.stream}:0"}
+        await js.publish(streams.permit_subject(NODE), message.data, headers=headers)
+
     async def take(message: Msg) -> None:
         if message.subject == _QUEUED:
-            headers = {_MSG_ID: f"cmd:{message.metadata.sequence.stream}:0"}
-            await js.publish(streams.permit_subject(NODE), message.data, headers=headers)
+            tasks.create_task(permit(message))
 
     await js.subscribe(
         f"{streams.PREFIX}.sched.>", stream=streams.SCHED, ordered_consumer=True, cb=take
     )
 
 
-async def _router(js: JetStreamContext, socket: Path) -> None:
-    async def take(message: Msg) -> None:
+async def _router(js: JetStreamContext, socket: Path, tasks: asyncio.TaskGroup) -> None:
+    async def route(message: Msg) -> None:
         suffix = message.subject.removeprefix(_OP)
         await js.publish(_QUEUED, suffix.encode(), headers={_MSG_ID: f"queued:{suffix}"})
         await message.ack()
+
+    async def take(message: Msg) -> None:
+        tasks.create_task(route(message))
 
     await js.subscribe(
         f"{_OP}{TENANT}.>",
@@ -195,17 +216,23 @@ async def _router(js: JetStreamContext, socket: Path) -> None:
     )
 
 
-_ROLES = {"rank": _rank, "agent": _agent, "scheduler": _scheduler, "router": _router}
+_ROLES: dict[str, Role] = {
+    "rank": _rank,
+    "agent": _agent,
+    "scheduler": _scheduler,
+    "router": _router,
+}
 
 
 async def _serve(role: str, socket: Path) -> None:
     settings = config.load(BusConfig, "bus")
-    client = await connect(settings.url, f"raw {role}", settings.user, settings.password)
-    await _ROLES[role](client.jetstream(timeout=10.0), socket)
-    await client.flush()
-    sys.stdout.buffer.write(_READY)
-    sys.stdout.flush()
-    await asyncio.Event().wait()
+    client = await nats.connect(settings.url, user=settings.user, password=settings.password)
+    async with asyncio.TaskGroup() as tasks:
+        await _ROLES[role](client.jetstream(timeout=10.0), socket, tasks)
+        await client.flush()
+        sys.stdout.buffer.write(_READY)
+        sys.stdout.flush()
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

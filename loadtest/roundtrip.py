@@ -1,25 +1,30 @@
-"""Round trip of one operation through the whole mesh, against a raw chain of the same hops.
+"""Round trips of operations through the whole mesh, against a raw chain of the same hops.
 
-One operation in flight: client library → OPS → router → decision log → scheduler → PERMITS → agent
-→ rank with the backend `noop` → DONE → `out` → client library, beside `rawchain`. Both are up at
-the same time and are measured in short rounds that alternate, so that whatever else the machine
-does meets both; a ratio is the median over rounds of that round's ratio.
+Client library → OPS → router → decision log → scheduler → PERMITS → agent → rank with the backend
+`noop` → DONE → `out` → client library, beside `rawchain`. A mesh with one router, one with two and
+the chain are up at the same time and are measured in short rounds in turns, so that whatever else
+the machine does meets all; a ratio is the median over rounds of that round's ratio.
+
+One in flight is a mutating operation. Several are reading ones of one deployment, which the mesh
+permits side by side; of a deployment's mutating operations one runs at a time, whoever asks.
 """
 
 from __future__ import annotations
 
-import math
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from loadtest.rawchain import TENANT, raw_chain
 from loadtest.records import Record
+from loadtest.statistics import quantile
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.client import connect
+from phaseloom.client import Deployment, connect
+from phaseloom.common import config
 from phaseloom.common.arrays import pack_float32s, pack_int32s
 from phaseloom.common.codec import encode
 from phaseloom.common.messages import (
@@ -33,103 +38,153 @@ from phaseloom.common.messages import (
 
 Call = Callable[[], Awaitable[object]]
 
+ROUTERS = (1, 2)
+IN_FLIGHT = (1, 16, 256)
 WARM_UP = 200
 """Operations before the first round, each side."""
 LIMIT = "raw JetStream chain of the same hops and processes"
+ONE_ROUTER = "the same with one router"
+_RAW = 0
+"""In the place of a mesh's number of routers."""
 _NUM_TOKENS = 16
 _POOL = "bench"
 _DEVICE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Round trips in seconds, sorted."""
+class Turn:
+    """What one side did in one round."""
 
-    mesh: list[float]
-    raw: list[float]
+    times_s: list[float]
+    """Round trips, sorted."""
+    wall_s: float
+
+    @property
+    def rate(self) -> float:
+        """Operations a second."""
+        return len(self.times_s) / self.wall_s
 
 
-def quantile(ordered: list[float], share: float) -> float:
-    """The smallest value that at least this share of the sorted values does not exceed."""
-    return ordered[math.ceil(share * len(ordered)) - 1]
+Round = dict[int, Turn]
+"""Number of routers → its turn; 0: the raw chain's."""
 
 
-def figures(rounds: list[Round]) -> list[Record]:
-    """p50 and p99: medians over rounds, and the median of the rounds' ratios."""
+def figures(in_flight: int, rounds: list[Round]) -> list[Record]:
+    """Medians over rounds, and medians of the rounds' ratios."""
     records = []
-    for label, share in (("p50", 0.5), ("p99", 0.99)):
-        pairs = [(quantile(r.mesh, share), quantile(r.raw, share)) for r in rounds]
-        records.append(
-            Record(
-                name=f"operation_round_trip_{label}",
-                value=round(1e3 * median(mesh for mesh, _ in pairs), 3),
-                unit="ms",
-                limit=LIMIT,
-                limit_value=round(1e3 * median(raw for _, raw in pairs), 3),
-                ratio=round(median(mesh / raw for mesh, raw in pairs), 3),
-            )
-        )
+    for routers in ROUTERS:
+        name = f"{in_flight}_in_flight_{routers}_router{'s'[: routers - 1]}"
+        for label, share in (("p50", 0.5), ("p99", 0.99)):
+            pairs = [
+                (1e3 * quantile(r[routers].times_s, share), 1e3 * quantile(r[_RAW].times_s, share))
+                for r in rounds
+            ]
+            aim = "≤ 1.5" if (in_flight, label) == (1, "p50") else ""
+            records.append(_compared(f"round_trip_{label}_{name}", "ms", LIMIT, pairs, aim))
+        pairs = [(r[routers].rate, r[_RAW].rate) for r in rounds]
+        aim = "≥ 0.5" if in_flight == max(IN_FLIGHT) else ""
+        records.append(_compared(f"throughput_{name}", "operations/s", LIMIT, pairs, aim))
+    pairs = [(r[2].rate, r[1].rate) for r in rounds]
+    name = f"second_router_throughput_{in_flight}_in_flight"
+    records.append(_compared(name, "operations/s", ONE_ROUTER, pairs, "≥ 1, within the noise"))
     return records
 
 
-async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Round]:
-    """Both sides in alternating rounds.
+def _compared(
+    name: str, unit: str, limit: str, pairs: list[tuple[float, float]], aim: str
+) -> Record:
+    return Record(
+        name=name,
+        value=round(median(value for value, _ in pairs), 3),
+        unit=unit,
+        limit=limit,
+        limit_value=round(median(bound for _, bound in pairs), 3),
+        ratio=round(median(value / bound for value, bound in pairs), 3),
+        aim=aim,
+    )
+
+
+async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Record]:
+    """All sides in rounds, at each number in flight; spans are sampled out.
 
     Args: directory: exists; for the servers' stores, logs and sockets.
+          per_round: operations of each side; more at more in flight, so that it is kept up.
     """
+    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     payload = encode(Operation("0" * 32, 1, ForwardBackward([_datum()], Loss.CROSS_ENTROPY)))
-    async with (
-        noop_mesh(directory / "mesh") as mesh,
-        raw_chain(directory / "raw", payload) as controller,
-    ):
-        raw = controller.call
-        await _times(mesh, WARM_UP)
-        await _times(raw, WARM_UP)
-        rounds = []
-        for number in range(num_rounds):
-            # Neither is always the first: what drifts within a round meets both alike.
-            if number % 2:
-                of_raw = await _times(raw, per_round)
-                of_mesh = await _times(mesh, per_round)
-            else:
-                of_mesh = await _times(mesh, per_round)
-                of_raw = await _times(raw, per_round)
-            rounds.append(Round(of_mesh, of_raw))
-        return rounds
+    records = []
+    async with AsyncExitStack() as stack:
+        policies = {
+            routers: await stack.enter_async_context(noop_mesh(directory / f"m{routers}", routers))
+            for routers in ROUTERS
+        }
+        raw = await stack.enter_async_context(raw_chain(directory / "raw", payload))
+        for in_flight in IN_FLIGHT:
+            calls: dict[int, Call] = {
+                **{n: call_of(policy, in_flight) for n, policy in policies.items()},
+                _RAW: raw.call,
+            }
+            for call in calls.values():
+                await turn(call, in_flight, max(WARM_UP, 2 * in_flight))
+            rounds = []
+            for number in range(num_rounds):
+                # Nobody is always the first: what drifts within a round meets all alike.
+                order = [*calls][number % len(calls) :] + [*calls][: number % len(calls)]
+                count = max(per_round, 4 * in_flight)
+                rounds.append({side: await turn(calls[side], in_flight, count) for side in order})
+            records += figures(in_flight, rounds)
+    return records
+
+
+async def turn(call: Call, in_flight: int, count: int) -> Turn:
+    """`count` operations, `in_flight` of them at any time."""
+    times = []
+    left = count
+
+    async def keep_calling() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            started_s = time.perf_counter()
+            await call()
+            times.append(time.perf_counter() - started_s)
+
+    started_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(in_flight):
+            group.create_task(keep_calling())
+    wall_s = time.perf_counter() - started_s
+    return Turn(sorted(times), wall_s)
 
 
 @asynccontextmanager
-async def noop_mesh(directory: Path) -> AsyncIterator[Call]:
-    """A mesh with one deployment on the backend `noop`; what it yields runs one operation."""
-    config = MeshConfig(
-        nodes=[NodeConfig("bench-0", _POOL, [_DEVICE_BYTES])], tenants=[TENANT], routers=1
+async def noop_mesh(directory: Path, routers: int) -> AsyncIterator[Deployment]:
+    """A mesh with one deployment, on the backend `noop`."""
+    mesh_config = MeshConfig(
+        nodes=[NodeConfig("bench-0", _POOL, [_DEVICE_BYTES])], tenants=[TENANT], routers=routers
     )
-    async with Mesh(config, directory) as mesh:
+    async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready()
         password = mesh.credentials.tenants[TENANT]
         async with connect(mesh.url, TENANT, password) as controller:
             spec = DeploymentSpec("policy", _POOL, "noop", ModelSpec({}))
             job = await controller.submit_job("bench", [spec])
-            policy = job.deployment("policy")
-            batch = [_datum()]
-
-            async def call() -> None:
-                await policy.forward_backward(batch, Loss.CROSS_ENTROPY)
-
-            yield call
+            yield job.deployment("policy")
             await job.finish()
+
+
+def call_of(policy: Deployment, in_flight: int) -> Call:
+    batch = [_datum()]
+
+    async def mutate() -> None:
+        await policy.forward_backward(batch, Loss.CROSS_ENTROPY)
+
+    async def read() -> None:
+        await policy.forward(batch)
+
+    return mutate if in_flight == 1 else read
 
 
 def _datum() -> Datum:
     tokens = pack_int32s([0] * _NUM_TOKENS)
     return Datum(tokens, tokens, weights=pack_float32s([1.0] * _NUM_TOKENS))
-
-
-async def _times(call: Call, number: int) -> list[float]:
-    """Durations of that many calls, one after another, sorted."""
-    durations = []
-    for _ in range(number):
-        started = time.perf_counter()
-        await call()
-        durations.append(time.perf_counter() - started)
-    return sorted(durations)

@@ -1,0 +1,222 @@
+"""Load: many jobs at once on a whole mesh whose workers do nothing, watched from outside.
+
+Each job has a device of its own, so that what is measured is the mesh and not who waits for whom on
+a device. Every service's memory, the lag of every stream's
+consumers and restarts are sampled all along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from loadtest.driver import Driver, Said
+from loadtest.machine import Machine, describe
+from loadtest.statistics import quantile
+from loadtest.watching import Sample, Watch, step_seconds
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.client import connect
+from phaseloom.common import config
+from phaseloom.common.bus import Bus
+
+TENANT = "load"
+_NODE_BYTES = 2**20
+_LINE_LIMIT_BYTES = 2**26
+_READY_TIMEOUT_S = 600.0
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """One load test."""
+
+    jobs: int = 100
+    operations: int = 1000
+    """Of each job."""
+    in_flight: int = 1
+    """Of each job at once."""
+    nodes: int = 4
+    """The jobs are dealt out to them, each on a device of its own."""
+    clients: int = 2
+    """Processes that the jobs' controllers run in."""
+    routers: int = 2
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    machine: Machine
+    settings: Settings
+    operations: int
+    wall_s: float
+    throughput: float
+    """Operations a second."""
+    p50_ms: float
+    p99_ms: float
+    step_p50_s: float
+    """Of the scheduler's decision on one event: upper bound of the histogram's bucket."""
+    step_p99_s: float
+    restarts: list[str]
+    """Services that were started again."""
+    lost_wpgs: list[str]
+    """Jobs whose deployment is not in its first incarnation."""
+    growth_bytes: dict[str, int]
+    """Service → median memory in the last quarter less that in the second."""
+    max_lag: dict[str, int]
+    """Stream → messages."""
+    progress: list[tuple[float, int]]
+    """(seconds, operations done)."""
+    samples: list[Sample]
+
+
+@dataclass(slots=True)
+class _Client:
+    """A driver process."""
+
+    process: asyncio.subprocess.Process
+    done: int = 0
+
+    async def next(self) -> Said:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a client ended with {await self.process.wait()}")
+        return msgspec.json.decode(line, type=Said)
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+
+
+async def run(settings: Settings, directory: Path) -> LoadReport:
+    """Raises: an error where an operation failed or a client ended.
+
+    Args: directory: exists; for the mesh's store and logs.
+    """
+    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    per_node = -(-settings.jobs // settings.nodes)
+    nodes = [
+        NodeConfig(f"load-{n}", f"pool-{n}", [_NODE_BYTES] * per_node)
+        for n in range(settings.nodes)
+    ]
+    mesh_config = MeshConfig(nodes=nodes, tenants=[TENANT], routers=settings.routers, metrics=True)
+    async with Mesh(mesh_config, directory) as mesh:
+        await mesh.ready(_READY_TIMEOUT_S)
+        async with _clients(settings, mesh) as clients:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                for client in clients:
+                    await client.next()
+            return await _drive(settings, mesh, clients)
+
+
+async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> LoadReport:
+    bus = await Bus.open(mesh.credentials.bus, "load")
+    watch = Watch(mesh, bus, TENANT)
+    loop = asyncio.get_running_loop()
+    progress: list[tuple[float, int]] = []
+    started_s = loop.time()
+
+    async def follow(client: _Client) -> list[float]:
+        client.go()
+        while (said := await client.next()).event != "done":
+            client.done = said.done
+            progress.append((round(loop.time() - started_s, 2), sum(c.done for c in clients)))
+        client.done = said.done
+        return said.times_s
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch.run())
+        async with asyncio.TaskGroup() as following:
+            tasks = [following.create_task(follow(client)) for client in clients]
+        wall_s = loop.time() - started_s
+        watching.cancel()
+    times_s = sorted(itertools.chain.from_iterable(task.result() for task in tasks))
+    step_p50_s, step_p99_s = await step_seconds(mesh, 0.5, 0.99)
+    lost = await _lost_wpgs(settings, mesh)
+    for client in clients:
+        client.go()
+    for client in clients:
+        await client.process.wait()
+    await bus.close()
+    return LoadReport(
+        machine=describe(),
+        settings=settings,
+        operations=len(times_s),
+        wall_s=round(wall_s, 2),
+        throughput=round(len(times_s) / wall_s, 1),
+        p50_ms=round(1e3 * quantile(times_s, 0.5), 2),
+        p99_ms=round(1e3 * quantile(times_s, 0.99), 2),
+        step_p50_s=step_p50_s,
+        step_p99_s=step_p99_s,
+        restarts=watch.restarts,
+        lost_wpgs=lost,
+        growth_bytes=growth(watch.samples),
+        max_lag={
+            stream: max(sample.lag[stream] for sample in watch.samples)
+            for stream in watch.samples[0].lag
+        },
+        progress=progress,
+        samples=watch.samples,
+    )
+
+
+def growth(samples: list[Sample]) -> dict[str, int]:
+    """Median of the last quarter less that of the second: the first one is still filling up."""
+    quarter = max(1, len(samples) // 4)
+    before, after = samples[quarter : 2 * quarter] or samples, samples[-quarter:]
+    return {
+        name: round(
+            median(s.memory_bytes[name] for s in after)
+            - median(s.memory_bytes[name] for s in before)
+        )
+        for name in samples[-1].memory_bytes
+    }
+
+
+async def _lost_wpgs(settings: Settings, mesh: Mesh) -> list[str]:
+    lost = []
+    async with connect(mesh.url, TENANT, mesh.credentials.tenants[TENANT]) as controller:
+        for name in _jobs(settings):
+            status = await controller.status(name)
+            lost += [name for deployment in status.deployments if deployment.incarnation != 1]
+    return lost
+
+
+def _jobs(settings: Settings) -> dict[str, str]:
+    return {f"job-{n}": f"pool-{n % settings.nodes}" for n in range(settings.jobs)}
+
+
+@asynccontextmanager
+async def _clients(settings: Settings, mesh: Mesh) -> AsyncIterator[list[_Client]]:
+    jobs = list(_jobs(settings).items())
+    clients: list[_Client] = []
+    try:
+        for number in range(settings.clients):
+            driver = Driver(
+                url=mesh.url,
+                tenant=TENANT,
+                password=mesh.credentials.tenants[TENANT],
+                jobs=dict(jobs[number :: settings.clients]),
+                operations=settings.operations,
+                in_flight=settings.in_flight,
+            )
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "loadtest.driver"),
+                *(msgspec.json.encode(driver).decode(), str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE_LIMIT_BYTES,
+                env=config.inherited(),
+            )
+            clients.append(_Client(process))
+        yield clients
+    finally:
+        for client in clients:
+            if client.process.returncode is None:
+                client.process.terminate()
+            await client.process.wait()

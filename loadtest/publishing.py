@@ -1,0 +1,140 @@
+"""What was measured, for readers: JSON in docs/measured, tables in docs between markers.
+
+<!-- begin bench -->
+…
+<!-- end bench -->
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtest.chaos import ChaosReport
+from loadtest.load import LoadReport
+from loadtest.machine import Machine
+from loadtest.peering import PeerReport
+from loadtest.records import Records
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_MEGABYTE = 2**20
+
+
+def publish(runs: Path, docs: Path = DOCS) -> list[Path]:
+    """Take over every report that there is in `runs`; returns the files written."""
+    written = []
+    for name, (source, page, kind, table) in PUBLISHED.items():
+        if not (runs / source).exists():
+            continue
+        report = msgspec.json.decode((runs / source).read_bytes(), type=kind)
+        target = docs / "measured" / f"{name}.json"
+        shutil.copyfile(runs / source, target)
+        text = (docs / page).read_text()
+        (docs / page).write_text(replaced(text, name, table(report)))
+        written += [target, docs / page]
+    if (runs / "load.png").exists():
+        shutil.copyfile(runs / "load.png", docs / "images" / "load.png")
+        written.append(docs / "images" / "load.png")
+    return written
+
+
+def replaced(text: str, name: str, table: str) -> str:
+    """The page with the table between the markers of this name.
+
+    Raises: ValueError: the page has no such markers.
+    """
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the page has no place for {name}")
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
+def bench_table(records: Records) -> str:
+    rows = [
+        (f"`{r.name}`", f"{r.value:.4g} {r.unit}", f"{r.limit_value:.4g}", f"{r.ratio:.2f}", r.aim)
+        for r in records.figures
+    ]
+    return _table(
+        records.machine, ("figure", "measured", "limit", "ratio", "aim of the ratio"), rows
+    )
+
+
+def load_table(report: LoadReport) -> str:
+    settings = report.settings
+    facts = [
+        ("jobs × operations", f"{settings.jobs} × {settings.operations}"),
+        ("throughput", f"{report.throughput:.0f} operations a second"),
+        ("round trip, p50 and p99", f"{report.p50_ms:.0f} ms, {report.p99_ms:.0f} ms"),
+        (
+            "scheduler's step, p50 and p99",
+            f"≤ {1e6 * report.step_p50_s:.0f} µs, ≤ {1e6 * report.step_p99_s:.0f} µs",
+        ),
+        ("restarts", str(len(report.restarts))),
+        *((f"most messages behind on {s}", str(lag)) for s, lag in report.max_lag.items()),
+    ]
+    for name, grown in report.growth_bytes.items():
+        end = report.samples[-1].memory_bytes[name] / _MEGABYTE
+        facts.append((f"memory of {name}", f"{end:.0f} MiB, {grown / _MEGABYTE:+.1f} MiB growth"))
+    return _table(report.machine, ("what", "measured"), facts)
+
+
+def peers_table(report: PeerReport) -> str:
+    rows = [
+        (
+            f.name,
+            str(f.in_flight),
+            f"{f.p50_ms:.2f} ms",
+            f"{f.p99_ms:.2f} ms",
+            f"{f.throughput:.0f}",
+        )
+        for f in report.figures
+    ]
+    lines = [
+        _table(report.machine, ("system", "in flight", "p50", "p99", "operations/s"), rows),
+        "",
+    ]
+    for system in report.systems:
+        versions = ", ".join(f"{name} {version}" for name, version in system.versions.items())
+        lines.append(f"- {system.name} ({versions}): {system.what}.")
+    return "\n".join(lines)
+
+
+def chaos_table(report: ChaosReport) -> str:
+    rows = [
+        (s.victim, str(s.kills), f"{s.recovery_median_s:.1f} s", f"{s.recovery_max_s:.1f} s")
+        for s in report.victims
+    ]
+    same = sum(job.is_same for job in report.jobs)
+    told = (
+        f"{len(report.kills)} kills, {same} of {len(report.jobs)} jobs ended with the weights of "
+        "the undisturbed run."
+    )
+    table = _table(report.machine, ("killed", "kills", "recovery, median", "longest"), rows)
+    return f"{told}\n\n{table}"
+
+
+def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    lines += [
+        "",
+        f"{machine.measured}: {machine.cores} cores ({machine.cpu}), "
+        f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.system}, Python {machine.python}, "
+        f"{packages}.",
+    ]
+    return "\n".join(lines)
+
+
+PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
+    "bench": ("latest.json", "performance.md", Records, bench_table),
+    "load": ("load.json", "performance.md", LoadReport, load_table),
+    "peers": ("peers.json", "performance.md", PeerReport, peers_table),
+    "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
+}
+"""Name in docs/measured and of the markers → file in the runs, page, type, table."""

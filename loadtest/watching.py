@@ -1,0 +1,113 @@
+"""What is looked at while a mesh works: memory, consumers' lag, restarts, the scheduler's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from urllib.request import urlopen
+
+import msgspec
+import nats.errors
+
+from loadtest.processes import descendants, pss_bytes
+from phaseloom.cli.supervisor import Mesh
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
+from phaseloom.common.messages import Notice
+from phaseloom.common.metrics import STEP_DURATION
+
+RANKS = "ranks"
+"""All processes that agents started, together."""
+_EVERY_S = 2.0
+_SCRAPE_TIMEOUT_S = 10.0
+_BUCKET = re.compile(r'_bucket{[^}]*le="([^"]+)"[^}]*} ([0-9.e+]+)$')
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One look at a running mesh."""
+
+    at_s: float
+    """Since the watch began."""
+    memory_bytes: dict[str, int]
+    """Service → proportional set size of its processes."""
+    lag: dict[str, int]
+    """Stream → messages that its furthest consumer has not been given or not acknowledged."""
+
+
+class Watch:
+    """Samples a mesh until cancelled."""
+
+    def __init__(self, mesh: Mesh, bus: Bus, tenant: str) -> None:
+        self.samples: list[Sample] = []
+        self.restarts: list[str] = []
+        """Services that were started again, each time."""
+        self._mesh = mesh
+        self._bus = bus
+        self._streams = (streams.ops_stream(tenant), streams.SCHED, streams.PERMITS)
+
+    async def run(self) -> None:
+        heard = await self._bus.client.subscribe(streams.event_subject("supervisor"))
+        began_s = time.monotonic()
+        while True:
+            lag = {stream: await self._lag(stream) for stream in self._streams}
+            memory = await asyncio.to_thread(memory_bytes, _services(self._mesh))
+            self.samples.append(Sample(round(time.monotonic() - began_s, 2), memory, lag))
+            while heard.pending_msgs:
+                notice: Notice = decode((await heard.next_msg()).data, Notice)
+                self.restarts.append(notice.subject)
+            await asyncio.sleep(_EVERY_S)
+
+    async def _lag(self, stream: str) -> int:
+        try:
+            consumers = await self._bus.js.consumers_info(stream)
+        except nats.errors.TimeoutError:
+            return -1
+        return max(((c.num_pending or 0) + (c.num_ack_pending or 0) for c in consumers), default=0)
+
+
+def _services(mesh: Mesh) -> dict[str, list[int]]:
+    state = msgspec.json.decode((mesh.run_dir / "mesh.json").read_bytes())
+    pids: dict[str, int] = state["pids"]
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for name, pid in pids.items():
+        groups[name.partition("-")[0]].append(pid)
+    agents = groups["worker"]
+    groups[RANKS] = descendants(agents)
+    return groups
+
+
+def memory_bytes(groups: Mapping[str, list[int]]) -> dict[str, int]:
+    """Proportional set size of each group; what several processes share counts once in all."""
+    return {name: sum(map(pss_bytes, pids)) for name, pids in groups.items()}
+
+
+async def step_seconds(mesh: Mesh, *shares: float) -> list[float]:
+    """Quantiles of the scheduler's step, from its histogram: upper bounds of the buckets."""
+    port = mesh.metrics_ports["scheduler"]
+
+    def scrape() -> str:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_SCRAPE_TIMEOUT_S) as page:
+            text: str = page.read().decode()
+        return text
+
+    return bucket_quantiles(await asyncio.to_thread(scrape), STEP_DURATION.prometheus, *shares)
+
+
+def bucket_quantiles(page: str, metric: str, *shares: float) -> list[float]:
+    """Of a histogram on a Prometheus page: the bounds below which these shares lie.
+
+    Raises: ValueError: the page has no such histogram, or nothing was measured.
+    """
+    counts: defaultdict[float, float] = defaultdict(float)
+    for line in page.splitlines():
+        if line.startswith(f"{metric}_bucket") and (found := _BUCKET.search(line)):
+            counts[float(found[1])] += float(found[2])
+    bounds = sorted(counts)
+    if not bounds or not counts[bounds[-1]]:
+        raise ValueError(f"nothing was measured of {metric}")
+    total = counts[bounds[-1]]
+    return [next(b for b in bounds if counts[b] >= share * total) for share in shares]

@@ -1,0 +1,46 @@
+"""The load test and the chaos run on a real mesh: small here, as large as one likes by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtest import chaos, load
+from loadtest.watching import RANKS
+from phaseloom.common import streams
+
+
+async def test_ten_jobs_of_two_hundred_operations_complete_without_a_restart(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    settings = load.Settings(jobs=10, operations=200, nodes=2)
+
+    report = await load.run(settings, short_dir)
+
+    assert report.operations == 2000
+    assert report.restarts == []
+    assert report.lost_wpgs == []
+    assert report.progress == sorted(report.progress)
+    assert set(report.max_lag) == {streams.ops_stream(load.TENANT), streams.SCHED, streams.PERMITS}
+    services = {"nats", "scheduler", "router", "profiler", "statemgr", "worker", RANKS}
+    assert set(report.growth_bytes) == services
+    assert all(report.samples[-1].memory_bytes[name] > 2**20 for name in services)
+    assert 0 < report.step_p50_s <= report.step_p99_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+async def test_weights_are_the_same_after_twenty_kills_of_everything(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    told: list[str] = []
+
+    report = await chaos.run(chaos.Settings(kills=20, seed=1), short_dir, told.append)
+
+    assert report.stuck == "", told
+    assert len(report.kills) == 20
+    assert {kill.victim for kill in report.kills} == set(chaos.Victim)
+    assert all(job.is_same for job in report.jobs), told

@@ -1,0 +1,122 @@
+"""The mesh's NATS client against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats.errors
+import pytest
+from nats.aio.msg import Msg
+
+from phaseloom.common.bus import Bus, connect
+from phaseloom.common.natsclient import hand_over
+from phaseloom.common.natsserver import EmbeddedServer
+
+
+async def test_answers_reach_the_request_they_belong_to_in_whatever_order_they_come(
+    bus: Bus,
+) -> None:
+    asked: list[Msg] = []
+
+    async def answer(message: Msg) -> None:
+        asked.append(message)
+        if len(asked) == 50:
+            for waiting in reversed(asked):
+                await waiting.respond(waiting.data * 2)
+
+    await bus.client.subscribe("double", cb=answer)
+    numbers = [str(number).encode() for number in range(50)]
+    answers = await asyncio.gather(*(bus.client.request("double", n, timeout=10) for n in numbers))
+    assert [message.data for message in answers] == [number * 2 for number in numbers]
+
+
+async def test_request_fails_at_once_when_nobody_listens(bus: Bus) -> None:
+    with pytest.raises(nats.errors.NoRespondersError):
+        await bus.client.request("nobody", b"", timeout=30)
+
+
+async def test_request_times_out_when_nobody_answers(bus: Bus) -> None:
+    await bus.client.subscribe("silence")
+    with pytest.raises(nats.errors.TimeoutError):
+        await bus.client.request("silence", b"", timeout=0.05)
+
+
+async def test_request_that_is_cancelled_as_its_answer_comes_is_cancelled(bus: Bus) -> None:
+    """nats-py's own returns the answer then, and a task that was told to end goes on."""
+    responded = asyncio.Event()
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"")
+        await bus.client.flush()
+        responded.set()
+
+    await bus.client.subscribe("answered", cb=answer)
+    for _ in range(20):
+        responded.clear()
+        task = asyncio.create_task(bus.client.request("answered", b"", timeout=10))
+        await responded.wait()
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_everything_published_before_a_flush_is_with_the_server_after_it(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """Also what one pass of the loop publishes together."""
+    taken: list[bytes] = []
+    other = await Bus.open(nats_server.credentials.bus, "hearer")
+    subscription = await other.client.subscribe("numbers")
+    hand_over(subscription, lambda message: taken.append(message.data))
+    await other.client.flush()
+
+    for number in range(100):
+        await bus.client.publish("numbers", str(number).encode())
+    await bus.client.flush()
+    await other.client.flush()
+
+    assert taken == [str(number).encode() for number in range(100)]
+    await other.close()
+
+
+async def test_what_is_published_last_is_sent_before_the_connection_closes(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
+    subscription = await bus.client.subscribe("last")
+    hand_over(subscription, taken.put_nowait)
+    await bus.client.flush()
+    credentials = nats_server.credentials
+    client = await connect(credentials.url, "brief", credentials.user, credentials.password)
+    for number in range(3):
+        await client.publish("last", str(number).encode())
+    await client.close()
+    assert [(await taken.get()).data for _ in range(3)] == [b"0", b"1", b"2"]
+
+
+async def test_a_handler_that_fails_does_not_end_the_connection(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[bytes] = []
+
+    def take(message: Msg) -> None:
+        taken.append(message.data)
+        if message.data == b"bad":
+            raise ValueError("cannot take this")
+
+    hand_over(await bus.client.subscribe("fragile"), take)
+    for data in (b"bad", b"good"):
+        await bus.client.publish("fragile", data)
+    await bus.client.flush()
+    assert taken == [b"bad", b"good"]
+    assert "cannot take this" in caplog.text
+
+
+async def test_header_values_that_would_break_the_protocol_are_made_harmless(bus: Bus) -> None:
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
+    hand_over(await bus.client.subscribe("headers"), taken.put_nowait)
+    await bus.client.publish("headers", b"x", headers={"Text": "one\r\nInjected: two"})
+    message = await taken.get()
+    assert message.headers is not None
+    assert "Injected" not in message.headers
+    assert message.data == b"x"
