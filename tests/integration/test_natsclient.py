@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import nats.errors
 import pytest
@@ -92,6 +93,21 @@ async def test_what_is_published_last_is_sent_before_the_connection_closes(
         await client.publish("last", str(number).encode())
     await client.close()
     assert [(await taken.get()).data for _ in range(3)] == [b"0", b"1", b"2"]
+
+
+def _note(taken: list[bytes], message: Msg) -> None:
+    taken.append(message.data)
+
+
+async def test_flush_waits_for_what_was_published_before_it(bus: Bus) -> None:
+    """Whatever waits for the flushing task: a subscription just made, and what came after it."""
+    for number in range(50):
+        taken: list[bytes] = []
+        subscription = await bus.client.subscribe(f"flushed.{number}")
+        hand_over(subscription, partial(_note, taken))
+        await bus.client.publish(f"flushed.{number}", b"x")
+        await bus.client.flush()
+        assert taken == [b"x"]
 
 
 async def test_a_handler_that_fails_does_not_end_the_connection(

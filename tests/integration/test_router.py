@@ -145,7 +145,8 @@ async def test_operation_reaches_the_log_without_its_payload(
     await show_job(bus)
     session = (await attach(tenant)).session
     operation = Operation("a", session, GENERATE, after=[After("sampler", 4)])
-    await publish(tenant, key(1), encode(operation, content_type), content_type)
+    payload = encode(operation, content_type)
+    await publish(tenant, key(1), payload, content_type)
     assert await queued(bus, 1) == [
         QueuedOperation(
             key(1),
@@ -155,6 +156,7 @@ async def test_operation_reaches_the_log_without_its_payload(
             size=16,
             content_type=content_type,
             session=session,
+            num_bytes=len(payload),
         )
     ]
 

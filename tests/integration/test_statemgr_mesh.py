@@ -12,7 +12,7 @@ import pytest
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed
+from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed, WpgLost
 from tests.support.jobs import (
     TASKS,
     oracle,
@@ -142,6 +142,7 @@ async def test_full_host_memory_fails_the_move_that_needs_it_and_nobody_else(
             await policy.publish_weights()
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         await second.finish()
+        await log.until(lambda e: isinstance(e, WpgLost) and e.deployment.job == "second")
         await policy.optim_step(client.AdamParams(1e-3))
         await policy.publish_weights()
         assert len(log.starts("first.policy")) == 1

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from opentelemetry.context import Context
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import JobKey, NodeId, OperationKey
 from phaseloom.common.messages import (
     ActivationRefused,
@@ -19,11 +20,12 @@ from phaseloom.common.messages import (
     Permit,
     QueuedOperation,
     SchedulerConfigured,
+    StartWpg,
     TimerFired,
     WpgStarted,
 )
 from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
-from phaseloom.scheduler.core.outputs import SendCommand
+from phaseloom.scheduler.core.outputs import Output, SendCommand
 from phaseloom.scheduler.memory import MemoryLog, MemorySink
 from phaseloom.scheduler.shell import Shell
 from tests.support.world import CONFIG, deployment, node_up, spec
@@ -198,3 +200,97 @@ async def test_timer_fires_when_it_is_due_by_the_logs_clock() -> None:
     *early, last_s = harness.fired()
     assert 1 <= len(early) < 10, "it tries without a pause"
     assert max(early) < due_s <= last_s
+
+
+class SlowSink(MemorySink):
+    """Stores a permit only when it is let; what it has been given is in `given`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[str] = []
+        self.let = asyncio.Event()
+        self.failure: Exception | None = None
+
+    async def perform(self, output: Output, context: Context | None) -> None:
+        if isinstance(output, SendCommand) and isinstance(output.command, Permit):
+            self.given.append(output.command.operation.slot)
+            await self.let.wait()
+            if self.failure is not None:
+                raise self.failure
+        await super().perform(output, context)
+
+
+def reading(slot: str) -> QueuedOperation:
+    return QueuedOperation(OperationKey("t", "a", "policy", slot), slot, "forward")
+
+
+async def readers(snapshot_every: int = 1000) -> tuple[Harness, SlowSink, Shell]:
+    """A job with an activation open, whose permits are stored slowly from now on."""
+    harness = Harness(snapshot_every)
+    harness.sink = sink = SlowSink()
+    sink.let.set()
+    first = harness.shell()
+    await harness.start_job(first)
+    await harness.log.append(reading("r0"))
+    await harness.fold_all(first)
+    sink.let.clear()
+    sink.given.clear()
+    return harness, sink, harness.shell(first.core)
+
+
+async def until(is_met: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_met():
+            await asyncio.sleep(0)
+
+
+async def test_permits_do_not_wait_for_one_another_and_nothing_overtakes_them() -> None:
+    harness, sink, shell = await readers()
+    running = asyncio.create_task(shell.run())
+    try:
+        for slot in ("r1", "r2", "r3"):
+            await harness.log.append(reading(slot))
+        await until(lambda: len(sink.given) == 3)
+        num_stored = len(sink.outputs)
+        await harness.log.append(node_up("t1", "train"))
+        again = JobSubmitted(JobKey("t", "b"), JobSpec(deployments=[spec("x", "train")]), "r2")
+        await harness.log.append(again)
+        await until(lambda: shell.core.state.sequence == len(harness.log.entries))
+        assert len(sink.outputs) == num_stored, "stored before the permits of earlier entries"
+        sink.let.set()
+        await until(lambda: len(sink.outputs) > num_stored + 3)
+        stored = [o.command for o in sink.outputs[num_stored:] if isinstance(o, SendCommand)]
+        assert [c.operation.slot for c in stored[:3] if isinstance(c, Permit)] == ["r1", "r2", "r3"]
+        assert isinstance(stored[3], StartWpg)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_snapshot_waits_until_every_permit_is_stored() -> None:
+    harness, sink, shell = await readers(snapshot_every=2)
+    running = asyncio.create_task(shell.run())
+    try:
+        for slot in ("r1", "r2"):
+            await harness.log.append(reading(slot))
+        await until(lambda: len(sink.given) == 2)
+        for _ in range(100):  # room for whoever would not wait
+            await asyncio.sleep(0)
+        assert not sink.snapshots
+        sink.let.set()
+        await until(lambda: bool(sink.snapshots))
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_permit_that_cannot_be_stored_ends_the_scheduler() -> None:
+    """Whoever comes next sends it again; going on without it would leave the device taken."""
+    harness, sink, shell = await readers()
+    sink.failure = ResourceError("refused by the server")
+    sink.let.set()
+    running = asyncio.create_task(shell.run())
+    await harness.log.append(reading("r1"))
+    await asyncio.wait([running], timeout=10)
+    assert running.done()
+    assert isinstance(running.exception(), BaseExceptionGroup)

@@ -1,4 +1,5 @@
-"""`phaseloom jobs` and `phaseloom explain`: what the mesh knows of a job, and of one operation."""
+"""What the mesh knows of a job (`phaseloom jobs`) and of one operation (`phaseloom explain`), and
+ending a job from outside (`phaseloom cancel`, `phaseloom drain`)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from phaseloom.common.ids import OperationKey, parse_operation_key
 from phaseloom.common.messages import (
     DeploymentStatus,
     Explanation,
+    JobRequest,
     JobStatus,
     KindEstimate,
     OperationRequest,
@@ -60,6 +62,48 @@ def explain(operation: str, *, run: Path | None = None, console: Console | None 
     key = parse_operation_key(operation)
     explanation = uvloop.run(_explain(bus_config(run), key))
     (console or Console()).print(explained(explanation), soft_wrap=True, markup=False)
+
+
+def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """End a job now: its open operations are aborted, its models dropped; checkpoints stay.
+
+    Parameters
+    ----------
+    job
+        `<tenant>.<job>`.
+    run
+        As for `phaseloom jobs`.
+    """
+    key = parse_job_key(job)
+    request = JobRequest(key.job, failed=True)
+    _print_ending(uvloop.run(_end(bus_config(run), key, "job.finish", request)), key, console)
+
+
+def drain(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Let a job take no new operations, and end once those that are open have ended.
+
+    Parameters
+    ----------
+    job
+        `<tenant>.<job>`.
+    run
+        As for `phaseloom jobs`.
+    """
+    key = parse_job_key(job)
+    request = JobRequest(key.job)
+    _print_ending(uvloop.run(_end(bus_config(run), key, "job.drain", request)), key, console)
+
+
+def _print_ending(status: JobStatus, key: JobKey, console: Console | None) -> None:
+    num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
+    left = f", {num_open} open operations" if num_open else ""
+    (console or Console()).print(f"{key}: {status.state}{left}", soft_wrap=True, markup=False)
+
+
+async def _end(settings: BusConfig, key: JobKey, call: str, request: JobRequest) -> JobStatus:
+    async with _bus(settings) as bus:
+        status: JobStatus = await call_api(bus.client, key.tenant, call, request, JobStatus)
+        return status
 
 
 @asynccontextmanager
@@ -163,7 +207,8 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
 
 def explained(explanation: Explanation) -> str:
     """One line for the operation, one for each thing that it waits for."""
-    lines = [f"{explanation.key}: {explanation.kind}, {explanation.state}"]
+    what = ", ".join(filter(None, (explanation.kind, explanation.state)))
+    lines = [f"{explanation.key}: {what}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]
     if explanation.place:
         lines.append(f"  place {explanation.place} on its device")

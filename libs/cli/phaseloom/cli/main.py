@@ -40,6 +40,8 @@ def application() -> App:
     app.command(
         "phaseloom.cli.jobs:explain", name="explain", help="Say what an operation waits for."
     )
+    app.command("phaseloom.cli.jobs:cancel", name="cancel", help="End a job now.")
+    app.command("phaseloom.cli.jobs:drain", name="drain", help="End a job once it has run dry.")
     return app
 
 

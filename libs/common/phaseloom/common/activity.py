@@ -23,6 +23,8 @@ from phaseloom.common.messages import (
     MUTATING_KINDS,
     ActivationOpened,
     CancelRequested,
+    DeploymentCreated,
+    DeploymentDeleted,
     Event,
     JobFinished,
     JobSubmitted,
@@ -126,6 +128,8 @@ class Activity:
                 for spec in event.spec.deployments:
                     key = DeploymentKey(job.tenant, job.job, spec.name)
                     self._deployment_pools[key] = spec.pool
+            case DeploymentCreated(job=job, spec=spec):
+                self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case WpgStarted():
                 devices = event.devices or [0]
                 self._places[event.deployment] = tuple((event.node, d) for d in devices)
@@ -137,6 +141,9 @@ class Activity:
                 seen = [self._finish(event)]
             case CancelRequested(key=key):
                 self._end_unrun(key)
+            case DeploymentDeleted(deployment=key):
+                self._open.pop(key, None)
+                self._ready.pop(key, None)
             case JobFinished(job=job):
                 self._forget(job)
         for operation in ready:

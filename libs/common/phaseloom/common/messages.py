@@ -316,6 +316,11 @@ Result = (
 )
 
 
+def result_kind(result: Result) -> str:
+    """The kind of the operation that this is the result of."""
+    return _snake(type(result).__name__).removesuffix("_result")
+
+
 class Outcome(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
@@ -459,6 +464,28 @@ class JobFinished(Message, frozen=True):
     job: JobKey
     request: str
     failed: bool = False
+
+
+class DrainRequested(Message, frozen=True):
+    """job API → scheduler. The job takes no new operations, and ends once none is open."""
+
+    job: JobKey
+    request: str
+
+
+class DeploymentCreated(Message, frozen=True):
+    """job API → scheduler, profiler. One more deployment of a job that runs."""
+
+    job: JobKey
+    spec: DeploymentSpec
+    request: str
+
+
+class DeploymentDeleted(Message, frozen=True):
+    """job API → scheduler, profiler. Its operations end ABORTED and its state is dropped."""
+
+    deployment: DeploymentKey
+    request: str
 
 
 class SessionOpened(Message, frozen=True):
@@ -642,6 +669,9 @@ Event = (
     | WpgLost
     | JobSubmitted
     | JobFinished
+    | DrainRequested
+    | DeploymentCreated
+    | DeploymentDeleted
     | SessionOpened
     | SessionLost
     | PhaseDeclared
@@ -700,7 +730,8 @@ class StopWpg(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     forget: bool
-    """Its job has ended: the seals go too (checkpoints stay)."""
+    """Its job has ended, or it was deleted: seals and weights versions go too (checkpoints
+    stay)."""
 
 
 class OpenActivation(NodeCommand, frozen=True):
@@ -785,10 +816,25 @@ class SubmitJob(msgspec.Struct, frozen=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`pl.v1.api.<tenant>.job.{status,finish}` and `.session.attach`."""
+    """`pl.v1.api.<tenant>.job.{status,finish,drain}` and `.session.attach`."""
 
     job: str
     failed: bool = False
+    """Of `job.finish`: the controller gives up, or an operator cancels the job."""
+
+
+class CreateDeployment(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.deployment.create`, answered with a JobStatus."""
+
+    job: str
+    spec: DeploymentSpec
+
+
+class DeploymentRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.deployment.delete`, answered with a JobStatus."""
+
+    job: str
+    deployment: str
 
 
 class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -864,7 +910,9 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     key: OperationKey
     kind: str
+    """Empty where it has ended and its outcome does not tell."""
     state: str
+    """`queued` or `permitted`; its outcome where it has ended."""
     waits_for: list[str] = []
     """One line each: an operation, a WPG, a device that is busy, a phase that is held."""
     place: int = 0

@@ -215,8 +215,12 @@ class MeshClient(Client):
             self._pending_data_size += len(commands)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # Its answer says that all before it has been taken.
+        # Its answer says that all before it has been taken; nats-py writes it past what waits for
+        # its flushing task.
         self._write_gathered()
+        if self._pending and self._transport is not None:
+            self._transport.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
         await super()._send_ping(future)
 
     async def close(self) -> None:

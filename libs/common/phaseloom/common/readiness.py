@@ -20,6 +20,7 @@ from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     READING_KINDS,
+    DeploymentDeleted,
     Event,
     JobFinished,
     OperationFinished,
@@ -90,6 +91,10 @@ class Readiness:
             case OperationFinished(key=key):
                 self._finish(key, event.kind)
                 return self._release(key.job_key)
+            case DeploymentDeleted(deployment=deployment):
+                waiting = self._waiting.get(deployment.job_key, {})
+                for key in [key for key in waiting if key.deployment_key == deployment]:
+                    del waiting[key]
             case JobFinished(job=job):
                 self._forget(job)
         return []
