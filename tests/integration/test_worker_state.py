@@ -130,6 +130,11 @@ async def test_checkpoint_with_a_blob_is_the_jobs_last(node: TestNode) -> None:
     assert stored is not None
     assert decode(stored.payload, Checkpoint) == Checkpoint("policy", 1, checkpoints, b"step 7")
 
+    # A leader that finds the outcome stored tells it too: its predecessor's word may be lost.
+    await node.permit(key, args)
+    await node.log.until(lambda _: len(node.all_finished(key)) == 2)
+    assert node.all_finished(key)[1].checkpoints == checkpoints
+
     # One without changes nothing; one that is too large is refused.
     await sha(node, policy, "second")
     big = SaveState("third", bytes(2**20 + 1))

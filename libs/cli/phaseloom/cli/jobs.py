@@ -18,7 +18,7 @@ from phaseloom.common.api import call_api
 from phaseloom.common.bus import Bus, BusConfig, connect
 from phaseloom.common.codec import JSON, MSGPACK, decode
 from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import OperationKey, parse_operation_key
+from phaseloom.common.ids import JobKey, OperationKey, check_name, parse_operation_key
 from phaseloom.common.messages import (
     DeploymentStatus,
     Explanation,
@@ -74,7 +74,7 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
     run
         As for `phaseloom jobs`.
     """
-    key = parse_job_key(job)
+    key = _job_key(job)
     request = JobRequest(key.job, failed=True)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.finish", request)), key, console)
 
@@ -89,9 +89,21 @@ def drain(job: str, *, run: Path | None = None, console: Console | None = None) 
     run
         As for `phaseloom jobs`.
     """
-    key = parse_job_key(job)
+    key = _job_key(job)
     request = JobRequest(key.job)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.drain", request)), key, console)
+
+
+def _job_key(text: str) -> JobKey:
+    tokens = text.split(".")
+    if len(tokens) != len(JobKey.__struct_fields__):
+        raise CallerError(
+            f"{text!r} is not <tenant>.<job>",
+            field="job",
+            remedy="name the job as `phaseloom jobs` does",
+        )
+    tenant, job = tokens
+    return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
 
 
 def _print_ending(status: JobStatus, key: JobKey, console: Console | None) -> None:

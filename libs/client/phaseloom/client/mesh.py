@@ -37,7 +37,10 @@ from phaseloom.common.messages import (
     Attached,
     Beat,
     Checkpoint,
+    CreateDeployment,
+    DeploymentRequest,
     DeploymentSpec,
+    DeploymentStatus,
     Explanation,
     Heartbeat,
     JobRequest,
@@ -58,6 +61,7 @@ _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _ENDED = frozenset({"done", "failed", "rejected"})
+_READY, _STOPPED = "ready", "stopped"
 
 
 class ClientConfig(msgspec.Struct, frozen=True):
@@ -106,6 +110,34 @@ class MeshJob(Job):
         """End the job: its models are dropped, checkpoints stay. Open operations end ABORTED."""
         await self._mesh.finish(self.name, failed=failed)
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
+
+    async def drain(self) -> None:
+        """End the job once every operation that the mesh has of it has ended; returns then.
+
+        No new ones are taken meanwhile. Await first what must not be refused.
+        """
+        await self._mesh.drain(self.name)
+        self._outbox.end(ResourceError(f"job {self.name} is drained", code=Code.ABORTED))
+
+    async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
+        """Add a deployment to this job; returns once it is up.
+
+        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why it cannot
+                start. The job goes on then, and the name is free once it is deleted.
+        """
+        status = await self._mesh.create_deployment(CreateDeployment(self.name, spec))
+        created = Deployment(self._key, spec.name, self.session, status.next_seq, self._outbox)
+        self._deployments[spec.name] = created
+        return created
+
+    async def delete_deployment(self, name: str) -> None:
+        """Drop a deployment of this job; its open operations end ABORTED.
+
+        Await them first where they matter, and submit no more to it: what comes too late is
+        refused. Weights versions of it that others hold stay.
+        """
+        await self._mesh.delete_deployment(DeploymentRequest(self.name, name))
+        self._deployments.pop(name, None)
 
     def runtime_hook(self, hook: hooks.H) -> hooks.H:
         """Have a function told of this job's progress, outcomes and phases; a decorator too."""
@@ -184,13 +216,15 @@ class Mesh:
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why it failed.
         """
         check_name(name, "name")
-        await self._submit(SubmitJob(name, JobSpec(slo=slo, deployments=list(deployments))))
-        pause_s = _FIRST_PAUSE_S
-        while (status := await self.status(name)).state != "active":
+        spec = JobSpec(slo=slo, deployments=list(deployments))
+        await self._once("job.submit", SubmitJob(name, spec))
+
+        def is_active(status: JobStatus) -> bool:
             if status.state in _ENDED:
                 raise _why_ended(status)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            return status.state == "active"
+
+        await self._until(name, is_active)
         return await self._attach(name, may_be_new=True)
 
     async def attach(self, name: str) -> MeshJob:
@@ -208,6 +242,36 @@ class Mesh:
     async def finish(self, name: str, *, failed: bool = False) -> None:
         await self._call("job.finish", JobRequest(name, failed), JobStatus)
 
+    async def drain(self, name: str) -> None:
+        """Have a job end once what is open has ended; returns then."""
+        await self._call("job.drain", JobRequest(name), JobStatus)
+        await self._until(name, lambda status: status.state in _ENDED)
+
+    async def create_deployment(self, request: CreateDeployment) -> DeploymentStatus:
+        """See `MeshJob.create_deployment`."""
+        await self._once("deployment.create", request)
+
+        def of(status: JobStatus) -> DeploymentStatus:
+            if status.state in _ENDED:
+                raise _why_ended(status)
+            found = [d for d in status.deployments if d.name == request.spec.name]
+            if not found or found[0].state == _STOPPED:
+                raise _why_ended(msgspec.structs.replace(status, deployments=found))
+            return found[0]
+
+        return of(await self._until(request.job, lambda now: of(now).state == _READY))
+
+    async def delete_deployment(self, request: DeploymentRequest) -> None:
+        await self._call("deployment.delete", request, JobStatus)
+
+    async def _until(self, name: str, is_met: Callable[[JobStatus], bool]) -> JobStatus:
+        """Ask for a job's status until it meets a condition."""
+        pause_s = _FIRST_PAUSE_S
+        while not is_met(status := await self.status(name)):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return status
+
     async def declare_phase(self, request: PhaseRequest) -> None:
         """Once: a hint that is late is worth nothing."""
         await call_api(self._client, self._tenant, "phase.declare", request, JobStatus)
@@ -223,14 +287,14 @@ class Mesh:
         for task in self._tasks:
             task.cancel()
 
-    async def _submit(self, request: SubmitJob) -> None:
-        """Once: where an answer is lost, the job that then exists already is this one."""
+    async def _once(self, call: str, request: SubmitJob | CreateDeployment) -> None:
+        """Once: where an answer is lost, what then exists already is what was asked for."""
         was_lost = False
 
         async def attempt() -> None:
             nonlocal was_lost
             try:
-                await call_api(self._client, self._tenant, "job.submit", request, JobStatus)
+                await call_api(self._client, self._tenant, call, request, JobStatus)
             except CallerError as error:
                 if not (was_lost and error.info.code is Code.ALREADY_EXISTS):
                     raise

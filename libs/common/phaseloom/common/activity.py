@@ -116,7 +116,9 @@ class Activity:
     _deployment_pools: dict[DeploymentKey, str] = field(default_factory=dict)
     _busy: dict[Device, list[Interval]] = field(default_factory=dict)
 
-    def step(self, time_s: float, event: Event) -> list[Observation]:
+    def step(  # noqa: PLR0912 - one arm an event
+        self, time_s: float, event: Event
+    ) -> list[Observation]:
         """Take one entry of the log; its time in Unix seconds."""
         ready = self._readiness.step(event)
         seen: list[Observation] = []

@@ -287,6 +287,8 @@ class SaveStateResult(Message, frozen=True):
     """Under the tenant's root: `<job>/<deployment>/<name>`."""
     weights_sha256: str
     """Over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
+    checkpoints: dict[str, str] = {}
+    """Where it carried a controller's blob: deployment → checkpoint, this one's too."""
 
 
 class LoadStateResult(Message, frozen=True):
@@ -319,6 +321,12 @@ Result = (
 def result_kind(result: Result) -> str:
     """The kind of the operation that this is the result of."""
     return _snake(type(result).__name__).removesuffix("_result")
+
+
+def checkpoints_of(completion: Completion) -> dict[str, str]:
+    """What a completed `save_state` with a controller's blob made the job's last checkpoint."""
+    result = completion.result
+    return result.checkpoints if isinstance(result, SaveStateResult) else {}
 
 
 class Outcome(StrEnum):

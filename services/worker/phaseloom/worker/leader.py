@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
@@ -49,8 +49,10 @@ from phaseloom.common.messages import (
     PublishWeightsResult,
     Result,
     SaveState,
+    SaveStateResult,
     SyncWeights,
     SyncWeightsResult,
+    checkpoints_of,
 )
 from phaseloom.common.streams import Bucket
 from phaseloom.worker.core.tokens import num_tokens
@@ -95,7 +97,6 @@ class _Ran:
     broken: Broken | None = None
     """The ranks cannot go on together."""
     num_tokens: int = 0
-    checkpoints: dict[str, str] = field(default_factory=dict)
 
 
 class _NotNow(Exception):
@@ -211,11 +212,12 @@ class Leader:
         if is_mutating:
             assert permit.operation.seq is not None
             self.executor.applied = permit.operation.seq
-        checkpoints = await self._put_checkpoint(permit, args)
+        if isinstance(args, SaveState) and args.controller_blob:
+            assert isinstance(result, SaveStateResult)
+            result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
             num_tokens=num_tokens(args, result),
-            checkpoints=checkpoints,
         )
 
     def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> Call:
@@ -287,10 +289,8 @@ class Leader:
         await self.ranks.everywhere(lambda: backend.read_weights(buffer), _share(call))
         return digest
 
-    async def _put_checkpoint(self, permit: Permit, args: object) -> dict[str, str]:
-        """With a controller's blob, make it the job's last one; before DONE says that it is."""
-        if not isinstance(args, SaveState) or not args.controller_blob:
-            return {}
+    async def _put_checkpoint(self, permit: Permit, args: SaveState) -> dict[str, str]:
+        """Make it the job's last one, before DONE says that it is."""
         key = permit.operation
         checkpoints = {**args.checkpoints, key.deployment: args.name}
         checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
@@ -381,7 +381,7 @@ class Leader:
             dirty=ran.is_dirty if ran else False,
             error=completion.error,
             num_tokens=ran.num_tokens if ran else 0,
-            checkpoints=ran.checkpoints if ran else {},
+            checkpoints=checkpoints_of(completion),
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
         with telemetry.span("complete", parent=parent, **self._attributes(permit)):
