@@ -204,7 +204,8 @@ async def test_displaced_state_is_loaded_back_when_the_incoming_rank_is_killed(
             switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 2, [OTHER]))
             await asyncio.to_thread(_wait_until_released, rank.heap)
             victim.process.kill()
-            with pytest.raises(ResourceError, match="lost during CopyIn"):
+            # Whether or not its order to copy had been sent.
+            with pytest.raises(ResourceError, match="lost"):
                 await switch
         assert rank.digest() == content
         status = await d.agent.status()

@@ -129,6 +129,19 @@ def test_plan_counts_two_ranks_on_one_device_together() -> None:
         books.plan_switch_in(A, 1, 1, [])
 
 
+def test_plan_of_an_earlier_epoch_displaces_nothing_that_came_later() -> None:
+    """An order to switch in may be lost, and come again when what it displaces runs once more."""
+    books = Residency([10])
+    a, b = add(books, A, 10), add(books, B, 10)
+    load(books, a)
+    books.plan_switch_in(A, 1, 17, [])
+    with pytest.raises(ResourceError, match=r"epoch 16 .* is over: .* at 17") as caught:
+        books.plan_switch_in(B, 1, 16, [A])
+    assert caught.value.info.code is Code.ABORTED
+    assert books.plan_switch_in(B, 1, 18, [A]).offload == a.ranks
+    assert b.ranks[0].state is State.HOST
+
+
 def test_plan_refuses_to_displace_itself_or_on_another_device() -> None:
     books = Residency([10, 10])
     a, b = add(books, A, 10), add(books, B, 10, 1)

@@ -160,7 +160,7 @@ async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
 
 
 def job_table(views: dict[str, JobStatus]) -> Table:
-    table = Table("job", "state", "deployment", "pool", "node", "worker", "open", "lives", box=None)
+    table = Table("job", "state", "deployment", "pool", "node", "worker", "lives", box=None)
     for name, status in views.items():
         rows: list[DeploymentStatus | None] = [*status.deployments] or [None]
         for index, deployment in enumerate(rows):
@@ -181,7 +181,6 @@ def _deployment_cells(deployment: DeploymentStatus | None) -> list[str]:
         deployment.pool,
         deployment.node or _UNKNOWN,
         deployment.state,
-        str(len(deployment.open_operations)),
         str(deployment.incarnation),
     ]
 

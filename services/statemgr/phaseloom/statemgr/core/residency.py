@@ -378,6 +378,12 @@ class Residency:
                     f"{other} is on device {_listed(other.devices)}, not {_listed(wpg.devices)}",
                     field="displaces",
                 )
+            if other.epoch > epoch:
+                # A command that was lost on its way and comes again, after others have followed.
+                raise ResourceError(
+                    f"epoch {epoch} of {wpg} is over: {other} was switched in at {other.epoch}",
+                    code=Code.ABORTED,
+                )
             offload += other.on_device
         load = [rank for rank in wpg.ranks if rank.state is State.HOST]
         for device in sorted({rank.device for rank in load}):
