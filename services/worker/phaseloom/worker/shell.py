@@ -371,11 +371,13 @@ class Agent:
         """Commit a seal: the copy is made now, written while the deployment runs on."""
         key = command.deployment
         try:
-            async with self._turns[key].alone(), self._state_lock:
-                # Held until the seal is written: its versions must not be released meanwhile.
+            async with self._turns[key].alone():
+                # Held until the seal is written: its versions must not be released meanwhile. Who
+                # waits for another seal keeps its own deployment waiting, and no switch.
                 await self._seal_lock.acquire()
                 try:
-                    await self._state.prepare_seal(key, command.incarnation, command.seq)
+                    async with self._state_lock:
+                        await self._state.prepare_seal(key, command.incarnation, command.seq)
                 except BaseException:
                     self._seal_lock.release()
                     raise
