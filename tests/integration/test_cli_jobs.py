@@ -7,9 +7,10 @@ import io
 import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from phaseloom.cli.jobs import explain, jobs
+from phaseloom.cli.jobs import cancel, drain, explain, jobs
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import DeploymentSpec, ModelSpec
 from phaseloom.common.errors import CallerError, Code
@@ -44,6 +45,19 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                 text = await asyncio.to_thread(explain_until_known, run, "demo.mine.policy.11")
             assert "publish_weights, queued" in text
             assert "waits for" in text
+            other = await connection.submit_job("other", [spec])
+            await other.deployment("policy").publish_weights()
+            drained = await asyncio.to_thread(shown, drain, "demo.other", run=run)
+            assert drained.strip() == "demo.other: done"
+            cancelled = await asyncio.to_thread(shown, cancel, "demo.mine", run=run)
+            assert cancelled.strip() == "demo.mine: failed"
+            done = await asyncio.to_thread(shown, explain, "demo.mine.policy.1", run=run)
+            assert done.strip() == "demo.mine.policy.1: publish_weights, completed"
+            for call in (cancel, drain):
+                with pytest.raises(CallerError, match="does not exist"):
+                    await asyncio.to_thread(shown, call, "demo.nobody", run=run)
+                with pytest.raises(CallerError, match="is not <tenant>"):
+                    call("nobody", run=run)
 
 
 def explain_until_known(run: Path, key: str) -> str:

@@ -73,7 +73,7 @@ NOOP = [
     client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
     client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
 ]
-DATUM = Datum([1, 2], [2, 3], weights=[1.0, 1.0], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+DATUM = Datum([1, 2], [2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
 ARGS: list[Args] = [
     Generate([Prompt([1, 2]), Prompt(b"\x01\0\0\0")], SamplingParams(4, stop_strings=["x"]), 2),
     Forward([DATUM]),

@@ -101,6 +101,24 @@ async def test_process_ends_in_order_when_told_to(nats_server: EmbeddedServer, b
         assert await running.wait() == 0
 
 
+async def test_process_outlasts_a_server_that_is_killed(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    async with process(nats_server) as running:
+        await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
+        await traces_until(bus, SUMS)
+        # It has a trace to append while the server takes nothing, and then is gone.
+        pid = nats_server.pid
+        assert pid is not None
+        await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
+        os.kill(pid, signal.SIGSTOP)
+        await nats_server.kill()
+        await nats_server.start()
+        await traces_until(bus, LETTERS)
+        running.send_signal(signal.SIGTERM)
+        assert await running.wait() == 0
+
+
 async def _first(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
     async for entry in bus.read_log():
         yield entry

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from grpo import deployments
+from nats.js.api import DiscardPolicy
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
@@ -25,6 +26,7 @@ from phaseloom.common.leases import renew_session, scheduler_lease_key
 from phaseloom.common.messages import (
     AdamParams,
     After,
+    CommandId,
     Completion,
     DeviceSpec,
     Event,
@@ -36,6 +38,7 @@ from phaseloom.common.messages import (
     JobSubmitted,
     ModelSpec,
     NodeUp,
+    Notice,
     Operation,
     OperationFinished,
     OperationRequest,
@@ -44,6 +47,7 @@ from phaseloom.common.messages import (
     PhaseRequest,
     Prompt,
     QueuedOperation,
+    ReleaseVersions,
     SamplingParams,
     SchedulerConfig,
     SchedulerConfigured,
@@ -53,6 +57,7 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.patience import PatientLog
 from phaseloom.common.streams import Bucket
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core
@@ -64,12 +69,12 @@ from phaseloom.scheduler.core.outputs import (
 )
 from phaseloom.scheduler.core.state import CORE_VERSION
 from phaseloom.scheduler.housekeeping import Housekeeping
-from phaseloom.scheduler.patience import PatientLog
 from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
 from tests.support.jobs import (
     TASKS,
+    TENANT,
     Wire,
     kill_rank,
     oracle,
@@ -266,13 +271,33 @@ async def test_outputs_are_stored_though_the_server_dies_under_them(
     async with asyncio.TaskGroup() as tasks:
         write = WriteCompletion(key(1), failed, "application/msgpack")
         performing = tasks.create_task(sink.perform(write, None))
-        appending = tasks.create_task(PatientLog(bus).append(SchedulerConfigured(CONFIG)))
+        appending = tasks.create_task(
+            PatientLog(bus, "scheduler").append(SchedulerConfigured(CONFIG))
+        )
         await asyncio.sleep(0)  # both are on their way
         await nats_server.kill()
         await nats_server.start()
     assert performing.done()
     assert appending.result() >= 1
     assert await bus.get_stored(streams.DONE, streams.done_subject(key(1))) is not None
+
+
+async def test_command_for_which_there_is_no_room_waits_and_people_are_told(bus: Bus) -> None:
+    full = (await bus.js.stream_info(streams.PERMITS)).config
+    full.max_msgs, full.discard = 1, DiscardPolicy.NEW
+    await bus.js.update_stream(full)
+    notices = await bus.client.subscribe(streams.event_subject("scheduler"))
+    sink = BusSink(bus, Snapshots(bus))
+    command = ReleaseVersions(CommandId(1, 0), NodeId("t0"), 1, [])
+    await sink.perform(SendCommand(command), None)
+    again = msgspec.structs.replace(command, id=CommandId(2, 0))
+    async with asyncio.TaskGroup() as tasks:
+        performing = tasks.create_task(sink.perform(SendCommand(again), None))
+        notice = decode((await notices.next_msg(timeout=20)).data, Notice)
+        assert (notice.what, performing.done()) == ("waiting for room", False)
+        await bus.js.purge_stream(streams.PERMITS)
+    stored = (await bus.js.stream_info(streams.PERMITS)).state
+    assert (stored.messages, stored.last_seq) == (1, 2)
 
 
 async def test_job_that_is_forgotten_leaves_nothing_on_the_bus(bus: Bus) -> None:
@@ -301,7 +326,7 @@ async def absent(bus: Bus, bucket: Bucket, name: str) -> bool:
 @asynccontextmanager
 async def keeping(bus: Bus) -> AsyncIterator[tuple[Housekeeping, Shell]]:
     """A scheduler's fold with one job that is active, and what watches beside it."""
-    log = PatientLog(bus)
+    log = PatientLog(bus, "scheduler")
     sink = BusSink(bus, Snapshots(bus))
     shell = Shell(Core(), log, sink, CONFIG, snapshot_every=1000)
     async with running(shell.run(), sink.run()):
@@ -391,7 +416,7 @@ async def next_of(bus: Bus, kind: type[Event]) -> Event:
 
 async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
     """The lease saves work; were it lost unnoticed, both would send the same under one id."""
-    logs = PatientLog(bus)
+    logs = PatientLog(bus, "scheduler")
     sinks = [BusSink(bus, Snapshots(bus)) for _ in range(2)]
     shells = [Shell(Core(), logs, sink, CONFIG, 1000) for sink in sinks]
     async with running(*(shell.run() for shell in shells), *(sink.run() for sink in sinks)):
@@ -498,6 +523,7 @@ async def test_life_of_jobs_and_operations_as_a_controller_sees_it(short_dir: Pa
         await policy.optim_step(AdamParams(1e-3))
         async with Wire.connected(mesh) as wire:
             await cancel_and_expiry(wire)
+            await why_of_ended(wire)
             await stale_phase(wire)
             await job.finish()
             assert await asks_no_more(wire)
@@ -523,6 +549,52 @@ async def cancel_and_expiry(wire: Wire) -> None:
         await wire.call("operation.cancel", three, Explanation)
     await wire.send("noop.policy.2", Operation("two", 1, STEP))
     assert (await wire.outcome("noop.policy.2")).outcome is Outcome.COMPLETED
+
+
+async def why_of_ended(wire: Wire) -> None:
+    for slot, state in (("3", "cancelled"), ("2", "completed")):
+        request = OperationRequest("noop", "policy", slot)
+        explained = await wire.call("operation.explain", request, Explanation)
+        assert explained.state == state
+        assert explained.waits_for == []
+    unknown = OperationRequest("noop", "policy", "99")
+    with pytest.raises(CallerError, match="is not open"):
+        await wire.call("operation.explain", unknown, Explanation)
+
+
+async def test_deployments_come_and_go_and_the_job_drains(short_dir: Path) -> None:
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, log), tenant(mesh) as controller:
+        job = await controller.submit_job("noop", NOOP)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await sampler.sync_weights(policy.publish_weights())
+        like = msgspec.structs.replace(NOOP[1], name="judge")
+        judge = await job.create_deployment(like)
+        with pytest.raises(CallerError) as exists:
+            await job.create_deployment(like)
+        assert exists.value.info.code is Code.ALREADY_EXISTS
+        await judge.generate([Prompt([1])], SamplingParams(1))
+        waiting = judge.generate([Prompt([1])], SamplingParams(1), after=[After("policy", 99)])
+        await log.until(lambda e: is_queued(e, "noop.judge.2"))
+        await job.delete_deployment("judge")
+        with pytest.raises(ResourceError) as aborted:
+            await waiting
+        assert aborted.value.info.code is Code.ABORTED
+        judge = await job.create_deployment(like)
+        again = judge.generate([Prompt([1])], SamplingParams(1))
+        await again
+        assert again.seq == 3, "it goes on behind the one before"
+        await job.delete_deployment("policy")  # the sampler holds a version of it
+        await sampler.generate([Prompt([1])], SamplingParams(1))
+        stranded = sampler.generate([Prompt([1])], SamplingParams(1), after=[After("judge", 99)])
+        await log.until(lambda e: is_queued(e, "noop.sampler.3"))
+        await job.drain()
+        with pytest.raises(CallerError, match="is draining"):
+            await stranded
+        assert (await controller.status("noop")).state == "done"
+
+
+def is_queued(event: Event, operation: str) -> bool:
+    return isinstance(event, QueuedOperation) and str(event.key) == f"{TENANT}.{operation}"
 
 
 async def stale_phase(wire: Wire) -> None:

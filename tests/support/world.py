@@ -238,6 +238,8 @@ class World:
                     self.durable_versions.discard(version)
             case StopWpg():
                 self._die(command.deployment)
+                if command.forget:
+                    self._forget(command.deployment)
                 self.later(0.05, lost(command.deployment, command.incarnation, command.node))
             case _:
                 pass
@@ -372,6 +374,15 @@ class World:
             if after_done:
                 self.done.setdefault(operation, Outcome.COMPLETED)
         self.feed(lost(key, ranks.incarnation, ranks.node))
+
+    def _forget(self, key: DeploymentKey) -> None:
+        """Its node drops all that it has of it, in memory and on disk."""
+        if key in self.ranks:
+            return  # of the same name, and newer
+        self.seals.pop(key, None)
+        for version in [v for v in self.versions if v.policy == key]:
+            del self.versions[version]
+            self.durable_versions.discard(version)
 
     def _die(self, key: DeploymentKey) -> Ranks | None:
         self._take_off(key)

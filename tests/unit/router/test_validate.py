@@ -41,14 +41,16 @@ from phaseloom.router.core import validate
 
 KEY = OperationKey("acme", "sums", "policy", "5")
 UNORDERED = OperationKey("acme", "sums", "policy", "r1")
-DATUM = Datum([1, 2], [2, 3], weights=[0.0, 1.0], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+DATUM = Datum([1, 2], [2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+WEIGHTED = Datum([1, 2], [2, 3], weights=[0.0, 1.0], logprobs=[-1.0, -2.0])
 SAMPLING = SamplingParams(max_tokens=4)
 
 SOUND: list[Args] = [
     Generate([Prompt([1]), Prompt(pack_int32s([1, 2]), seed=3)], SAMPLING, 4),
     Generate([Prompt([1])], SamplingParams(1, temperature=0.0)),
     Forward([Datum([1], [2])]),
-    *(ForwardBackward([DATUM], loss) for loss in Loss),
+    *(ForwardBackward([DATUM], loss) for loss in Loss if loss is not Loss.CROSS_ENTROPY),
+    ForwardBackward([WEIGHTED], Loss.CROSS_ENTROPY),
     ForwardBackward(
         [Datum(pack_int32s([1]), pack_int32s([2]), weights=pack_float32s([1.0]))],
         Loss.CROSS_ENTROPY,
@@ -115,6 +117,13 @@ BAD: list[tuple[Args, str]] = [
     (changed(logprobs=b"12345"), "args.batch[1].logprobs"),
     (changed(weights=[1.0]), "args.batch[1].weights"),
     (changed(weights=[1e39, -1e39]), "args.batch[1].weights"),
+    (changed(weights=[1.0, 1.0]), "args.batch[1].weights"),
+    (
+        ForwardBackward(
+            [WEIGHTED, msgspec.structs.replace(DATUM, weights=[1.0, 1.0])], Loss.CROSS_ENTROPY
+        ),
+        "args.batch[1].advantages",
+    ),
     (ForwardBackward([Datum([1], [1])], Loss.CROSS_ENTROPY), "args.batch[0].weights"),
     (ForwardBackward([Datum([1], [1])], Loss.IMPORTANCE_SAMPLING), "args.batch[0].logprobs"),
     (ForwardBackward([DATUM], Loss.PPO, clip_low=1.3, clip_high=1.2), "args.clip_low"),

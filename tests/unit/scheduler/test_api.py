@@ -8,8 +8,15 @@ import msgspec
 import pytest
 
 from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import DeploymentSpec, JobSpec, Layout, ModelSpec, SubmitJob
-from phaseloom.scheduler.api import MAX_SPEC_BYTES, check_job
+from phaseloom.common.messages import (
+    CreateDeployment,
+    DeploymentSpec,
+    JobSpec,
+    Layout,
+    ModelSpec,
+    SubmitJob,
+)
+from phaseloom.scheduler.api import MAX_SPEC_BYTES, check_deployment, check_job
 
 SOUND = DeploymentSpec("policy", "train", "fsdp", ModelSpec({}), trainable=True)
 
@@ -31,15 +38,36 @@ def spread(**axes: int) -> DeploymentSpec:
         (job(msgspec.structs.replace(SOUND, pool="a.b")), "spec.deployments[0].pool"),
         (job(spread(dp=0)), "spec.deployments[0].layout.dp"),
         (job(spread(tp=-1)), "spec.deployments[0].layout.tp"),
-        (job(spread(dp=4, ep=3)), "spec.deployments[0].layout.ep"),
+        (job(spread(tp=2)), "spec.deployments[0].layout.tp"),
+        (
+            job(SOUND, msgspec.structs.replace(spread(pp=2), name="b")),
+            "spec.deployments[1].layout.pp",
+        ),
+        (job(spread(cp=2)), "spec.deployments[0].layout.cp"),
+        (job(spread(dp=2, ep=2)), "spec.deployments[0].layout.ep"),
     ],
-    ids=["empty", "same name", "slo", "pool", "dp", "tp", "ep"],
+    ids=["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "ep"],
 )
 def test_job_that_cannot_be_is_refused_and_the_field_named(request_: SubmitJob, field: str) -> None:
     with pytest.raises(CallerError) as caught:
         check_job(request_)
     assert caught.value.info.code is Code.INVALID_ARGUMENT
     assert caught.value.info.field == field
+
+
+def test_deployment_is_checked_as_in_a_submission() -> None:
+    texts = ["x" * 100] * (MAX_SPEC_BYTES // 200)
+    large = msgspec.structs.replace(SOUND, model=ModelSpec({}, token_texts=texts))
+    refusals = (
+        (spread(tp=2), Code.INVALID_ARGUMENT, "spec.layout.tp"),
+        (msgspec.structs.replace(SOUND, name="a.b"), Code.INVALID_ARGUMENT, "spec.name"),
+        (large, Code.RESOURCE_EXHAUSTED, "spec"),
+    )
+    for spec, code, field in refusals:
+        with pytest.raises(CallerError) as caught:
+            check_deployment(CreateDeployment("a", spec), JobSpec(deployments=[large]))
+        assert (caught.value.info.code, caught.value.info.field) == (code, field)
+    check_deployment(CreateDeployment("a", large), JobSpec(deployments=[SOUND]))
 
 
 def test_job_whose_spec_is_too_large_is_refused_with_the_numbers() -> None:
@@ -66,4 +94,4 @@ def test_config_that_a_decoder_may_refuse_gets_into_no_log() -> None:
 
 def test_sound_jobs_are_taken() -> None:
     check_job(job(SOUND))
-    check_job(job(spread(dp=2, tp=2, ep=4), slo=1.5))
+    check_job(job(spread(dp=2), slo=1.5))

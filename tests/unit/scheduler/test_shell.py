@@ -10,10 +10,12 @@ from collections.abc import Callable
 import pytest
 from opentelemetry.context import Context
 
+from phaseloom.common import lifecycle
 from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import JobKey, NodeId, OperationKey
 from phaseloom.common.messages import (
     ActivationRefused,
+    JobFinished,
     JobSpec,
     JobSubmitted,
     OpenActivation,
@@ -25,7 +27,7 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
-from phaseloom.scheduler.core.outputs import Output, SendCommand
+from phaseloom.scheduler.core.outputs import DropCheckpoint, Output, SendCommand
 from phaseloom.scheduler.memory import MemoryLog, MemorySink
 from phaseloom.scheduler.shell import Shell
 from tests.support.world import CONFIG, deployment, node_up, spec
@@ -110,6 +112,26 @@ async def test_snapshot_is_taken_and_a_restart_goes_on_from_it() -> None:
     restored = Core.restore(snapshot)
     assert restored.state.sequence == sequence == 3
     assert set(restored.state.nodes) == {"t0", "r0"}
+
+
+async def test_what_would_delete_a_living_jobs_data_is_not_performed_again() -> None:
+    """The name of a job that ended is used again: its checkpoint goes, the next one's must not."""
+    harness = Harness()
+    await harness.start_job(harness.shell())
+    specs = JobSpec(deployments=[spec("policy", "train", trainable=True)])
+    await harness.log.append(JobFinished(JobKey("t", "a"), "finish"))
+    await harness.log.append(JobSubmitted(JobKey("t", "a"), specs, "again"))
+    shell = harness.shell()
+    running = asyncio.create_task(shell.run())
+    await shell.caught_up.wait()
+    await lifecycle.end([running])
+    assert any(isinstance(output, DropCheckpoint) for output in harness.sink.outputs)
+    sequence, snapshot = harness.sink.snapshots[-1]
+    assert sequence == len(harness.log.entries)
+    harness.sink.outputs.clear()
+    await harness.log.append(TimerFired("none"))
+    await harness.fold_all(harness.shell(Core.restore(snapshot)))
+    assert not any(isinstance(output, DropCheckpoint) for output in harness.sink.outputs)
 
 
 async def test_configuration_enters_the_log_once_and_at_each_change() -> None:

@@ -17,6 +17,7 @@ from phaseloom.common.bus import Bus, LogEntry
 from phaseloom.common.errors import InternalError
 from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import JobFinished
+from phaseloom.common.patience import PatientLog, until_done
 from phaseloom.common.streams import Bucket
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
@@ -29,6 +30,7 @@ MSG_ID = "Nats-Msg-Id"
 class Shell:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._log = PatientLog(bus, "profiler")
         self._profiler = Profiler()
         self._metrics = Metrics(bus)
         self._missed: dict[JobKey, Emission] = {}
@@ -37,7 +39,7 @@ class Shell:
     async def run(self) -> None:
         """Follow the log until cancelled."""
         self._metrics.register()
-        history_end = await self._bus.log_end()
+        history_end = await self._log.log_end()
         if history_end == 0:
             log.info("the decision log is empty")
         caught_up = history_end == 0
@@ -73,8 +75,11 @@ class Shell:
         if emission is None:
             return
         trace = emission.trace
-        await self._bus.append(trace, msg_id=emission.msg_id)
-        await self._bus.kv_put(Bucket.PROFILES, str(trace.job), msgspec.json.encode(trace))
+        await self._log.append(trace, msg_id=emission.msg_id)
+        view = msgspec.json.encode(trace)
+        await until_done(
+            lambda: self._bus.kv_put(Bucket.PROFILES, str(trace.job), view), "put the profile"
+        )
         # A publish that is answered in the moment of its cancellation swallows it.
         task = asyncio.current_task()
         if task is not None and task.cancelling():

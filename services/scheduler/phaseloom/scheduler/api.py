@@ -1,17 +1,35 @@
-"""The job API: jobs, phases, cancel, explain. Calls become events of the log, or read the core."""
+"""The job API: jobs, their deployments, phases, cancel, explain.
+
+Calls become events of the log, or read the core.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+import msgspec
 
 from phaseloom.common.api import ApiHandler
 from phaseloom.common.codec import encode
 from phaseloom.common.errors import CallerError, Code, session_over, to_exception
-from phaseloom.common.ids import JobKey, OperationKey, check_name, parse_operation_key
+from phaseloom.common.ids import (
+    DeploymentKey,
+    JobKey,
+    OperationKey,
+    check_name,
+    parse_operation_key,
+)
 from phaseloom.common.messages import (
     CancelRequested,
+    Completion,
+    CreateDeployment,
+    DeploymentCreated,
+    DeploymentDeleted,
+    DeploymentRequest,
     DeploymentSpec,
+    DrainRequested,
     Explanation,
     JobFinished,
     JobRequest,
@@ -31,7 +49,11 @@ from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.core.step import Step
 from phaseloom.scheduler.shell import Shell
 
+OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
+"""The stored outcome of an operation, or None where there is none."""
+
 MAX_CONFIG_DEPTH = 32
+_UNSUPPORTED_AXES = ("tp", "pp", "cp", "ep")
 MAX_SPEC_BYTES = 2**20
 """Of a job, as MessagePack: every command that starts a WPG carries a part of it."""
 
@@ -48,14 +70,7 @@ def check_job(request: SubmitJob) -> None:
         )
     for index, spec in enumerate(specs):
         _check_deployment(spec, f"spec.deployments[{index}]")
-    num_bytes = _encoded_bytes(request.spec)
-    if num_bytes > MAX_SPEC_BYTES:
-        raise CallerError(
-            f"the job's spec has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are taken",
-            code=Code.RESOURCE_EXHAUSTED,
-            field="spec",
-            remedy="leave out `token_texts` where no stop strings are given",
-        )
+    _check_size(request.spec)
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise CallerError(
@@ -68,6 +83,23 @@ def check_job(request: SubmitJob) -> None:
             f"an SLO of {request.spec.slo} is not a slowdown over running alone",
             field="spec.slo",
             remedy="give a factor of at least 1, or 0 for best effort",
+        )
+
+
+def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
+    """Args: job: what it would be added to. Raises: CallerError: names the field that is wrong."""
+    _check_deployment(request.spec, "spec")
+    _check_size(msgspec.structs.replace(job, deployments=[*job.deployments, request.spec]))
+
+
+def _check_size(spec: JobSpec) -> None:
+    num_bytes = _encoded_bytes(spec)
+    if num_bytes > MAX_SPEC_BYTES:
+        raise CallerError(
+            f"the job's spec has {num_bytes} bytes, at most {MAX_SPEC_BYTES} are taken",
+            code=Code.RESOURCE_EXHAUSTED,
+            field="spec",
+            remedy="leave out `token_texts` where no stop strings are given",
         )
 
 
@@ -114,16 +146,16 @@ def _check_layout(layout: Layout, field: str) -> None:
                 field=f"{field}.{axis}",
                 remedy="use 1 where the model is not split this way",
             )
-    num_holders = layout.dp * layout.cp * layout.tp
-    if num_holders % layout.ep:
-        raise CallerError(
-            f"ep = {layout.ep} does not divide dp * cp * tp = {num_holders}",
-            field=f"{field}.ep",
-            remedy="spread the experts over a divisor of it",
-        )
+    for axis in _UNSUPPORTED_AXES:
+        if getattr(layout, axis) > 1:
+            raise CallerError(
+                f"{axis} = {getattr(layout, axis)}: no backend splits a model this way",
+                field=f"{field}.{axis}",
+                remedy="use 1, and spread the model over `dp` ranks",
+            )
 
 
-def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
+def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHandler]]:
     """The endpoints of `serve_api`."""
 
     async def submit(tenant: str, request: SubmitJob) -> JobStatus:
@@ -136,6 +168,25 @@ def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
         id = uuid.uuid4().hex
         event = JobFinished(JobKey(tenant, request.job), id, failed=request.failed)
         return await shell.request(event, id)
+
+    async def drain(tenant: str, request: JobRequest) -> JobStatus:
+        check_name(request.job, "job")
+        id = uuid.uuid4().hex
+        return await shell.request(DrainRequested(JobKey(tenant, request.job), id), id)
+
+    async def create(tenant: str, request: CreateDeployment) -> JobStatus:
+        check_name(request.job, "job")
+        job = _job(shell, JobKey(tenant, request.job))
+        check_deployment(request, job.spec)
+        id = uuid.uuid4().hex
+        return await shell.request(DeploymentCreated(job.key, request.spec, id), id)
+
+    async def delete(tenant: str, request: DeploymentRequest) -> JobStatus:
+        check_name(request.job, "job")
+        check_name(request.deployment, "deployment")
+        id = uuid.uuid4().hex
+        key = DeploymentKey(tenant, request.job, request.deployment)
+        return await shell.request(DeploymentDeleted(key, id), id)
 
     async def status(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
@@ -157,13 +208,18 @@ def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
         key = _key(tenant, request)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
-        if deployment is None:
-            what = f"deployment {key.deployment_key} does not exist"
-            raise CallerError(what, code=Code.NOT_FOUND, field="deployment")
-        op = deployment.open_operation(key)
-        if op is None:
+        op = deployment.open_operation(key) if deployment else None
+        if deployment is not None and op is not None and not op.has_ended:
+            return explain.explain(step, deployment, op)
+        completion = await outcome_of(key)
+        if completion is not None:
+            return explain.ended(key, op, completion)
+        if deployment is not None:
             raise to_exception(explain.not_open(deployment, key))
-        return explain.explain(step, deployment, op)
+        what = f"deployment {key.deployment_key} does not exist"
+        raise CallerError(
+            what, code=Code.NOT_FOUND, field="deployment", remedy="see `phaseloom jobs`"
+        )
 
     async def usage(tenant: str, _: UsageRequest) -> Usage:
         state = shell.core.state
@@ -174,6 +230,9 @@ def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
         "tenant.usage": (UsageRequest, usage),
         "job.submit": (SubmitJob, submit),
         "job.finish": (JobRequest, finish),
+        "job.drain": (JobRequest, drain),
+        "deployment.create": (CreateDeployment, create),
+        "deployment.delete": (DeploymentRequest, delete),
         "job.status": (JobRequest, status),
         "phase.declare": (PhaseRequest, declare),
         "operation.cancel": (OperationRequest, cancel),
@@ -182,9 +241,9 @@ def job_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
 
 def _now(shell: Shell) -> Step:
-    """The core's state as it stands, to be read only."""
+    """The core's state as it stands, and the time: to be read only."""
     state = shell.core.state
-    return Step(state, state.sequence, state.now_s)
+    return Step(state, state.sequence, shell.now_s())
 
 
 def _job(shell: Shell, key: JobKey) -> Job:

@@ -20,10 +20,10 @@ from phaseloom.common.errors import CallerError
 from phaseloom.common.ids import JobKey, parse_operation_key
 from phaseloom.common.leases import node_lease_key, session_lease_key
 from phaseloom.common.messages import NodeLost, SessionLost, SessionOpened
+from phaseloom.common.patience import PatientLog, until_done
 from phaseloom.common.streams import Bucket
 from phaseloom.scheduler.core import seals
 from phaseloom.scheduler.core.state import JOB_ENDED, Job
-from phaseloom.scheduler.patience import PatientLog, until_done
 from phaseloom.scheduler.shell import Shell
 
 log = logging.getLogger(__name__)

@@ -15,18 +15,20 @@ import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from phaseloom.common import config, lifecycle
+from phaseloom.common import config, lifecycle, streams
 from phaseloom.common.api import serve_api
 from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.codec import content_type_of, decode
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import OperationKey
 from phaseloom.common.leases import Lease, scheduler_lease_key
-from phaseloom.common.messages import SchedulerConfig
-from phaseloom.scheduler.api import job_api
+from phaseloom.common.messages import Completion, SchedulerConfig
+from phaseloom.common.patience import PatientLog
+from phaseloom.scheduler.api import OutcomeOf, job_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
-from phaseloom.scheduler.patience import PatientLog
 from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
@@ -139,7 +141,7 @@ async def _lead(bus: Bus, settings: Config, lease: Lease, stop: asyncio.Event) -
     snapshots = Snapshots(bus)
     core = await _restored(bus, snapshots)
     sink = BusSink(bus, snapshots)
-    decisions = PatientLog(bus)
+    decisions = PatientLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
     Gauges(core, bus).register()
     keeping = Housekeeping(bus, decisions, shell)
@@ -201,8 +203,19 @@ def _policy(settings: Config) -> SchedulerConfig:
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
-    await serve_api(bus, "scheduler", job_api(shell))
+    await serve_api(bus, "scheduler", job_api(shell, _outcomes(bus)))
     log.info("scheduling from log sequence %d on", shell.core.state.sequence)
+
+
+def _outcomes(bus: Bus) -> OutcomeOf:
+    async def outcome_of(key: OperationKey) -> Completion | None:
+        stored = await bus.get_stored(streams.DONE, streams.done_subject(key))
+        if stored is None:
+            return None
+        completion: Completion = decode(stored.payload, Completion, content_type_of(stored.headers))
+        return completion
+
+    return outcome_of
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """The scheduler's shell: read the log, call the core, perform its outputs in order.
 
 Everything an output does is idempotent, so that a restart may perform again what it is not sure of.
-An entry's outputs are stored before the next entry is taken; a snapshot therefore never runs ahead
-of its commands.
+An entry's outputs are stored before the next entry is taken, but for those that are nothing beside
+permits: so many of these may be on their way to the server at once, since no two of them depend on
+each other's place. A snapshot is taken when everything before it is stored, and never runs ahead of
+its commands.
 """
 
 from __future__ import annotations
@@ -33,9 +35,21 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Answer, Output, SendCommand, SetTimer, WriteCompletion
+from phaseloom.scheduler.core.outputs import (
+    Answer,
+    DeleteOperations,
+    DropCheckpoint,
+    ForgetJob,
+    Output,
+    SendCommand,
+    SetTimer,
+    WriteCompletion,
+)
 
 log = logging.getLogger(__name__)
+
+MAX_STORING = 64
+"""Permits on their way to the server at once."""
 
 
 class DecisionLog(Protocol):
@@ -81,6 +95,10 @@ class Shell:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._busy = asyncio.Lock()
         """Held while an entry is taken: between two, all commands up to it are stored."""
+        self._tasks: asyncio.TaskGroup | None = None
+        """Of a shell that runs."""
+        self._storing: set[asyncio.Task[None]] = set()
+        """Permits on their way to the server."""
         self._traces: dict[str, tuple[Context, float]] = {}
         """Of open operations: trace context, and when it was queued."""
 
@@ -88,12 +106,18 @@ class Shell:
         for timer, due_s in self.core.state.timers.items():
             heapq.heappush(self._timers, (due_s, timer))
         async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
             tasks.create_task(self._fold())
             tasks.create_task(self._fire_timers())
 
     async def rest(self) -> None:
         """Take no entry any more; returns once what was in hand is performed."""
         await self._busy.acquire()
+        await self._all_stored()
+
+    def now_s(self) -> float:
+        """As the log would date an entry now, by what is known of its clock."""
+        return max(self.core.state.now_s, time.time() - self._ahead_s)
 
     async def append(self, event: Event) -> None:
         """Append an event that nobody waits for."""
@@ -136,9 +160,10 @@ class Shell:
         since_snapshot = 0
         async for entry in self._log.read_log(self.core.state.sequence + 1):
             async with self._busy:
-                await self.take(entry)
+                outputs = await self.take(entry)
                 since_snapshot += 1
-                if since_snapshot >= self._snapshot_every:
+                if since_snapshot >= self._snapshot_every or _is_once(outputs):
+                    await self._all_stored()
                     await self._sink.save(self.core.state.sequence, self.core.snapshot())
                     since_snapshot = 0
             if entry.sequence >= backlog_end and not self.caught_up.is_set():
@@ -150,8 +175,8 @@ class Shell:
             await self._log.append(SchedulerConfigured(self._config))
         self.caught_up.set()
 
-    async def take(self, entry: LogEntry) -> None:
-        """Fold one entry and perform what comes of it."""
+    async def take(self, entry: LogEntry) -> list[Output]:
+        """Fold one entry and perform what comes of it, which is returned."""
         self._note_trace(entry)
         began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
@@ -160,10 +185,7 @@ class Shell:
             self._note_clock(entry.event, entry.time_s)
         permit = _permit_in(outputs)
         context = self._trace_permit(permit, entry) if permit else None
-        if len(outputs) == 1:  # mostly: a permit, which needs no task of its own
-            await self._perform(outputs[0], context)
-        else:
-            await asyncio.gather(*(self._perform(output, context) for output in outputs))
+        await self._perform_all(outputs, context)
         if permit:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
@@ -173,6 +195,26 @@ class Shell:
         for output in outputs:
             if isinstance(output, WriteCompletion):
                 self._traces.pop(str(output.key), None)
+        return outputs
+
+    async def _perform_all(self, outputs: list[Output], context: Context | None) -> None:
+        may_overlap = all(
+            isinstance(o, DeleteOperations | SetTimer) or _is_permit(o) for o in outputs
+        )
+        if self._tasks is None or not may_overlap:
+            await self._all_stored()
+            await asyncio.gather(*(self._perform(output, context) for output in outputs))
+            return
+        for output in outputs:
+            while len(self._storing) >= MAX_STORING:
+                await asyncio.wait(self._storing, return_when=asyncio.FIRST_COMPLETED)
+            task = self._tasks.create_task(self._perform(output, context))
+            self._storing.add(task)
+            task.add_done_callback(self._storing.discard)
+
+    async def _all_stored(self) -> None:
+        while self._storing:
+            await asyncio.wait(self._storing)
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
@@ -237,6 +279,16 @@ class Shell:
 
     def _queued(self, permit: Permit, entry: LogEntry) -> tuple[Context | None, float]:
         return self._traces.get(str(permit.operation), (None, entry.time_s))
+
+
+def _is_once(outputs: list[Output]) -> bool:
+    """Whether one of them, performed again, would delete what a job that lives has stored since
+    under the same name. A snapshot keeps a restart from that."""
+    return any(isinstance(output, DropCheckpoint | ForgetJob) for output in outputs)
+
+
+def _is_permit(output: Output) -> bool:
+    return isinstance(output, SendCommand) and isinstance(output.command, Permit)
 
 
 def _permit_in(outputs: list[Output]) -> Permit | None:

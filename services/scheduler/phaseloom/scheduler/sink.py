@@ -16,7 +16,8 @@ from phaseloom.common import streams, telemetry
 from phaseloom.common.bus import AlreadyStored, Bus
 from phaseloom.common.codec import content_type_of, decode, encode
 from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Completion, OperationFinished
+from phaseloom.common.messages import Completion, OperationFinished, checkpoints_of
+from phaseloom.common.patience import until_done
 from phaseloom.common.streams import Bucket
 from phaseloom.scheduler.core.outputs import (
     DeleteOperations,
@@ -29,8 +30,9 @@ from phaseloom.scheduler.core.outputs import (
     Tell,
     WriteCompletion,
 )
-from phaseloom.scheduler.patience import until_done
 from phaseloom.scheduler.snapshots import Snapshots
+
+_DELETIONS_AT_ONCE = 8
 
 
 class BusSink:
@@ -41,12 +43,22 @@ class BusSink:
 
     async def run(self) -> None:
         """Deletes in the background: nothing waits for it, and it may be done twice."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_DELETIONS_AT_ONCE):
+                group.create_task(self._keep_deleting())
+
+    async def _keep_deleting(self) -> None:
         while True:
             await self._delete_now(*await self._deletions.get())
             self._deletions.task_done()
 
     async def perform(self, output: Output, context: Context | None) -> None:
-        await until_done(lambda: self._perform(output, context), type(output).__name__)
+        what = type(output).__name__
+
+        async def tell_full(reason: str) -> None:
+            await self._bus.notice("scheduler", "waiting for room", reason, what)
+
+        await until_done(lambda: self._perform(output, context), what, tell_full=tell_full)
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
@@ -106,6 +118,7 @@ class BusSink:
             started_unix_s=time.time(),
             duration_s=0.0,
             error=done.error,
+            checkpoints=checkpoints_of(done),
         )
         await self._bus.append(event, msg_id=f"settled:{key}")
 

@@ -16,8 +16,8 @@ from phaseloom.common import streams
 from phaseloom.common.bus import Bus, Conflict
 from phaseloom.common.codec import decode, encode
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.patience import until_done
 from phaseloom.common.streams import Bucket
-from phaseloom.scheduler.patience import until_done
 
 MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2

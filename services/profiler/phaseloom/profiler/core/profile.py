@@ -25,6 +25,7 @@ from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.intervals import Interval, merge, subtract
 from phaseloom.common.messages import (
     ActivationOpened,
+    DeploymentCreated,
     Event,
     JobFinished,
     JobSubmitted,
@@ -144,6 +145,8 @@ class Profiler:
                 self._locate(event.deployment, event.node)
             case OperationFinished() if not event.replay:
                 emission = self._finish(sequence, time_s, event, ready)
+            case DeploymentCreated(job=job, spec=spec):
+                self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case JobFinished(job=job):
                 self._forget(job)
         for key in ready:

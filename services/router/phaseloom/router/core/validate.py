@@ -170,6 +170,7 @@ def _check_args(key: OperationKey, args: Args, content_type: str) -> None:
             _check_scored_size(args.batch, content_type)
         case ForwardBackward():
             _check_batch(args.batch, _LOSS_ARRAYS[args.loss])
+            _check_unused(args)
             _check_clip(args)
         case OptimStep():
             _check_adam(args.adam)
@@ -263,6 +264,20 @@ def _check_batch(batch: list[Datum], needed: tuple[str, ...]) -> None:
         raise CallerError("the batch is empty", field="args.batch", remedy="give at least one")
     for i, datum in enumerate(batch):
         _check_datum(datum, needed, f"args.batch[{i}]")
+
+
+def _check_unused(args: ForwardBackward) -> None:
+    """A factor that the loss does not look at was meant to do something."""
+    unused, used = ("weights", "advantages")
+    if args.loss is Loss.CROSS_ENTROPY:
+        unused, used = used, unused
+    for i, datum in enumerate(args.batch):
+        if getattr(datum, unused) is not None:
+            raise CallerError(
+                f"the loss {args.loss} does not use {unused}",
+                field=f"args.batch[{i}].{unused}",
+                remedy=f"leave it out, or multiply it into {used}",
+            )
 
 
 def _check_datum(datum: Datum, needed: tuple[str, ...], field: str) -> None:

@@ -19,6 +19,9 @@ from phaseloom.common.messages import (
     ActivationOpened,
     ActivationRefused,
     CancelRequested,
+    DeploymentCreated,
+    DeploymentDeleted,
+    DrainRequested,
     Event,
     JobFinished,
     JobSubmitted,
@@ -56,12 +59,15 @@ from phaseloom.scheduler.core.state import (
     OpState,
     Snapshot,
     State,
+    WpgState,
 )
 from phaseloom.scheduler.core.step import Step
 
 REFUSAL_PAUSE_S = 0.5
 """Before an activation that was refused is tried again."""
 MAX_REFUSALS = 3
+_FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
+"""Codes of refused switch-ins that will be refused again."""
 RETRY_PAUSE_S = 0.5
 """Before an operation whose permit came back unused is permitted again."""
 
@@ -136,7 +142,7 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
         case OperationFinished():
             outcomes.finish(step, event)
         case ActivationOpened():
-            step.state.switch_s[str(event.deployment)] = (event.offload_s, event.load_s)
+            _note_switch(step, event)
         case ActivationRefused():
             _refused(step, event)
         case PermitReturned():
@@ -151,6 +157,12 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
             jobs.submit(step, event)
         case JobFinished():
             jobs.finish(step, event)
+        case DrainRequested():
+            jobs.drain(step, event)
+        case DeploymentCreated():
+            jobs.create_deployment(step, event)
+        case DeploymentDeleted():
+            jobs.delete_deployment(step, event)
         case NodeUp():
             wpgs.node_up(step, event)
         case NodeLost():
@@ -186,13 +198,18 @@ def _timer(step: Step, event: TimerFired) -> None:
             step.dirty.add((node, int(device)))
 
 
+def _note_switch(step: Step, event: ActivationOpened) -> None:
+    deployment = step.deployment(event.deployment)
+    if deployment is not None and deployment.state is not WpgState.STOPPED:
+        step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
+
+
 def _refused(step: Step, event: ActivationRefused) -> None:
     ops = dispatch.refused(step, event.deployment, event.epoch)
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
     step.tell("activation refused", event.error.message, deployment.name)
-    step.dirty -= {(event.node, device) for device in deployment.devices}
     for op in ops:
         if op.state is not OpState.PERMITTED:
             continue
@@ -202,6 +219,11 @@ def _refused(step: Step, event: ActivationRefused) -> None:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
         else:
             operations.end_unwanted(step, deployment, op)
+    if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+        deployment.refusals += 1
+        if deployment.refusals >= MAX_REFUSALS:
+            job = str(deployment.key.job_key)
+            step.doomed[job] = _given_up(event.error, deployment.refusals)
     deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
     step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
 

@@ -189,10 +189,8 @@ def _sources(step: Step, op: Op) -> list[str]:
     """Where the weights version of a `sync_weights` is: at the node of its policy."""
     if op.version is None:
         return []
-    policy = step.deployment(op.version.policy)
-    if policy is None or policy.node is None:
-        return []
-    return [step.node_of(policy).state_endpoint]
+    node = seals.node_of(step, op.version)
+    return [] if node is None else [step.node(node).state_endpoint]
 
 
 def _seal_idle(step: Step, device: Device) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import Explanation
+from phaseloom.common.messages import Completion, Explanation, result_kind
 from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.state import Deployment, JobState, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
@@ -26,6 +26,15 @@ def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
         why for c, why in queue.queue_of(step, deployment) if c.deployment == deployment.name
     ]
     return Explanation(op.key, op.kind, op.state, waits_for, place, start_s, "; ".join(reasons))
+
+
+def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
+    """How it ended. Args: op: where it keeps its place on the books."""
+    kind = op.kind if op is not None else ""
+    if completion.result is not None:
+        kind = kind or result_kind(completion.result)
+    error = completion.error
+    return Explanation(key, kind, completion.outcome, why=error.message if error else "")
 
 
 def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:

@@ -32,7 +32,8 @@ OVERDUE = 1.5
 
 
 def is_quantum_over(step: Step, since_s: float) -> bool:
-    return step.now_s - since_s >= step.config.quantum_s
+    # As its timer is set: a difference of the two may round to less.
+    return step.now_s >= since_s + step.config.quantum_s
 
 
 def held_until_s(step: Step, device: Device) -> float:

@@ -5,19 +5,29 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import (
+    DeploymentCreated,
+    DeploymentDeleted,
     DeploymentStatus,
+    DrainRequested,
     JobFinished,
     JobStatus,
     JobSubmitted,
     ModelSpec,
-    ReleaseVersions,
 )
-from phaseloom.scheduler.core import operations, outputs, placement, rollback, seals, wpgs
+from phaseloom.scheduler.core import (
+    deployments,
+    draining,
+    operations,
+    outputs,
+    places,
+    rollback,
+    seals,
+    wpgs,
+)
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
-    Deployment,
     Job,
     JobState,
     Node,
@@ -52,16 +62,7 @@ def submit(step: Step, event: JobSubmitted) -> None:
     step.state.jobs[name] = job
     step.changed_jobs.add(name)
     for spec in event.spec.deployments:
-        key = DeploymentKey(event.job.tenant, event.job.job, spec.name)
-        last_seq = job.last_seqs.get(spec.name, 0)
-        step.state.deployments[str(key)] = Deployment(
-            key=key,
-            spec=spec,
-            incarnation=job.incarnations.get(spec.name, 0),
-            next_seq=last_seq + 1,
-            applied=last_seq,
-            origin_seq=last_seq,
-        )
+        deployments.add(step, job, spec)
     step.state.waiting_jobs.append(name)
     _try_place(step, job)
     step.emit(outputs.Answer(event.request, status=status(step, job)))
@@ -78,10 +79,6 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
         job.last_seqs[name] = max(deployment.last_seq, job.last_seqs.get(name, 0))
         job.incarnations[name] = deployment.incarnation + 1
         del step.state.deployments[deployment.name]
-    for spec in job.spec.deployments:
-        key = str(DeploymentKey(job.key.tenant, job.key.job, spec.name))
-        for stopping in step.state.stopping.values():
-            stopping.pop(key, None)  # the next seal replaces what is left of the old ones
     step.emit(outputs.DropCheckpoint(job.key))
 
 
@@ -90,11 +87,10 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
     job = step.state.jobs.get(name)
     if job is None or job.submitted_sequence != submitted_sequence:
         return
-    deployments = step.deployments_of(job.key)
-    for deployment in deployments:
+    names = {*job.last_seqs, *(spec.name for spec in job.spec.deployments)}
+    for deployment in step.deployments_of(job.key):
         del step.state.deployments[deployment.name]
     del step.state.jobs[name]
-    names = {*job.last_seqs, *(d.key.deployment for d in deployments)}
     step.emit(outputs.ForgetJob(job.key, sorted(names)))
 
 
@@ -105,61 +101,38 @@ def _place_waiting(step: Step) -> None:
 
 
 def _try_place(step: Step, job: Job) -> None:
-    policy = placement.POLICIES[step.config.placement]
     chosen: dict[str, Node] = {}
     for pool in sorted({spec.pool for spec in job.spec.deployments}):
-        of_pool = [n for n in step.state.nodes.values() if n.pool == pool]
         num_devices = max(s.layout.num_ranks for s in job.spec.deployments if s.pool == pool)
-        nodes = [n for n in of_pool if n.is_up and len(n.devices) >= num_devices]
-        most = max((len(n.devices) for n in of_pool), default=num_devices)
-        if most < num_devices:
-            _fail(step, job, _too_few_devices(pool, num_devices, most))
+        error = places.too_small(step, pool, num_devices)
+        if error is not None:
+            _fail(step, job, error)
             return
+        nodes = places.usable(step, pool, num_devices)
         if not nodes:
             _wait_for_pool(step, job, pool)
             return
-        views = [placement.NodeView(n.node, _num_jobs(step, n)) for n in nodes]
-        node = policy(sorted(views, key=lambda view: view.node))
+        node = places.choose(step, nodes)
         if node is None:
             return
-        chosen[pool] = step.state.nodes[node.node]
+        chosen[pool] = node
     step.move_job(job, JobState.PLACED)
     step.state.waiting_jobs.remove(str(job.key))
     job.error = None
     for deployment in step.deployments_of(job.key):
-        host = chosen[deployment.spec.pool]
-        by_load = sorted(range(len(host.devices)), key=lambda i: (len(host.devices[i].placed), i))
-        wpgs.place(step, deployment, host.node, sorted(by_load[: deployment.spec.layout.num_ranks]))
-
-
-def _too_few_devices(pool: str, num_devices: int, most: int) -> ErrorInfo:
-    return ErrorInfo(
-        Code.RESOURCE_EXHAUSTED,
-        f"a deployment of it takes {num_devices} devices of one node of pool {pool!r}, "
-        f"where no node has more than {most}",
-        field="spec.deployments",
-        remedy=f"lay it out over at most {most} ranks, or start a node with {num_devices} devices",
-    )
+        places.put(step, deployment, chosen[deployment.spec.pool])
 
 
 def _wait_for_pool(step: Step, job: Job, pool: str) -> None:
-    known = sorted({node.pool for node in step.state.nodes.values()})
-    is_known = pool in known
-    what = "every node of it is down" if is_known else "no node has ever declared it"
     error = ErrorInfo(
         Code.UNAVAILABLE,
-        f"the job waits for pool {pool!r}: {what}",
+        f"the job waits for pool {pool!r}: {places.why_none(step, pool)}",
         field="spec.deployments",
-        remedy=f"start a node of it, or finish the job; known pools: {', '.join(known) or 'none'}",
+        remedy=f"start a node of it, or finish the job; known pools: {places.known_pools(step)}",
     )
     if job.error != error:
         job.error = error
         step.changed_jobs.add(str(job.key))
-
-
-def _num_jobs(step: Step, node: Node) -> int:
-    names = [name for device in node.devices for name in device.placed]
-    return len({step.state.deployments[name].key.job_key for name in names})
 
 
 def settle(step: Step) -> None:
@@ -172,9 +145,13 @@ def settle(step: Step) -> None:
             step.doomed.setdefault(name, step.unrecoverable[name])
     for name in sorted(step.doomed):
         _fail(step, step.state.jobs[name], step.doomed[name])
+    for name in sorted(step.stillborn):
+        deployments.end_alone(step, name, step.stillborn[name])
     for name in sorted(step.changed_jobs):
         job = step.state.jobs[name]
-        ready = all(d.state is WpgState.READY for d in step.deployments_of(job.key))
+        _end_drained(step, job)
+        up_or_gone = (WpgState.READY, WpgState.STOPPED)
+        ready = all(d.state in up_or_gone for d in step.deployments_of(job.key))
         if job.state is JobState.PLACED and ready:
             step.move_job(job, JobState.ACTIVE)
         has_new_session = job.session > job.ended_session
@@ -186,17 +163,74 @@ def settle(step: Step) -> None:
 
 
 def finish(step: Step, event: JobFinished) -> None:
-    name = str(event.job)
-    job = step.state.jobs.get(name)
-    if job is None:
-        error = ErrorInfo(Code.NOT_FOUND, f"job {name} does not exist", field="job")
-        step.emit(outputs.Answer(event.request, error=error))
-        return
-    if job.state not in JOB_ENDED:
+    job = step.state.jobs.get(str(event.job))
+    if job is not None and job.state not in JOB_ENDED:
         job.error = None
-        reason = "the controller gave up" if event.failed else "the controller finished"
+        reason = "it was given up" if event.failed else "the controller finished"
         _end(step, job, JobState.FAILED if event.failed else JobState.DONE, reason)
-    step.emit(outputs.Answer(event.request, status=status(step, job)))
+    _answer(step, event.request, job or event.job)
+
+
+def drain(step: Step, event: DrainRequested) -> None:
+    job = step.state.jobs.get(str(event.job))
+    error = None
+    if job is not None and job.state not in JOB_ENDED:
+        error = draining.begin(step, job)
+        _end_drained(step, job)
+    _answer(step, event.request, job or event.job, error)
+
+
+def _end_drained(step: Step, job: Job) -> None:
+    if job.state is JobState.DRAINING and draining.is_done(step, job):
+        job.error = None
+        _end(step, job, JobState.DONE, "it was drained")
+
+
+def create_deployment(step: Step, event: DeploymentCreated) -> None:
+    job = step.state.jobs.get(str(event.job))
+    error = None
+    if job is not None:
+        error = _closed(job) or deployments.create(step, job, event.spec)
+        if job.state is JobState.SUBMITTED:
+            _try_place(step, job)
+    _answer(step, event.request, job or event.job, error)
+
+
+def delete_deployment(step: Step, event: DeploymentDeleted) -> None:
+    key = event.deployment
+    job = step.state.jobs.get(str(key.job_key))
+    error = None
+    if job is not None:
+        error = _ended(job) or deployments.delete(step, job, key.deployment)
+    _answer(step, event.request, job or key.job_key, error)
+
+
+def _closed(job: Job) -> ErrorInfo | None:
+    if job.state is JobState.DRAINING:
+        return operations.draining(job)
+    return _ended(job)
+
+
+def _ended(job: Job) -> ErrorInfo | None:
+    if job.state not in JOB_ENDED:
+        return None
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"job {job.key} has ended",
+        field="job",
+        remedy="submit a new job",
+    )
+
+
+def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None = None) -> None:
+    """Args: job: its key where it does not exist."""
+    if isinstance(job, JobKey):
+        what = f"job {job} does not exist"
+        error = ErrorInfo(Code.NOT_FOUND, what, field="job", remedy="see `phaseloom jobs`")
+    if error is not None or isinstance(job, JobKey):
+        step.emit(outputs.Answer(request, error=error))
+    else:
+        step.emit(outputs.Answer(request, status=status(step, job)))
 
 
 def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
@@ -214,37 +248,18 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
     step.move_job(job, state)
     step.tell(f"job {state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
-    nodes = wpgs.nodes_of(step, job.key)
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
-        _forget(step, deployment)
-    if job.published:
-        for node in nodes:
-            step.send(ReleaseVersions, node, versions=job.published)
-        job.published = []
+        deployments.close_books(step, deployment)
+    seals.release_all(step, job)
     step.state.traces.pop(str(job.key), None)
+    operations.forget_waiters(step, job.key)
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
     job.spec = replace(job.spec, deployments=lean)
     kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)
     step.set_timer(f"forget/{job.key}/{job.submitted_sequence}", step.now_s + kept_s)
     step.has_new_room = True
-
-
-def _forget(step: Step, deployment: Deployment) -> None:
-    """What an ended job leaves on the books is small, whatever it was."""
-    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
-    for seq in deployment.operations:
-        step.state.waiters.pop(f"{deployment.name}.{seq}", None)
-    job = step.job(deployment.key.job_key)
-    job.last_seqs[deployment.key.deployment] = deployment.last_seq
-    deployment.operations = {}
-    deployment.history = []
-    deployment.not_completed = []
-    deployment.missing_gradients = []
-    deployment.queued_syncs = {}
-    deployment.spec = replace(deployment.spec, model=ModelSpec({}))
-    step.state.switch_s.pop(deployment.name, None)
 
 
 def status(step: Step, job: Job) -> JobStatus:

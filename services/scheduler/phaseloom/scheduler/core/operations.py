@@ -13,7 +13,7 @@ have taken effect: what is stored as its outcome decides, and is looked up befor
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo, session_over
-from phaseloom.common.ids import DeploymentKey, OperationKey, parse_operation_key
+from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
 from phaseloom.common.messages import (
     Completion,
     Outcome,
@@ -24,8 +24,10 @@ from phaseloom.scheduler.core.state import (
     JOB_ENDED,
     Deployment,
     Job,
+    JobState,
     Op,
     OpState,
+    WpgState,
 )
 from phaseloom.scheduler.core.step import Step
 
@@ -64,7 +66,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         expires_s=step.now_s + event.timeout_s if event.timeout_s > 0 else 0.0,
         num_bytes=event.num_bytes,
     )
-    error = event.error or _refusal(step, deployment, event)
+    error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
     if seq is None:
         deployment.unordered[event.key.slot] = op
     else:
@@ -96,18 +98,26 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
 
 
-def _refusal(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
+def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
     """Why an operation that its router found sound cannot be taken."""
     job = step.job(event.key.job_key)
     if job.state in JOB_ENDED:
         return ErrorInfo(
             Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"
         )
+    if job.state is JobState.DRAINING:
+        return draining(job)
+    if deployment.state is WpgState.STOPPED:
+        return _could_not_start(deployment)
     if event.session <= job.ended_session:
         return over_since_roll_back(job, event.session)
     if event.session < job.session:
         # A router may not know of a session yet that another gave out: here the log's order counts.
         return session_over(event.session, job.session)
+    return None
+
+
+def _too_many(step: Step, deployment: Deployment) -> ErrorInfo | None:
     num_open = len(deployment.operations) + len(deployment.unordered)
     if num_open >= step.config.max_open_operations:
         return ErrorInfo(
@@ -117,6 +127,23 @@ def _refusal(step: Step, deployment: Deployment, event: QueuedOperation) -> Erro
             details={"retry_after_s": str(RETRY_AFTER_S)},
         )
     return None
+
+
+def draining(job: Job) -> ErrorInfo:
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"job {job.key}: the job is draining",
+        remedy="submit a new job for what is to come",
+    )
+
+
+def _could_not_start(deployment: Deployment) -> ErrorInfo:
+    reason = deployment.error.message if deployment.error else "it was stopped"
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"deployment {deployment.key} could not start: {reason}",
+        remedy="delete it, and create it anew",
+    )
 
 
 def over_since_roll_back(job: Job, session: int) -> ErrorInfo:
@@ -144,6 +171,11 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
         )
     )
     step.emit(outputs.DeleteOperations([event.key]))
+    job = step.state.jobs.get(str(event.key.job_key))
+    name, seq = event.key.deployment, event.key.seq
+    if job is not None and name in job.last_seqs and seq is not None:
+        # Of a deleted deployment: one of the same name must not be given this outcome for its own.
+        job.last_seqs[name] = max(seq, job.last_seqs[name])
 
 
 def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
@@ -159,7 +191,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if after.seq in other.not_completed:
+        if after.seq in other.not_completed or after.seq < other.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -245,6 +277,9 @@ def _expiry_timer(key: OperationKey) -> str:
 def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the books and wake whoever waited for it."""
     seq = op.key.seq
+    job = step.job(op.key.job_key)
+    if job.state is JobState.DRAINING:
+        step.changed_jobs.add(str(job.key))  # this may have been the last
     if op.expires_s:
         step.state.timers.pop(_expiry_timer(op.key), None)
     if completed:
@@ -286,6 +321,13 @@ def wake_all(step: Step) -> None:
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
         step.touch(deployment)
+
+
+def forget_waiters(step: Step, job: JobKey) -> None:
+    """Of an ended job, who waited for what was never published."""
+    prefix = f"{job}."
+    for key in [key for key in step.state.waiters if key.startswith(prefix)]:
+        del step.state.waiters[key]
 
 
 def requeue(step: Step, op: Op) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.messages import OperationFinished, Outcome
 from phaseloom.scheduler.core import early, gradients, operations, outputs, rollback, seals, wpgs
 from phaseloom.scheduler.core.state import Deployment, Mutation, OpState, WpgState
@@ -60,14 +61,19 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
 
 
 def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:
-    """What was stored as the outcome of an operation whose incarnation died."""
+    """What was stored as the outcome of an operation whose incarnation died.
+
+    Where it changes what is in effect, a live incarnation has been made from something else.
+    """
     op = deployment.open_operation(event.key)
     if op is None:
         return
-    applied = deployment.applied
+    applied, history = deployment.applied, list(deployment.history)
     _record(step, deployment, event)
     if op.is_mutating and op.state is OpState.COMPLETED:
-        assert event.key.seq is not None
         deployment.applied = applied
-        wpgs.catch_up(step, deployment, event.key.seq)
+    is_up = deployment.state in (WpgState.RECOVERING, WpgState.READY)
+    if is_up and deployment.history != history:
+        reason = f"{event.key.slot} had ended as {event.outcome} in the incarnation before"
+        wpgs.rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
     step.touch(deployment)

@@ -132,7 +132,7 @@ def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     when the policy is rebuilt, unless it is on disk.
     """
     policy = step.deployment(op.version.policy) if op.version else None
-    if policy is None or op.version is None:
+    if policy is None or op.version is None or op.version.seq < policy.first_seq:
         return True
     if policy.state is WpgState.LOST:
         return False

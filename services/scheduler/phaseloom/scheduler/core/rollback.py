@@ -8,7 +8,7 @@ sessions that knew the lost state are over. A controller that attaches goes on f
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.messages import OperationFinished, ReleaseVersions
+from phaseloom.common.messages import OperationFinished
 from phaseloom.scheduler.core import operations, seals, wpgs
 from phaseloom.scheduler.core.state import Deployment, Job, JobState
 from phaseloom.scheduler.core.step import Step
@@ -46,19 +46,12 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     job.error = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
     job.ended_session = job.session
     step.move_job(job, JobState.ROLLED_BACK)
-    _release_versions(step, job)
+    seals.release_all(step, job)
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, aborted)
         _reset(step, deployment, job.checkpoints.get(deployment.key.deployment, ""))
     for deployment in step.deployments_of(job.key):
         wpgs.restart(step, deployment)
-
-
-def _release_versions(step: Step, job: Job) -> None:
-    if job.published:
-        for node in wpgs.nodes_of(step, job.key):
-            step.send(ReleaseVersions, node, versions=job.published)
-        job.published = []
 
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:

@@ -3,15 +3,22 @@
 The floor F(d) is the seq below which a deployment's operation stream is not needed: its newest
 committed seal, or less while a `publish_weights` under it made a version that somebody needs and
 that is not yet as durable as the seal. Kept versions: a policy's newest, and every one that a
-deployment holds or has a queued sync for.
+deployment holds or has a queued sync for. Of a deleted policy the latter stay, on its node, as
+*orphans*: nobody can make them again.
 """
 
 from __future__ import annotations
 
-from phaseloom.common.ids import OperationKey, VersionKey
-from phaseloom.common.messages import ReleaseVersions, SealCommitted, SealFailed, SealState
+from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.messages import (
+    ReleaseVersions,
+    SealCommitted,
+    SealFailed,
+    SealState,
+    StopWpg,
+)
 from phaseloom.scheduler.core import gradients, outputs
-from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Op, State, WpgState
+from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Job, Op, State, WpgState
 from phaseloom.scheduler.core.step import Step
 
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
@@ -23,15 +30,16 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
     if op.kind == "publish_weights":
         seq = op.key.seq
         assert seq is not None
-        step.job(op.key.job_key).published.append(VersionKey(deployment.key, seq))
-        release_versions(step, deployment)
+        job = step.job(op.key.job_key)
+        job.published.append(VersionKey(deployment.key, seq))
+        release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.holds = op.version
         # The whole state is replaced: what came before is not needed to rebuild it.
         if not volatile_versions(step, deployment):
             delete(step, deployment, [m.seq for m in deployment.history[:-1]])
             deployment.history = deployment.history[-1:]
-        release_versions(step, deployment)
+        release_versions(step, step.job(op.key.job_key))
     if deployment.spec.trainable:
         if not deployment.since_seal:
             deployment.changed_s = step.now_s
@@ -39,41 +47,92 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         deployment.since_seal_bytes += op.num_bytes
 
 
-def needed_versions(step: Step, deployment: Deployment) -> set[VersionKey]:
-    """Versions of this deployment's job that must be kept."""
-    job = step.job(deployment.key.job_key)
+def needed_versions(step: Step, job: Job) -> set[VersionKey]:
+    """Versions of the job that must be kept."""
     newest: dict[str, VersionKey] = {}
     for version in job.published:
-        newest[str(version.policy)] = version
-    needed = set(newest.values())
+        if not is_orphan(step, version):
+            newest[str(version.policy)] = version
+    return {*newest.values(), *wanted_versions(step, job)}
+
+
+def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
+    """Those that a deployment, `but` one, holds or has a queued sync for."""
+    needed: set[VersionKey] = set()
     for other in step.deployments_of(job.key):
+        if other is but:
+            continue
         if other.holds is not None:
             needed.add(other.holds)
         needed.update(other.queued_syncs.values())
     return needed
 
 
+def is_orphan(step: Step, version: VersionKey) -> bool:
+    """Whether its policy is deleted; one of the same name may have been created since."""
+    policy = step.deployment(version.policy)
+    return policy is None or version.seq < policy.first_seq
+
+
+def node_of(step: Step, version: VersionKey) -> NodeId | None:
+    """Where it was cut; None: nowhere that is known."""
+    policy = step.deployment(version.policy)
+    if policy is not None and version.seq >= policy.first_seq:
+        return policy.node
+    return step.job(version.policy.job_key).orphans.get(str(version))
+
+
+def _own_needed(step: Step, deployment: Deployment) -> set[int]:
+    """Seqs of the needed versions that this policy has published."""
+    needed = needed_versions(step, step.job(deployment.key.job_key))
+    own = {version.seq for version in needed if version.policy == deployment.key}
+    return {seq for seq in own if seq >= deployment.first_seq}
+
+
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
     """Needed versions of this policy that its node's memory alone holds."""
-    needed = needed_versions(step, deployment)
-    seqs = {version.seq for version in needed if version.policy == deployment.key}
-    return seqs - set(deployment.durable_versions)
+    return _own_needed(step, deployment) - set(deployment.durable_versions)
 
 
-def release_versions(step: Step, deployment: Deployment) -> None:
-    job = step.job(deployment.key.job_key)
-    needed = needed_versions(step, deployment)
-    gone = [version for version in job.published if version not in needed]
+def release_versions(step: Step, job: Job) -> None:
+    """Drop what nothing needs any more."""
+    needed = needed_versions(step, job)
+    _release(step, job, [version for version in job.published if version not in needed])
+
+
+def release_all(step: Step, job: Job) -> None:
+    _release(step, job, job.published)
+
+
+def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
-    job.published = [version for version in job.published if version in needed]
-    for name in sorted({d.node for d in step.deployments_of(job.key) if d.node is not None}):
+    places = {d.node for d in step.deployments_of(job.key) if d.node is not None}
+    for name in sorted(places | {*job.orphans.values()}):
         step.send(ReleaseVersions, step.node(name), versions=gone)
+    job.published = [version for version in job.published if version not in gone]
+    for version in gone:
+        node = job.orphans.pop(str(version), None)
+        prefix = f"{version.policy}."
+        if node is not None and not any(name.startswith(prefix) for name in job.orphans):
+            _forget_policy(step, job, version.policy, node)
+
+
+def _forget_policy(step: Step, job: Job, policy: DeploymentKey, node: NodeId) -> None:
+    """Nothing of a deleted policy is needed any more: its seals may go, too.
+
+    Where its name is used again, the next seal replaces them.
+    """
+    if step.deployment(policy) is not None:
+        return
+    incarnation = job.incarnations[policy.deployment]
+    step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
+    step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
 
 
 def release_restored(step: Step, deployment: Deployment) -> None:
     """A WPG came back with its seal's versions; some may have been released meanwhile."""
-    needed = needed_versions(step, deployment)
+    needed = needed_versions(step, step.job(deployment.key.job_key))
     restored = [VersionKey(deployment.key, seq) for seq in deployment.durable_versions]
     gone = [version for version in restored if version not in needed]
     if gone:
@@ -119,11 +178,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
 
 def seal(step: Step, deployment: Deployment) -> None:
     deployment.sealing = deployment.applied
-    versions = [
-        version.seq
-        for version in needed_versions(step, deployment)
-        if version.policy == deployment.key and version.seq <= deployment.applied
-    ]
+    versions = [seq for seq in _own_needed(step, deployment) if seq <= deployment.applied]
     step.send(
         SealState,
         step.node_of(deployment),

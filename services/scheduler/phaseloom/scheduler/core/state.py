@@ -51,6 +51,8 @@ class JobState(StrEnum):
     SUBMITTED = "submitted"
     PLACED = "placed"
     ACTIVE = "active"
+    DRAINING = "draining"
+    """It takes no new operations; DONE once none is open."""
     DONE = "done"
     FAILED = "failed"
     REJECTED = "rejected"
@@ -87,12 +89,21 @@ JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
         {JobState.PLACED, JobState.REJECTED, JobState.DONE, JobState.FAILED}
     ),
     JobState.PLACED: frozenset(
-        {JobState.ACTIVE, JobState.REJECTED, JobState.DONE, JobState.FAILED}
+        {JobState.ACTIVE, JobState.DRAINING, JobState.REJECTED, JobState.DONE, JobState.FAILED}
     ),
-    JobState.ACTIVE: frozenset({JobState.DONE, JobState.FAILED, JobState.ROLLED_BACK}),
+    JobState.ACTIVE: frozenset(
+        {JobState.DRAINING, JobState.DONE, JobState.FAILED, JobState.ROLLED_BACK}
+    ),
     JobState.ROLLED_BACK: frozenset(
-        {JobState.ACTIVE, JobState.ROLLED_BACK, JobState.DONE, JobState.FAILED}
+        {
+            JobState.ACTIVE,
+            JobState.DRAINING,
+            JobState.ROLLED_BACK,
+            JobState.DONE,
+            JobState.FAILED,
+        }
     ),
+    JobState.DRAINING: frozenset({JobState.DONE, JobState.FAILED}),
     JobState.DONE: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.REJECTED: frozenset(),
@@ -177,6 +188,8 @@ class Deployment(msgspec.Struct):
     operations: dict[int, Op] = {}
     """Ordered ones without an outcome, by seq; above `next_seq` ended ones too."""
     unordered: dict[str, Op] = {}
+    first_seq: int = 1
+    """Lower ones were of an earlier deployment of this name."""
     next_seq: int = 1
     """The lowest seq without an outcome: it may run, and so may the reading ones that follow it if
     it only reads too."""
@@ -214,6 +227,10 @@ class Deployment(msgspec.Struct):
     next operation brings was out of reach."""
     losses: int = 0
     """Deaths of the WPG at the current `next_seq` (or in its start)."""
+    refusals: int = 0
+    """Switch-ins in a row that were refused for good while it is rebuilt."""
+    is_trial: bool = False
+    """Added to a job that was placed already, and not up yet: if it cannot start, it ends alone."""
     error: ErrorInfo | None = None
 
     @property
@@ -266,9 +283,12 @@ class Job(msgspec.Struct):
     ended_session: int = -1
     """Sessions up to this one ended with a roll-back: what they send is refused."""
     last_seqs: dict[str, int] = {}
-    """Deployment of an earlier job of this name -> the last seq that it used."""
+    """Deployment that was deleted, or of an earlier job of this name -> the last seq that it
+    used."""
     incarnations: dict[str, int] = {}
-    """Deployment of an earlier job of this name -> its last incarnation."""
+    """Deployment that was deleted, or of an earlier job of this name -> its last incarnation."""
+    orphans: dict[str, NodeId] = {}
+    """Weights version of a deleted policy that others need → the node that has it."""
     error: ErrorInfo | None = None
 
 

@@ -43,6 +43,8 @@ class Step:
     """Deployments of which something may be ready now, or not any more."""
     doomed: dict[str, ErrorInfo] = field(default_factory=dict)
     """Jobs that cannot go on, and why."""
+    stillborn: dict[str, ErrorInfo] = field(default_factory=dict)
+    """Deployments added to a running job that cannot start, and why."""
     unrecoverable: dict[str, ErrorInfo] = field(default_factory=dict)
     """Jobs of which a deployment cannot be rebuilt from what is stored, and why."""
     woken: list[str] = field(default_factory=list)

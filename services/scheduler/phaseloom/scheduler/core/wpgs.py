@@ -9,7 +9,7 @@ effect after it; an operation that was permitted when the old life ended is run 
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
 from phaseloom.scheduler.core import operations, seals
 from phaseloom.scheduler.core.state import (
@@ -95,12 +95,6 @@ def node_lost(step: Step, event: NodeLost) -> None:
     step.tell("node lost", event.reason, event.node)
 
 
-def nodes_of(step: Step, job: JobKey) -> list[Node]:
-    """Where the job's deployments are."""
-    names = {d.node for d in step.deployments_of(job) if d.node is not None}
-    return [step.node(name) for name in sorted(names)]
-
-
 def place(step: Step, deployment: Deployment, node: NodeId, devices: list[int]) -> None:
     """Args: devices: of the node, one a rank, in order."""
     deployment.node = node
@@ -148,6 +142,7 @@ def started(step: Step, event: WpgStarted) -> None:
         return
     deployment.state_bytes = event.state_bytes
     deployment.error = None
+    deployment.is_trial = False
     deployment.applied = event.applied
     deployment.replay = _to_replay(step, deployment, event.applied)
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
@@ -176,21 +171,12 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     deployment.replay.pop(0)
+    deployment.refusals = 0
     deployment.applied = seq
     _touch_job(step, deployment)
     if not deployment.replay and deployment.state is WpgState.RECOVERING:
         step.move_wpg(deployment, WpgState.READY)
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
-
-
-def catch_up(step: Step, deployment: Deployment, seq: int) -> None:
-    """An operation turned out to have taken effect in an incarnation that is dead: this one must
-    have its effect too."""
-    if deployment.state is WpgState.RECOVERING:
-        deployment.replay.append(seq)
-    elif deployment.state is WpgState.READY:
-        reason = f"{seq} had been completed in the incarnation before"
-        rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
 
 
 def _touch_job(step: Step, deployment: Deployment) -> None:
@@ -220,7 +206,7 @@ def lost(step: Step, event: WpgLost) -> None:
         _cannot_be_rebuilt(step, deployment, event.error)
         return
     if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
-        step.doomed[str(deployment.key.job_key)] = event.error
+        _cannot_start(step, deployment, event.error)
         return
     if deployment.losses > step.config.max_losses:
         if culprits:
@@ -231,8 +217,18 @@ def lost(step: Step, event: WpgLost) -> None:
     start(step, deployment)
 
 
+def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+    if deployment.is_trial:
+        step.stillborn[deployment.name] = error
+    else:
+        step.doomed[str(deployment.key.job_key)] = error
+
+
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     """Its job may fall back to its checkpoint, unless it is that which cannot be read."""
+    if deployment.is_trial:
+        _cannot_start(step, deployment, error)
+        return
     job = step.job(deployment.key.job_key)
     is_at_origin = not deployment.base and not deployment.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
@@ -293,17 +289,18 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     _stop_command(step, deployment, forget=False)
 
 
-def stop(step: Step, deployment: Deployment) -> None:
-    """For good."""
+def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
+    """For good. Args: forget: its seals and weights versions go too."""
     if deployment.state is WpgState.STOPPED:
         return
     step.vacate(deployment)
     if deployment.node is not None:
         if deployment.state is WpgState.LOST:
             deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
-        stopping = step.state.stopping.setdefault(deployment.node, {})
-        stopping[deployment.name] = deployment.incarnation
-        _stop_command(step, deployment, forget=True)
+        if forget:
+            stopping = step.state.stopping.setdefault(deployment.node, {})
+            stopping[deployment.name] = deployment.incarnation
+        _stop_command(step, deployment, forget=forget)
         for device in step.devices_of(deployment):
             device.placed.remove(deployment.name)
     step.move_wpg(deployment, WpgState.STOPPED)
