@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 from nats.aio.msg import Msg
 
 from phaseloom.common import streams
-from phaseloom.common.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored
+from phaseloom.common.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored, within
 from phaseloom.common.codec import decode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import NodeId, OperationKey
@@ -362,3 +362,20 @@ async def test_read_log_gives_nodes_their_events_back_as_they_were(bus: Bus) -> 
     event = NodeLost(NODE, 3, "lease expired")
     await bus.append(event)
     assert (await take(bus, 1))[0].event == event
+
+
+async def test_call_that_swallows_its_cancellation_is_ended_all_the_same() -> None:
+    """As nats-py's connecting does where it is cancelled while it flushes."""
+    cancelled = 0
+
+    async def stubborn() -> None:
+        nonlocal cancelled
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        cancelled += 1
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(20):
+        with pytest.raises(TimeoutError):
+            await within(0.01, stubborn())
+    assert cancelled == 1

