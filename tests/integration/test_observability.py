@@ -33,6 +33,7 @@ from phaseloom.common.messages import AdamParams, Operation, OptimStep
 from phaseloom.common.metrics import Kind
 from tests.support.otlp import Span, receiver
 
+PHASELOOM = str(Path(sys.executable).with_name("phaseloom"))
 NODE = "train-0"
 CONTROLLER = """
 import asyncio
@@ -151,8 +152,8 @@ async def _observed(run_dir: Path) -> Seen:
                 await received.until(
                     lambda s, name=name, number=number: _count(s, name) == NUM_OPERATIONS + number  # type: ignore[misc]
                 )
-            top = await _run("phaseloom", "top", "--once", "--run", str(run_dir))
-            live_top = await _interrupted("phaseloom", "top", "--run", str(run_dir))
+            top = await _run(PHASELOOM, "top", "--once", "--run", str(run_dir))
+            live_top = await _interrupted(PHASELOOM, "top", "--run", str(run_dir))
             said = greeting(mesh)
         return Seen(received.spans, scraped, top, live_top, said, run_dir)
 
@@ -409,7 +410,7 @@ def test_top_is_live_until_it_is_interrupted(seen: Seen) -> None:
 
 async def test_trace_shows_the_waterfall_and_what_was_displaced(seen: Seen) -> None:
     run = ("--run", str(seen.run_dir))
-    output = await _run("phaseloom", "trace", "demo.letters.policy.1", *run)
+    output = await _run(PHASELOOM, "trace", "demo.letters.policy.1", *run)
     head, _, *lines = output.splitlines()
     assert head.startswith("demo.letters.policy.1  optim_step")
     order = [line.split()[0] for line in lines]
@@ -422,7 +423,7 @@ async def test_trace_shows_the_waterfall_and_what_was_displaced(seen: Seen) -> N
 
 async def test_trace_says_so_when_there_is_no_such_operation(seen: Seen) -> None:
     process = await asyncio.create_subprocess_exec(
-        *("phaseloom", "trace", "demo.letters.policy.8", "--run", str(seen.run_dir)),
+        *(PHASELOOM, "trace", "demo.letters.policy.8", "--run", str(seen.run_dir)),
         stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await process.communicate()

@@ -115,6 +115,15 @@ def test_snapshot_of_another_core_version_is_refused() -> None:
         Core.restore(msgspec.msgpack.encode(payload))
 
 
+@pytest.mark.parametrize("is_final", [False, True])
+def test_snapshot_that_is_refused_for_its_core_version_need_not_be_readable(is_final: bool) -> None:
+    payload = msgspec.msgpack.encode({"core_version": 1, "state": {"nodes": "of another shape"}})
+    with pytest.raises(ResourceError, match="of core version 1") as caught:
+        Core.restore(payload, is_final=is_final)
+    assert caught.value.info.code is Code.FAILED_PRECONDITION
+    assert caught.value.info.remedy
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

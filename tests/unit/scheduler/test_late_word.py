@@ -22,8 +22,10 @@ from phaseloom.common.messages import (
     Outcome,
     Permit,
     QueuedOperation,
+    ReleaseVersions,
     SchedulerConfig,
     SchedulerConfigured,
+    SealCommitted,
     StartWpg,
     StopWpg,
     TimerFired,
@@ -206,6 +208,18 @@ def test_workers_of_a_name_used_again_never_have_a_stops_incarnation() -> None:
     assert teller.incarnation(POLICY) > stop.incarnation
 
 
+def test_workers_of_a_name_used_again_never_have_a_confirmed_stops_incarnation() -> None:
+    teller = Teller()
+    teller.submit()
+    teller.tell(JobFinished(A, "finish"))
+    for revision in (2, 3):
+        made = teller.tell(node_up("t0", "train", revision=revision))
+    (stop,) = commands(made, StopWpg)
+    teller.tell(lost(POLICY, stop.incarnation, NODES["policy"]))
+    teller.tell(JobSubmitted(A, SPEC, "again"))
+    assert teller.incarnation(POLICY) > stop.incarnation
+
+
 # --- refused switch-ins -------------------------------------------------------------------------
 
 
@@ -271,3 +285,89 @@ def test_quantum_is_over_when_its_timer_is_due() -> None:
     state = Teller(replace(CONFIG, quantum_s=0.3)).core.state
     for since_s in (1000.0 + 0.1 * n for n in range(200)):
         assert holding.is_quantum_over(Step(state, 0, since_s + 0.3), since_s)
+
+
+# --- what a rebuild begins with -----------------------------------------------------------------
+
+TEACHER = deployment("a", "teacher")
+
+
+def distilled() -> tuple[Teller, list[VersionKey]]:
+    """A policy that syncs a version of another's, publishes, and syncs the next one's.
+
+    Returns: what was released so far, too.
+    """
+    teller = Teller(replace(CONFIG, idle_grace_s=0.0))
+    specs = [*SPEC.deployments, spec("teacher", "train", trainable=True)]
+    teller.tell(JobSubmitted(A, JobSpec(deployments=specs), "submit"))
+    for key, node in ((SAMPLER, "r0"), (POLICY, "t0"), (TEACHER, "t0")):
+        teller.tell(WpgStarted(key, 1, NodeId(node), 10, 0))
+    made: list[Output] = []
+    for key, seq, brings in (
+        (TEACHER, 1, None),
+        (POLICY, 1, VersionKey(TEACHER, 1)),
+        (POLICY, 2, None),
+        (SAMPLER, 1, VersionKey(POLICY, 2)),
+        (TEACHER, 2, None),
+        (POLICY, 3, VersionKey(TEACHER, 2)),
+    ):
+        kind = "sync_weights" if brings else "publish_weights"
+        (permit,) = commands(teller.tell(replace(queued(key, seq, kind), version=brings)), Permit)
+        made += teller.tell(ended(permit))
+    return teller, released(made)
+
+
+def released(made: list[Output]) -> list[VersionKey]:
+    return [version for release in commands(made, ReleaseVersions) for version in release.versions]
+
+
+def test_deployment_that_syncs_and_publishes_is_rebuilt_from_versions_that_are_kept() -> None:
+    """What it published is cut again, behind the sync of a version that nobody holds any more."""
+    teller, gone = distilled()
+    assert VersionKey(TEACHER, 1) not in gone
+    teller.killed(POLICY)
+    slots = []
+    permits = commands(teller.started(POLICY), Permit)
+    while permits:
+        slots.append(permits[0].operation.slot)
+        permits = commands(teller.tell(ended(permits[0], replay=True)), Permit)
+    assert slots == ["1", "2", "3"]
+
+
+def test_version_that_no_rebuild_can_begin_with_any_more_is_released() -> None:
+    teller, _ = distilled()
+    made = teller.tell(SealCommitted(POLICY, 3, NodeId("t0"), [2]))
+    assert set(released(made)) == {VersionKey(TEACHER, 1)}
+
+
+def test_version_that_was_being_published_at_a_roll_back_is_released() -> None:
+    teller = Teller()
+    teller.submit()
+    (saved,) = commands(teller.tell(queued(POLICY, 1, "save_state")), Permit)
+    teller.tell(replace(ended(saved), checkpoints={"policy": "best"}))
+    for event in (queued(POLICY, 2, "publish_weights"), queued(SAMPLER, 1, "sync_weights", 2)):
+        (permit,) = commands(teller.tell(event), Permit)
+        teller.tell(ended(permit))
+    (publish,) = commands(teller.tell(queued(POLICY, 3, "publish_weights")), Permit)
+    teller.killed(SAMPLER)
+    unreadable = ErrorInfo(Code.DATA_LOSS, "the seal cannot be read")
+    died = lost(SAMPLER, teller.incarnation(SAMPLER), NODES["sampler"])
+    made = teller.tell(replace(died, error=unreadable))
+    assert teller.core.state.jobs[str(A)].state is JobState.ROLLED_BACK
+    assert commands(made, StopWpg)
+    teller.tell(ended(publish))
+    teller.killed(POLICY)
+    assert released(teller.started(POLICY)) == [VersionKey(POLICY, 3)]
+
+
+def test_node_with_fewer_devices_forgets_what_cannot_run_on_it_any_more() -> None:
+    teller = Teller()
+    teller.tell(node_up("t0", "train", revision=2, num_devices=2))
+    specs = [spec("policy", "train", trainable=True, num_ranks=2)]
+    teller.tell(JobSubmitted(A, JobSpec(deployments=specs), "submit"))
+    made = teller.tell(node_up("t0", "train", revision=3))
+    assert teller.core.state.jobs[str(A)].state is JobState.REJECTED
+    (stop,) = commands(made, StopWpg)
+    assert (stop.deployment, stop.forget) == (POLICY, True)
+    teller.tell(lost(POLICY, stop.incarnation, NodeId("t0")))
+    assert teller.core.state.stopping == {}

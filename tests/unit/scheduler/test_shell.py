@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 from opentelemetry.context import Context
 
 from phaseloom.common import lifecycle
@@ -19,6 +20,8 @@ from phaseloom.common.messages import (
     JobSpec,
     JobSubmitted,
     OpenActivation,
+    OperationFinished,
+    Outcome,
     Permit,
     QueuedOperation,
     SchedulerConfigured,
@@ -316,3 +319,31 @@ async def test_permit_that_cannot_be_stored_ends_the_scheduler() -> None:
     await asyncio.wait([running], timeout=10)
     assert running.done()
     assert isinstance(running.exception(), BaseExceptionGroup)
+
+
+def finished(seq: int) -> OperationFinished:
+    key = queued(seq).key
+    return OperationFinished(key, "optim_step", Outcome.COMPLETED, 1, 1, 0.0, 0.1)
+
+
+async def test_copy_of_an_operation_that_came_late_leaves_nothing_behind() -> None:
+    harness = Harness()
+    shell = harness.shell()
+    await harness.start_job(shell)
+    for event in (queued(1), finished(1), queued(1), queued(2)):
+        await harness.log.append(event)
+    await harness.fold_all(shell)
+    assert list(shell._traces) == ["t.a.policy.2"]
+
+
+async def test_timers_that_were_taken_back_are_not_kept_until_they_are_due() -> None:
+    harness = Harness()
+    shell = harness.shell()
+    await harness.start_job(shell)
+    for seq in range(1, 301):
+        await harness.log.append(replace(queued(seq), timeout_s=86400.0))
+        await harness.log.append(finished(seq))
+    await harness.fold_all(shell)
+    kept = {timer for _, timer in shell._timers}
+    assert len(kept) < 100
+    assert kept >= set(shell.core.state.timers)

@@ -114,3 +114,19 @@ def test_whatever_happens_all_get_their_turn_in_the_end(steps: list[tuple[str, i
             pass
 
     asyncio.run(main())
+
+
+async def test_nobody_has_or_awaits_a_turn_once_all_have_left() -> None:
+    world = World()
+    assert world.turns.is_unused
+    await world.come("w1")
+    await world.come("r1")
+    for name in ("w1", "r1"):
+        assert not world.turns.is_unused
+        await world.leave(name)
+    assert world.turns.is_unused
+    for name in ("r1", "w1"):
+        await world.come(name)
+    await world.cancel("w1")
+    await world.cancel("r1")
+    assert world.turns.is_unused

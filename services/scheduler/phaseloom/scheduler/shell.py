@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 MAX_STORING = 64
 """Permits on their way to the server at once."""
+_STALE_TIMERS = 64
+"""Timers that were taken back and are kept all the same, beside as many as are set."""
 
 
 class DecisionLog(Protocol):
@@ -177,10 +179,10 @@ class Shell:
 
     async def take(self, entry: LogEntry) -> list[Output]:
         """Fold one entry and perform what comes of it, which is returned."""
-        self._note_trace(entry)
         began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
         step_s = time.perf_counter() - began_s
+        self._note_trace(entry)
         if isinstance(entry.event, TimerFired):
             self._note_clock(entry.event, entry.time_s)
         permit = _permit_in(outputs)
@@ -219,8 +221,7 @@ class Shell:
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
             case SetTimer():
-                heapq.heappush(self._timers, (output.due_s, output.timer))
-                self._timer_set.set()
+                self._keep_timer(output)
             case Answer():
                 self._answer(output)
             case _:
@@ -236,6 +237,15 @@ class Shell:
             future.set_result(answer)
 
     # --- timers ---------------------------------------------------------------------------------
+
+    def _keep_timer(self, timer: SetTimer) -> None:
+        heapq.heappush(self._timers, (timer.due_s, timer.timer))
+        known = self.core.state.timers
+        if len(self._timers) > 2 * len(known) + _STALE_TIMERS:
+            # Most were taken back: what may wait for a day has mostly ended long before.
+            self._timers = [(due_s, name) for name, due_s in known.items()]
+            heapq.heapify(self._timers)
+        self._timer_set.set()
 
     async def _fire_timers(self) -> None:
         await self.caught_up.wait()
@@ -262,9 +272,14 @@ class Shell:
     # --- tracing --------------------------------------------------------------------------------
 
     def _note_trace(self, entry: LogEntry) -> None:
-        if isinstance(entry.event, QueuedOperation):
+        if not isinstance(entry.event, QueuedOperation):
+            return
+        key = entry.event.key
+        deployment = self.core.state.deployments.get(str(key.deployment_key))
+        op = deployment.open_operation(key) if deployment else None
+        if op is not None and not op.has_ended:
             context = telemetry.extract(entry.headers)
-            self._traces.setdefault(str(entry.event.key), (context, entry.time_s))
+            self._traces.setdefault(str(key), (context, entry.time_s))
 
     def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
         """Span `permit`; returns the context that the step's commands travel under."""

@@ -258,10 +258,13 @@ class Agent:
                 else:
                     wpg.kill()
                     await wpg.ended()
-        async with self._turns[command.deployment].alone(), self._state_lock:
+        turns = self._turns[command.deployment]
+        async with turns.alone(), self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget
             )
+        if command.forget and turns.is_unused:
+            self._turns.pop(command.deployment, None)
         if not was_alive:
             # Nobody watches it: this is the confirmation that the scheduler waits for.
             await self._report_lost(command.deployment, command.incarnation, stopped)

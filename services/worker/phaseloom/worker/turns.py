@@ -16,6 +16,11 @@ class Turns:
         self._is_alone = False
         self._waiting: deque[tuple[bool, asyncio.Future[None]]] = deque()
 
+    @property
+    def is_unused(self) -> bool:
+        """Nobody has a turn or waits for one."""
+        return not (self._is_alone or self._num_together or self._waiting)
+
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
         await self._take(alone=False)

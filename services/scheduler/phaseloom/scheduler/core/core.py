@@ -12,6 +12,8 @@ on the devices that the event touches.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
@@ -55,13 +57,17 @@ from phaseloom.scheduler.core.outputs import Output, PutView
 from phaseloom.scheduler.core.state import (
     CORE_VERSION,
     JOB_ENDED,
+    OLDEST_READABLE,
     Job,
     OpState,
     Snapshot,
+    SnapshotHead,
     State,
     WpgState,
 )
 from phaseloom.scheduler.core.step import Step
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 REFUSAL_PAUSE_S = 0.5
 """Before an activation that was refused is tried again."""
@@ -110,18 +116,30 @@ class Core:
                 core version: what that one did after an earlier one, this one might do otherwise.
         Raises: ResourceError: a snapshot of another core version, or damaged.
         """
-        try:
-            snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
-        except msgspec.DecodeError as error:
-            raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
-        if snapshot.core_version != CORE_VERSION and not is_final:
+        # Alone first: the rest of another version's may be of another shape.
+        core_version = _decode(payload, SnapshotHead).core_version
+        if core_version < OLDEST_READABLE:
             raise ResourceError(
-                f"snapshot of core version {snapshot.core_version}, this is {CORE_VERSION}",
+                f"snapshot of core version {core_version}, which this one cannot read",
                 code=Code.FAILED_PRECONDITION,
-                remedy=f"start the scheduler of core version {snapshot.core_version} once more and "
+                remedy=f"let the scheduler of core version {core_version} end its jobs, stop the "
+                "mesh, and start this one on a bus without its streams and buckets",
+            )
+        if core_version != CORE_VERSION and not is_final:
+            raise ResourceError(
+                f"snapshot of core version {core_version}, this is {CORE_VERSION}",
+                code=Code.FAILED_PRECONDITION,
+                remedy=f"start the scheduler of core version {core_version} once more and "
                 "stop it with SIGTERM: it leaves a final snapshot, from which this one goes on",
             )
-        return cls(snapshot.state)
+        return cls(_decode(payload, Snapshot).state)
+
+
+def _decode(payload: bytes, kind: type[S]) -> S:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
 
 
 def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event

@@ -12,6 +12,8 @@ have taken effect: what is stored as its outcome decides, and is looked up befor
 
 from __future__ import annotations
 
+import bisect
+
 from phaseloom.common.errors import Code, ErrorInfo, session_over
 from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
 from phaseloom.common.messages import (
@@ -191,7 +193,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if after.seq in other.not_completed or after.seq < other.first_seq:
+        if other.was_not_completed(after.seq) or after.seq < other.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -289,7 +291,7 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
         return
     deployment.queued_syncs.pop(seq, None)
     if not completed:
-        deployment.not_completed.append(seq)
+        bisect.insort(deployment.not_completed, seq)
         gradients.not_completed(deployment, op)
     step.woken += step.state.waiters.pop(str(op.key), [])
     if seq == deployment.next_seq:

@@ -48,7 +48,7 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
-        deployment.history.append(Mutation(seq, op.kind, op.num_bytes))
+        deployment.history.append(Mutation(seq, op.kind, op.num_bytes, op.version))
         deployment.applied = seq
         seals.mutated(step, deployment, op)
     else:

@@ -149,7 +149,7 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
         id="",
         kind=mutation.kind,
         after=[],
-        version=deployment.holds if mutation.kind == "sync_weights" else None,
+        version=mutation.version,
         content_type="",
         arrival=0,
         queued_s=step.now_s,

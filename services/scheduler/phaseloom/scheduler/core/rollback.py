@@ -48,10 +48,19 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     step.move_job(job, JobState.ROLLED_BACK)
     seals.release_all(step, job)
     for deployment in step.deployments_of(job.key):
+        _note_unfinished(deployment)
         operations.abort_all(step, deployment, aborted)
         _reset(step, deployment, job.checkpoints.get(deployment.key.deployment, ""))
     for deployment in step.deployments_of(job.key):
         wpgs.restart(step, deployment)
+
+
+def _note_unfinished(deployment: Deployment) -> None:
+    """What it publishes now may be there before it is killed."""
+    for key in deployment.running:
+        op = deployment.open_operation(key)
+        if op is not None and op.kind == "publish_weights" and key.seq is not None:
+            deployment.unfinished_versions.append(key.seq)
 
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:

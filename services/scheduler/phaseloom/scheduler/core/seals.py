@@ -3,8 +3,8 @@
 The floor F(d) is the seq below which a deployment's operation stream is not needed: its newest
 committed seal, or less while a `publish_weights` under it made a version that somebody needs and
 that is not yet as durable as the seal. Kept versions: a policy's newest, and every one that a
-deployment holds or has a queued sync for. Of a deleted policy the latter stay, on its node, as
-*orphans*: nobody can make them again.
+deployment holds, has a queued sync for, or may have to sync again where it is rebuilt. Of a deleted
+policy the latter stay, on its node, as *orphans*: nobody can make them again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def needed_versions(step: Step, job: Job) -> set[VersionKey]:
 
 
 def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
-    """Those that a deployment, `but` one, holds or has a queued sync for."""
+    """Those that a deployment, `but` one, holds, has a queued sync for or may sync again."""
     needed: set[VersionKey] = set()
     for other in step.deployments_of(job.key):
         if other is but:
@@ -65,6 +65,7 @@ def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> s
         if other.holds is not None:
             needed.add(other.holds)
         needed.update(other.queued_syncs.values())
+        needed.update(m.version for m in other.history if m.version is not None)
     return needed
 
 
@@ -131,9 +132,12 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, node: NodeId) ->
 
 
 def release_restored(step: Step, deployment: Deployment) -> None:
-    """A WPG came back with its seal's versions; some may have been released meanwhile."""
+    """A WPG came back with its seal's versions; some may have been released meanwhile, and what a
+    dead incarnation was publishing when its job fell back is nobody's."""
     needed = needed_versions(step, step.job(deployment.key.job_key))
-    restored = [VersionKey(deployment.key, seq) for seq in deployment.durable_versions]
+    seqs = [*deployment.durable_versions, *deployment.unfinished_versions]
+    deployment.unfinished_versions = []
+    restored = [VersionKey(deployment.key, seq) for seq in seqs]
     gone = [version for version in restored if version not in needed]
     if gone:
         step.send(ReleaseVersions, step.node_of(deployment), versions=gone)
@@ -204,6 +208,7 @@ def committed(step: Step, event: SealCommitted) -> None:
     floor = _floor(step, deployment)
     delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
     deployment.history = [m for m in deployment.history if m.seq > floor]
+    release_versions(step, step.job(deployment.key.job_key))
 
 
 def failed(step: Step, event: SealFailed) -> None:

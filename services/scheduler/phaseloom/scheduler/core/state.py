@@ -6,6 +6,7 @@ by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain Me
 
 from __future__ import annotations
 
+import bisect
 from enum import StrEnum
 
 import msgspec
@@ -25,6 +26,8 @@ from phaseloom.common.messages import (
 
 CORE_VERSION = 2
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
+OLDEST_READABLE = 2
+"""Core version from which on a final snapshot has a shape that can be taken over."""
 
 
 class OpState(StrEnum):
@@ -168,6 +171,8 @@ class Mutation(msgspec.Struct, frozen=True):
     seq: int
     kind: str
     num_bytes: int = 0
+    version: VersionKey | None = None
+    """That it brought: it is needed as long as this may have to be run again."""
 
 
 class Deployment(msgspec.Struct):
@@ -194,7 +199,7 @@ class Deployment(msgspec.Struct):
     """The lowest seq without an outcome: it may run, and so may the reading ones that follow it if
     it only reads too."""
     not_completed: list[int] = []
-    """Seqs whose outcome was not COMPLETED."""
+    """Seqs whose outcome was not COMPLETED, sorted."""
     awaited_seq: int = 0
     """The highest seq of this deployment that an operation ever named in `after`."""
     queued_syncs: dict[int, VersionKey] = {}
@@ -222,6 +227,9 @@ class Deployment(msgspec.Struct):
     changed_s: float = 0.0
     """When the first of them took effect."""
     durable_versions: list[int] = []
+    unfinished_versions: list[int] = []
+    """Weights versions that were being published when the job fell back to its checkpoint: they may
+    be there all the same, until the next incarnation has started."""
     retry_at_s: float = 0.0
     """Until then nothing of it runs: its activation was refused, or the weights version that its
     next operation brings was out of reach."""
@@ -241,6 +249,10 @@ class Deployment(msgspec.Struct):
         """Whether this ordered operation has an outcome."""
         op = self.operations.get(seq)
         return seq < self.next_seq or (op is not None and op.has_ended)
+
+    def was_not_completed(self, seq: int) -> bool:
+        index = bisect.bisect_left(self.not_completed, seq)
+        return index < len(self.not_completed) and self.not_completed[index] == seq
 
     def open_operation(self, key: OperationKey) -> Op | None:
         seq = key.seq
@@ -370,8 +382,13 @@ class State(msgspec.Struct):
     incarnation it was told."""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class SnapshotHead(msgspec.Struct, frozen=True):
+    """What every core version can read of another's."""
+
     core_version: int
+
+
+class Snapshot(SnapshotHead, frozen=True):
     state: State
 
 

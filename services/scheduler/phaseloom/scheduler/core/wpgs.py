@@ -50,6 +50,8 @@ def node_up(step: Step, event: NodeUp) -> None:
             error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
             step.doomed[str(deployment.key.job_key)] = error
             deployment.node = None
+            # `stop` finds no node to tell: it is told below to forget what it has of it.
+            step.state.stopping.setdefault(event.node, {})[name] = deployment.incarnation
             continue
         for device in step.devices_of(deployment):
             device.placed.append(name)
@@ -83,6 +85,10 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
         del stopping[name]
         if not stopping:
             del step.state.stopping[event.node]
+        deployment = step.deployment(event.deployment)
+        if deployment is not None and deployment.state is WpgState.STOPPED:
+            # A successor of its name goes on from there.
+            deployment.incarnation = max(deployment.incarnation, event.incarnation)
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
