@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
 from statistics import median
+from sys import intern
 
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.intervals import Interval, merge, subtract
@@ -180,7 +181,9 @@ class Profiler:
         kind = job.kinds.setdefault((key.deployment, event.kind), _Kind())
         kind.ran(event.duration_s, event.num_tokens, limit)
         start_s = time_s - event.duration_s
-        job.ran.append(_Ran(key.deployment, event.kind, ready_s, start_s, time_s))
+        # Interned: of a thousand operations a job, names would be most of what is kept.
+        names = intern(key.deployment), intern(event.kind)
+        job.ran.append(_Ran(*names, ready_s, start_s, time_s))
         self._note_pool_left(job, kind, key, time_s, ready)
         return self._tell(sequence, time_s, key.job_key, job)
 
