@@ -200,6 +200,19 @@ def test_compose_file_is_valid() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")
+def test_compose_file_passes_its_linter(tmp_path: Path) -> None:
+    for name in ("docker-compose.yml", ".dclintrc.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    commands = (
+        ["npm", "install", "--no-audit", "--no-fund", "--no-save", "dclint@^3.1.0"],
+        ["node_modules/.bin/dclint", "--max-warnings", "0", "docker-compose.yml"],
+    )
+    for command in commands:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("service", ["router", "scheduler", "profiler", "statemgr", "worker"])
 def test_dockerfile_passes_its_linter(service: str) -> None:
     linter = Path(sys.executable).with_name("hadolint")
