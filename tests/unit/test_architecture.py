@@ -123,7 +123,7 @@ def test_core_is_pure(service: str) -> None:
     ("package", "registered", "shared"),
     [
         (ordering, ordering.POLICIES, {"candidate"}),
-        (placement, placement.POLICIES, {"view"}),
+        (placement, placement.POLICIES, {"view", "legacy"}),
     ],
 )
 def test_every_policy_is_registered(

@@ -91,6 +91,10 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Every operation seeds from (this, its seq)."""
     batching: Batching = Batching.OPERATION
     layout: Layout = Layout()
+    num_nodes: int = 1
+    """Its ranks are spread evenly over so many nodes of the pool."""
+    host_bytes: int = 0
+    """Working set in the host memory of each of its nodes; 0: not declared."""
 
 
 # --- Operations: controller → OPS → router; payload read by the WPG leader -----------------------
@@ -387,6 +391,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Of one deployment, without an outcome; more are refused."""
     outcome_retention_s: float = 86_400.0
     """How long the outcomes of an ended job, and the job's name, are kept."""
+    max_group_jobs: int = 5
+    """Of one node group."""
+    duty_limit: float = 0.5
+    """Share of its cycle that a member of a group may be predicted to wait, at most."""
+    switch_s: float = 0.0
+    """Planned for each phase of a shared group, by policies that promise an SLO."""
 
 
 class SchedulerConfigured(Message, frozen=True):
@@ -419,6 +429,10 @@ class NodeUp(Message, frozen=True):
     state_endpoint: str
     """host:port where this node's state manager serves weights versions."""
     exclusive_residency: Residency = Residency.SHARED
+    price_per_hour: float = 1.0
+    """Of the whole node, in any currency: placement weighs nodes by it."""
+    can_move: bool = False
+    """Whether deployments can be moved between this node and others that say so."""
 
 
 class NodeLost(Message, frozen=True):
@@ -451,10 +465,33 @@ class WpgLost(Message, frozen=True):
     error: ErrorInfo
 
 
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run of operations of one job on one pool: seconds from the start of its cycle."""
+
+    pool: str
+    offset_s: float
+    duration_s: float
+    worst_s: float = 0.0
+    """Where every sample reaches its token limit; 0: as `duration_s`."""
+
+
+class Cycle(msgspec.Struct, frozen=True):
+    """What a job does again and again while it runs alone, each pool's segments in order."""
+
+    period_s: float
+    segments: list[Segment]
+
+
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     slo: float = 0.0
-    """Slowdown over running alone that the job tolerates; 0: best effort."""
+    """Slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
     deployments: list[DeploymentSpec] = []
+    cycle: Cycle | None = None
+    """As an earlier run measured it, or as the owner estimates it; None: it is profiled first."""
+    duration_s: float = 0.0
+    """How long it would run alone; 0: not known. Only reservations of others go by it."""
+    may_wait: bool = True
+    """Whether it waits for a place that is not there now, or is refused."""
 
 
 class JobSubmitted(Message, frozen=True):
@@ -622,14 +659,6 @@ class SealFailed(Message, frozen=True):
     seq: int
     node: NodeId
     error: ErrorInfo
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A run of operations of one job on one pool: seconds from the start of its cycle."""
-
-    pool: str
-    offset_s: float
-    duration_s: float
 
 
 class KindEstimate(msgspec.Struct, frozen=True):

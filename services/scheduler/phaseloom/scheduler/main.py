@@ -25,7 +25,8 @@ from phaseloom.common.leases import Lease, scheduler_lease_key
 from phaseloom.common.messages import Completion, SchedulerConfig
 from phaseloom.common.patience import PatientLog
 from phaseloom.scheduler.api import OutcomeOf, job_api
-from phaseloom.scheduler.core import ordering, placement
+from phaseloom.scheduler.core import ordering
+from phaseloom.scheduler.core.placement import legacy as placement
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges

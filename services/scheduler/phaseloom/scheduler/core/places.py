@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.scheduler.core import placement, wpgs
+from phaseloom.scheduler.core import wpgs
+from phaseloom.scheduler.core.placement import legacy as placement
 from phaseloom.scheduler.core.state import Deployment, Node
 from phaseloom.scheduler.core.step import Step
 

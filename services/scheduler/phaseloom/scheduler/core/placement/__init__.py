@@ -1,22 +1,12 @@
-"""Placement policies: which node of each pool a job is pinned to.
+"""Placement policies: which nodes of each pool a job is pinned to, and with whom it shares them.
 
-To add one: a module with a function of this signature, and a line in `POLICIES`.
+To add one: a module with a `Placement` called like it, and a line in `POLICIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from phaseloom.scheduler.core.placement.view import Placement
 
-from phaseloom.scheduler.core.placement.isolated import isolated
-from phaseloom.scheduler.core.placement.pack import pack
-from phaseloom.scheduler.core.placement.view import NodeView
+POLICIES: dict[str, Placement] = {}
 
-Placement = Callable[[Sequence[NodeView]], NodeView | None]
-"""(the nodes of one pool, by name, at least one) -> the node, or None: the job waits."""
-
-POLICIES: dict[str, Placement] = {
-    "isolated": isolated,
-    "pack": pack,
-}
-
-__all__ = ["POLICIES", "NodeView", "Placement"]
+__all__ = ["POLICIES", "Placement"]

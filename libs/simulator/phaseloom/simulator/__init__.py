@@ -1,0 +1,1 @@
+"""The scheduler's own code under a virtual clock."""
