@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
@@ -16,6 +18,7 @@ from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import PhaseTrace
 from phaseloom.common.natsserver import EmbeddedServer
 from phaseloom.common.streams import Bucket
+from phaseloom.profiler.core.profile import is_news
 from phaseloom.profiler.shell import MSG_ID, Shell
 from tests.support.joblog import JobLog, Turn, grpo_log
 
@@ -27,12 +30,21 @@ async def append(bus: Bus, log: JobLog) -> None:
         await bus.append(event)
 
 
-async def traces_until(bus: Bus, job: JobKey) -> list[LogEntry]:
+@dataclass(frozen=True)
+class Told:
+    """A trace in the log."""
+
+    sequence: int
+    msg_id: str
+    event: PhaseTrace
+
+
+async def traces_until(bus: Bus, job: JobKey) -> list[Told]:
     """All traces in the log, up to the first one of a job."""
     traces = []
     async for entry in bus.read_log():
         if isinstance(entry.event, PhaseTrace):
-            traces.append(entry)
+            traces.append(Told(entry.sequence, entry.headers[MSG_ID], entry.event))
             if entry.event.job == job:
                 break
     return traces
@@ -50,23 +62,41 @@ async def following(bus: Bus) -> AsyncIterator[None]:
 
 
 async def test_trace_goes_to_the_log_and_to_the_view(bus: Bus) -> None:
+    """One operation makes one trace, whatever comes later."""
+    log = JobLog(SUMS)
+    log.finish(1.0, 0.02, log.queue(0.0, "sampler", "sync_weights"), "sync_weights")
     async with following(bus):
-        await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
-        (entry,) = await traces_until(bus, SUMS)
-        assert isinstance(entry.event, PhaseTrace)
-        (estimate,) = entry.event.estimates
+        await append(bus, log)
+        (told,) = await traces_until(bus, SUMS)
+        (estimate,) = told.event.estimates
         assert (estimate.deployment, estimate.kind, estimate.count) == (
             "sampler",
             "sync_weights",
             1,
         )
         assert estimate.duration_s == 0.02
-        # The view is put before the next trace is told.
-        await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
-        await traces_until(bus, LETTERS)
-    stored = await bus.kv_get(Bucket.PROFILES, "acme.sums")
-    assert stored is not None
-    assert msgspec.json.decode(stored.payload, type=PhaseTrace) == entry.event
+        async with aclosing(bus.kv_watch(Bucket.PROFILES)) as changes:
+            view = await anext(changes)
+    assert view.key == "acme.sums"
+    assert view.stored is not None
+    assert msgspec.json.decode(view.stored.payload, type=PhaseTrace) == told.event
+
+
+async def test_neither_the_fold_nor_the_log_waits_for_the_view(bus: Bus) -> None:
+    """Views cannot be put for a while; the log is followed all the same."""
+    view = f"KV_{Bucket.PROFILES}"
+    await bus.js.delete_stream(view)
+    async with following(bus):
+        for job in (SUMS, LETTERS):
+            await append(bus, grpo_log(1, lambda _: Turn(), job=job))
+            await traces_until(bus, job)
+        await bus.provision()
+        waiting = {str(SUMS), str(LETTERS)}
+        async with aclosing(bus.kv_watch(Bucket.PROFILES)) as changes:
+            async for change in changes:
+                waiting.discard(change.key)
+                if not waiting:
+                    break
 
 
 async def test_profiler_started_late_says_what_it_missed(bus: Bus) -> None:
@@ -75,7 +105,7 @@ async def test_profiler_started_late_says_what_it_missed(bus: Bus) -> None:
     async with following(bus):
         (entry,) = await traces_until(bus, SUMS)
     causes = {e.sequence async for e in _first(bus, 8)}
-    assert int(entry.headers[MSG_ID].removeprefix("profiler:")) in causes
+    assert int(entry.msg_id.rpartition(":")[2]) in causes
 
 
 async def test_process_killed_and_started_again_repeats_nothing(
@@ -87,10 +117,12 @@ async def test_process_killed_and_started_again_repeats_nothing(
         first.send_signal(signal.SIGKILL)
         await first.wait()
     async with process(nats_server):
-        # A second job's trace comes after all that the restart had to say about the first.
+        # A second job's trace comes after all that the restart had to say about the first: nothing,
+        # or what the second job's entries gave it the occasion to look at.
         await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
-        after = await traces_until(bus, LETTERS)
-    assert [e.sequence for e in after[:-1]] == [e.sequence for e in before]
+        after = [e for e in await traces_until(bus, LETTERS) if e.event.job == SUMS]
+    assert [e.sequence for e in after[: len(before)]] == [e.sequence for e in before]
+    assert all(is_news(a.event, b.event) for a, b in pairwise(after))
 
 
 async def test_process_ends_in_order_when_told_to(nats_server: EmbeddedServer, bus: Bus) -> None:

@@ -21,6 +21,7 @@ from phaseloom.common.bus import LogEntry
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import *
+from phaseloom.common.readiness import Readiness
 from phaseloom.profiler.observing import Metrics
 from tests.support.runlog import shared
 
@@ -42,10 +43,12 @@ later = [
     ),
 ]
 fold = Metrics(None)
+fold.register()
+readiness = Readiness()
 for i, entry in enumerate(entries):
-    fold.take(entry, is_new=i >= restarted_at)
+    fold.take(entry, readiness.step(entry.event), is_new=i >= restarted_at)
 for i, event in enumerate(later):
-    fold.take(LogEntry(1000 + i, 141.0, event, {}), is_new=True)
+    fold.take(LogEntry(1000 + i, 141.0, event, {}), readiness.step(event), is_new=True)
 
 points = {}
 for resource in reader.get_metrics_data().resource_metrics:

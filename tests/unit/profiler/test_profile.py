@@ -20,7 +20,8 @@ from phaseloom.common.messages import (
     Outcome,
     PhaseTrace,
 )
-from phaseloom.profiler.core.profile import Emission, Profiler
+from phaseloom.profiler.core.agenda import BURST, SPACING_S
+from phaseloom.profiler.core.profile import NEAR_WINDOW, Emission, Profiler
 from tests.support.joblog import JOB, TOKEN_LIMIT, JobLog, Turn, grpo_log, submitted
 
 Entries = list[tuple[int, float, Event]]
@@ -103,7 +104,7 @@ def test_traces_keep_their_distance_and_stop_when_nothing_changes() -> None:
     log = grpo_log(60, lambda _: Turn())
     entries = log.entries()
     times = {sequence: time_s for sequence, time_s, _ in entries}
-    emitted = [times[int(e.msg_id.removeprefix("profiler:"))] for e in fold(entries)]
+    emitted = [times[int(e.msg_id.rpartition(":")[2])] for e in fold(entries)]
     assert all(b - a >= 2.0 for a, b in pairwise(emitted))
     # A job of 70 s that never changes: it is described once its cycle and all gaps are known.
     assert 2 <= len(emitted) <= 5
@@ -191,6 +192,74 @@ def test_two_jobs_do_not_mix() -> None:
     emissions = fold([(i, t, e) for i, (t, e) in enumerate([*head, *both], 1)])
     newest = {e.trace.job.job: e.trace.period_s for e in emissions}
     assert newest == pytest.approx({"sums": 1.16, "letters": 2.66})
+
+
+def test_traces_that_one_entry_brought_are_told_apart() -> None:
+    """The bus stores one message of an id: the other job's would be taken for a repeat."""
+    logs = [grpo_log(12, lambda _: Turn(), job=JobKey("demo", name)) for name in "ab"]
+    profiler = Profiler()
+    emitted = []
+    for sequence, events in enumerate(zip(*(log.events for log in logs), strict=True), 1):
+        for time_s, event in events:
+            emitted.append(profiler.step(sequence, time_s, event))
+    told = [emission for emission in emitted if emission]
+    assert {emission.trace.job.job for emission in told} == {"a", "b"}
+    assert len({emission.msg_id for emission in told}) == len(told)
+
+
+def changing_log(job: JobKey, start_s: float, seconds: int) -> JobLog:
+    """An operation a second, each a third longer than the one before: every look has news."""
+    log = JobLog(job)
+    for i in range(seconds):
+        operation = log.queue(start_s + i, "policy", "forward_backward")
+        log.finish(start_s + i + 0.5, 0.002 * 1.3**i, operation, "forward_backward")
+    return log
+
+
+def test_looks_are_bounded_and_fair_when_there_are_a_hundred_jobs() -> None:
+    num_jobs, seconds = 100, 60
+    jobs = [JobKey("demo", f"job-{i}") for i in range(num_jobs)]
+    logs = [changing_log(job, 1.0 + i / num_jobs, seconds) for i, job in enumerate(jobs)]
+    events = sorted((e for log in logs for e in log.events), key=lambda e: e[0])
+    times_s = [0.0, *(t for t, _ in events)]
+    told_s: dict[JobKey, list[float]] = {job: [] for job in jobs}
+    for e in fold([(i, t, e) for i, (t, e) in enumerate(events, 1)]):
+        told_s[e.trace.job].append(times_s[int(e.msg_id.rpartition(":")[2])])
+    looks_s = sorted(t for told in told_s.values() for t in told)
+    assert len(looks_s) <= BURST + seconds / SPACING_S + 1
+    for first_s in looks_s:
+        in_a_second = [t for t in looks_s if first_s <= t < first_s + 1]
+        assert len(in_a_second) <= BURST + 1 / SPACING_S + 1
+    bound_s = num_jobs * SPACING_S + 1
+    for told in told_s.values():
+        assert told[0] <= 1 + bound_s
+        assert all(b - a <= bound_s for a, b in pairwise([*told, 1.0 + seconds]))
+
+
+def test_job_that_went_quiet_is_told_with_a_later_entry_of_another() -> None:
+    """Its last operation ended sooner after the look before than looks may follow one another."""
+    profiler = Profiler()
+    quiet, other = JobLog(JobKey("demo", "quiet")), JobLog(JobKey("demo", "other"))
+    for end_s, kind in ((1.0, "forward_backward"), (1.5, "optim_step")):
+        quiet.finish(end_s, 0.1, quiet.queue(end_s - 0.1, "policy", kind), kind)
+    other.queue(4.0, "policy", "forward_backward")
+    events = [*quiet.events, *other.events]
+    told = [e for i, (t, event) in enumerate(events, 1) if (e := profiler.step(i, t, event))]
+    assert [e.trace.job for e in told] == [quiet.job, quiet.job]
+    assert [e.kind for e in told[-1].trace.estimates] == ["forward_backward", "optim_step"]
+    assert told[-1].msg_id == f"profiler:{quiet.job}:{len(events)}"
+
+
+def test_cycle_is_found_when_its_turns_hold_more_than_is_looked_at_first() -> None:
+    log, now_s = JobLog(), 1.0
+    for _ in range(6):
+        for kind, count in (("forward_backward", NEAR_WINDOW // 2), ("optim_step", 1)):
+            for _ in range(count):
+                operation = log.queue(now_s, "policy", kind)
+                now_s += 0.05
+                log.finish(now_s, 0.05, operation, kind)
+        now_s += 0.75
+    assert last_trace(log).period_s == pytest.approx(0.05 * (NEAR_WINDOW // 2 + 1) + 0.75)
 
 
 def test_operation_that_ends_after_its_job_starts_no_new_trace() -> None:

@@ -1,8 +1,12 @@
 """The profiler's shell: read the decision log, fold it, append traces, put the view for people.
 
+The fold never waits for the server: it keeps up with the log whatever it has to say, and what has
+not been read yet stays in the server. Traces and views leave through an outbox each, so that
+neither waits for the other.
+
 After a restart the fold runs again from where the log begins. What it would have said then is in
 the log already, found by message id; a trace that a predecessor's death kept out of the log is
-said now, the newest of each job only.
+said once the fold has caught up, the newest of each job only.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ import msgspec
 
 from phaseloom.common.bus import Bus, LogEntry
 from phaseloom.common.errors import InternalError
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import JobFinished
+from phaseloom.common.messages import JobFinished, PhaseTrace
 from phaseloom.common.patience import PatientLog, until_done
 from phaseloom.common.streams import Bucket
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
+from phaseloom.profiler.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +37,51 @@ class Shell:
         self._log = PatientLog(bus, "profiler")
         self._profiler = Profiler()
         self._metrics = Metrics(bus)
-        self._missed: dict[JobKey, Emission] = {}
-        """While catching up: what the log does not have yet."""
+        self._traces = Outbox(self._append)
+        self._views = Outbox(self._put_view)
 
     async def run(self) -> None:
         """Follow the log until cancelled."""
         self._metrics.register()
         history_end = await self._log.log_end()
-        if history_end == 0:
-            log.info("the decision log is empty")
-        caught_up = history_end == 0
-        async with aclosing(self._bus.read_log()) as entries:
-            async for entry in entries:
-                self._metrics.take(entry, is_new=caught_up)
-                emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
-                if caught_up:
-                    await self._tell(emission)
-                    continue
-                self._remember(entry, emission)
-                if entry.sequence >= history_end:
-                    caught_up = True
-                    await self._tell_missed(entry.sequence)
-        raise InternalError("the decision log's subscription ended")
+        async with asyncio.TaskGroup() as group:
+            if history_end == 0:
+                log.info("the decision log is empty")
+                self._start_telling(group)
+            async with aclosing(self._bus.read_entries()) as entries:
+                is_new = history_end == 0
+                async for entry in entries:
+                    for one in entry.apart():
+                        self._fold(one, is_new=is_new)
+                    if not is_new and entry.sequence >= history_end:
+                        is_new = True
+                        log.info("caught up with the decision log at %d", entry.sequence)
+                        self._start_telling(group)
+            raise InternalError("the decision log's subscription ended")
 
-    async def _tell_missed(self, sequence: int) -> None:
-        log.info("caught up with the decision log at %d", sequence)
-        for emission in self._missed.values():
-            await self._tell(emission)
-        self._missed.clear()
+    def _start_telling(self, group: asyncio.TaskGroup) -> None:
+        group.create_task(self._traces.run())
+        group.create_task(self._views.run())
 
-    def _remember(self, entry: LogEntry, emission: Emission | None) -> None:
-        if isinstance(entry.event, JobFinished):
-            self._missed.pop(entry.event.job, None)
+    def _fold(self, entry: LogEntry, *, is_new: bool) -> None:
+        emission = self._profiler.step(entry.sequence, entry.time_s, entry.event)
+        self._metrics.take(entry, self._profiler.ready, is_new=is_new)
+        match entry.event:
+            case JobFinished(job=job):
+                self._traces.drop(job)
+                self._views.drop(job)
+            case PhaseTrace(job=job):
+                self._traces.drop(job, entry.headers.get(MSG_ID, ""))
         if emission is not None:
-            self._missed[emission.trace.job] = emission
-            return
-        stored = entry.headers.get(MSG_ID)
-        self._missed = {j: m for j, m in self._missed.items() if m.msg_id != stored}
+            self._traces.put(emission)
+            self._views.put(emission)
 
-    async def _tell(self, emission: Emission | None) -> None:
-        if emission is None:
-            return
-        trace = emission.trace
-        await self._log.append(trace, msg_id=emission.msg_id)
-        view = msgspec.json.encode(trace)
+    async def _append(self, emission: Emission) -> None:
+        await self._log.append(emission.trace, msg_id=emission.msg_id)
+
+    async def _put_view(self, emission: Emission) -> None:
+        view = msgspec.json.encode(emission.trace)
+        job = emission.trace.job
         await until_done(
-            lambda: self._bus.kv_put(Bucket.PROFILES, str(trace.job), view), "put the profile"
+            lambda: self._bus.kv_put(Bucket.PROFILES, str(job), view), "put the profile"
         )
-        # A publish that is answered in the moment of its cancellation swallows it.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import median
 
 from phaseloom.common.intervals import Interval, intersect, merge, total
@@ -60,6 +60,8 @@ class Cycle:
     segments: list[Segment]
     num_operations: dict[Item, float]
     """Operations of each item in a usual turn."""
+    num_turns: int
+    """That were looked at."""
 
 
 def find_cycle(spans: Sequence[Span]) -> Cycle | None:
@@ -127,6 +129,7 @@ def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle
         period_s,
         usual_segments([segments_of(turn[:-1], period_s) for turn in alike]),
         _usual_counts(operations, edges, usual),
+        len(turns),
     )
 
 
@@ -151,12 +154,12 @@ def _usual_counts(
 
 def merge_runs(spans: Sequence[Span]) -> list[Span]:
     """Consecutive operations of one kind of one deployment, as one span each."""
-    runs: list[Span] = []
-    for span in spans:
-        if runs and runs[-1].item == span.item:
-            runs[-1] = replace(runs[-1], end_s=max(runs[-1].end_s, span.end_s))
-        else:
-            runs.append(span)
+    runs = []
+    for _, run in groupby(spans, key=lambda span: span.item):
+        first, *others = run
+        end_s = max((span.end_s for span in others), default=first.end_s)
+        is_longer = end_s > first.end_s
+        runs.append(replace(first, end_s=end_s) if is_longer else first)
     return runs
 
 

@@ -2,25 +2,27 @@
 
 `Profiler.step` is the one door. It keeps, per job, the durations of each (deployment, kind), the
 gaps until the job's next operation on the same pool became ready, and the newest operations; at a
-bounded rate it answers with a `PhaseTrace` when that says something new. All times come from the
-log: an operation ended when its `OperationFinished` was appended and began `duration_s` earlier,
-so clocks of other hosts do not enter. The same log gives the same traces with the same ids.
+bounded rate, over all jobs too, it looks at a job and answers with a `PhaseTrace` when that says
+something new. A job whose operations have ended is looked at with that entry or, where its turn has
+not come, with a later one, whoever's that is. All times come from the log: an operation ended when
+its `OperationFinished` was appended and began `duration_s` earlier, so clocks of other hosts do not
+enter. The same log gives the same traces with the same ids.
 
 A job's cycle is measured on its own clock, which stands still while the job has work that is ready
 and none that runs: waiting for other jobs, switches and permits belong to the mesh, not the job.
-Cost: O(open operations) an event, O(window log window) a trace.
+Cost: that of `Readiness` an event, O(window log window) a look. A cycle that is found in the newest
+few operations is not looked for in more.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
 from statistics import median
-from sys import intern
 
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.intervals import Interval, merge, subtract
@@ -39,14 +41,16 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from phaseloom.common.readiness import Readiness
-from phaseloom.profiler.core.cycle import Cycle, Span, find_cycle
+from phaseloom.profiler.core.agenda import Agenda
+from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
+from phaseloom.profiler.core.history import WINDOW, History, Ran
 
 RECENT = 32
 """Samples that a median is taken over."""
-WINDOW = 1024
-"""Newest operations of a job in which its cycle is looked for."""
+NEAR_WINDOW = 128
+"""Newest operations in which a cycle is looked for first."""
 MIN_INTERVAL_S = 2.0
-"""Between two traces of a job, on the log's clock."""
+"""Between two looks at a job, on the log's clock."""
 MIN_CHANGE = 0.1
 """Relative change of any figure that makes a trace worth telling …"""
 MIN_CHANGE_S = 1e-3
@@ -91,34 +95,28 @@ class _Kind:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """An executed operation, with the time at which it was ready."""
-
-    deployment: str
-    kind: str
-    ready_s: float
-    start_s: float
-    end_s: float
-
-
 @dataclass(slots=True)
 class _Job:
     kinds: dict[tuple[str, str], _Kind] = field(default_factory=dict)
-    ran: deque[_Ran] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    ran: History = field(default_factory=History)
     ready_s: dict[OperationKey, float] = field(default_factory=dict)
     """Ready and not finished."""
+    num_ready: Counter[str] = field(default_factory=Counter)
+    """Of those, by deployment; none is 0."""
     limits: dict[OperationKey, int] = field(default_factory=dict)
     """Tokens at most, of what is open."""
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
     """Pool → the kind that ran there last and its end, while nothing of the job is ready there."""
     told: PhaseTrace | None = None
-    told_s: float = float("-inf")
+    looked_s: float = float("-inf")
 
 
 class Profiler:
     def __init__(self) -> None:
+        self.ready: list[OperationKey] = []
+        """Operations that the newest entry made ready."""
         self._jobs: dict[JobKey, _Job] = {}
+        self._agenda = Agenda()
         self._pools: dict[DeploymentKey, str] = {}
         self._node_pools: dict[NodeId, str] = {}
         self._readiness = Readiness()
@@ -128,31 +126,35 @@ class Profiler:
     def step(self, sequence: int, time_s: float, event: Event) -> Emission | None:
         """Fold one entry of the decision log, in its order."""
         match event:
-            case QueuedOperation(key=key) | OperationFinished(key=key):
-                if key.job_key in self._finished:
-                    return None
-        ready = self._readiness.step(event)
-        emission = None
+            case QueuedOperation(key=key) | OperationFinished(key=key) if (
+                key.job_key in self._finished
+            ):
+                self.ready = []
+            case _:
+                self.ready = self._readiness.step(event)
+                self._fold(sequence, time_s, event)
+        return self._look(sequence, time_s)
+
+    def _fold(self, sequence: int, time_s: float, event: Event) -> None:
         match event:
+            case QueuedOperation() if event.error is None and event.size:
+                self._job(event.key.job_key).limits[event.key] = event.size
+            case OperationFinished() if not event.replay:
+                self._finish(sequence, time_s, event)
+            case WpgStarted() | ActivationOpened():
+                self._locate(event.deployment, event.node)
+            case NodeUp():
+                self._node_pools[event.node] = event.pool
             case JobSubmitted(job=job):
                 self._finished.discard(job)
                 for spec in event.spec.deployments:
                     self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
-            case QueuedOperation() if event.error is None and event.size:
-                self._job(event.key.job_key).limits[event.key] = event.size
-            case NodeUp():
-                self._node_pools[event.node] = event.pool
-            case WpgStarted() | ActivationOpened():
-                self._locate(event.deployment, event.node)
-            case OperationFinished() if not event.replay:
-                emission = self._finish(sequence, time_s, event, ready)
             case DeploymentCreated(job=job, spec=spec):
                 self._pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case JobFinished(job=job):
                 self._forget(job)
-        for key in ready:
+        for key in self.ready:
             self._became_ready(key, time_s)
-        return emission
 
     def _locate(self, deployment: DeploymentKey, node: NodeId) -> None:
         """Pools of jobs whose submission is older than the log."""
@@ -160,64 +162,73 @@ class Profiler:
             self._pools.setdefault(deployment, self._node_pools[node])
 
     def _job(self, key: JobKey) -> _Job:
-        return self._jobs.setdefault(key, _Job())
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job()
+        return job
 
     def _became_ready(self, key: OperationKey, time_s: float) -> None:
         job = self._job(key.job_key)
+        if key not in job.ready_s:
+            job.num_ready[key.deployment] += 1
         job.ready_s[key] = time_s
         waited = job.idle_since.pop(self._pools.get(key.deployment_key, ""), None)
         if waited:
             kind, since_s = waited
             kind.gaps_s.append(max(0.0, time_s - since_s))
 
-    def _finish(
-        self, sequence: int, time_s: float, event: OperationFinished, ready: Iterable[OperationKey]
-    ) -> Emission | None:
-        key, job = event.key, self._job(event.key.job_key)
-        ready_s = job.ready_s.pop(key, time_s - event.duration_s)
+    def _finish(self, sequence: int, time_s: float, event: OperationFinished) -> None:
+        key, job_key = event.key, event.key.job_key
+        job = self._job(job_key)
+        start_s = time_s - event.duration_s
+        ready_s = job.ready_s.pop(key, None)
+        if ready_s is None:
+            ready_s = start_s
+        else:
+            job.num_ready[key.deployment] -= 1
+            if not job.num_ready[key.deployment]:
+                del job.num_ready[key.deployment]
         limit = job.limits.pop(key, 0)
         if event.outcome is not Outcome.COMPLETED:
-            return None
-        kind = job.kinds.setdefault((key.deployment, event.kind), _Kind())
+            return
+        name = (key.deployment, event.kind)
+        kind = job.kinds.setdefault(name, _Kind())
         kind.ran(event.duration_s, event.num_tokens, limit)
-        start_s = time_s - event.duration_s
-        # Interned: of a thousand operations a job, names would be most of what is kept.
-        names = intern(key.deployment), intern(event.kind)
-        job.ran.append(_Ran(*names, ready_s, start_s, time_s))
-        self._note_pool_left(job, kind, key, time_s, ready)
-        return self._tell(sequence, time_s, key.job_key, job)
+        job.ran.append(name, ready_s, start_s, time_s)
+        self._note_pool_left(job, kind, key, time_s)
+        if job_key not in self._agenda:
+            self._agenda.add(job_key, max(time_s, job.looked_s + MIN_INTERVAL_S), sequence)
 
-    def _note_pool_left(
-        self,
-        job: _Job,
-        kind: _Kind,
-        key: OperationKey,
-        time_s: float,
-        ready: Iterable[OperationKey],
-    ) -> None:
+    def _note_pool_left(self, job: _Job, kind: _Kind, key: OperationKey, time_s: float) -> None:
         pool = self._pools.get(key.deployment_key)
         if pool is None:
             return
-        coming = [*job.ready_s, *ready]
-        if any(self._pools.get(other.deployment_key) == pool for other in coming):
+        coming = {*job.num_ready, *(other.deployment for other in self.ready)}
+        if any(self._pool(key, deployment) == pool for deployment in coming):
             kind.gaps_s.append(0.0)
             job.idle_since.pop(pool, None)
         else:
             job.idle_since[pool] = (kind, time_s)
 
-    def _tell(self, sequence: int, time_s: float, key: JobKey, job: _Job) -> Emission | None:
-        if time_s - job.told_s < MIN_INTERVAL_S:
+    def _pool(self, job: JobKey | OperationKey, deployment: str) -> str | None:
+        return self._pools.get(DeploymentKey(job.tenant, job.job, deployment))
+
+    def _look(self, sequence: int, time_s: float) -> Emission | None:
+        key = self._agenda.next(time_s)
+        if key is None:
             return None
-        job.told_s = time_s
+        job = self._jobs[key]
+        job.looked_s = time_s
         trace = self._trace(key, job)
         if job.told is not None and not is_news(job.told, trace):
             return None
         job.told = trace
-        return Emission(f"profiler:{sequence}", trace)
+        # An entry that several events make up may have news of several jobs.
+        return Emission(f"profiler:{key}:{sequence}", trace)
 
     def _trace(self, key: JobKey, job: _Job) -> PhaseTrace:
         estimates = [job.kinds[name].estimate(*name) for name in sorted(job.kinds)]
-        cycle = find_cycle(self._spans(key, job))
+        cycle = self._cycle(key, job)
         if cycle is None:
             return PhaseTrace(key, 0.0, [], estimates)
         return PhaseTrace(
@@ -229,18 +240,27 @@ class Profiler:
             drift=_drift(job.told, cycle.period_s),
         )
 
-    def _spans(self, key: JobKey, job: _Job) -> list[Span]:
-        own_s = OwnClock(job.ran)
-        pools = self._pools
+    def _cycle(self, key: JobKey, job: _Job) -> Cycle | None:
+        near = find_cycle(self._spans(key, job.ran.newest(NEAR_WINDOW)))
+        is_all = len(job.ran) <= NEAR_WINDOW
+        if is_all or (near is not None and near.num_turns >= MAX_CYCLES):
+            return near
+        return find_cycle(self._spans(key, job.ran.newest(WINDOW)))
+
+    def _spans(self, key: JobKey, ran: list[Ran]) -> list[Span]:
+        own_s = OwnClock(ran)
+        names = {r.deployment for r in ran}
+        pools = {name: pool for name in names if (pool := self._pool(key, name))}
         return [
-            Span(pool, ran.deployment, ran.kind, own_s(ran.start_s), own_s(ran.end_s))
-            for ran in job.ran
-            if (pool := pools.get(DeploymentKey(key.tenant, key.job, ran.deployment)))
+            Span(pools[r.deployment], r.deployment, r.kind, own_s(r.start_s), own_s(r.end_s))
+            for r in ran
+            if r.deployment in pools
         ]
 
     def _forget(self, key: JobKey) -> None:
         self._finished.add(key)
         self._jobs.pop(key, None)
+        self._agenda.discard(key)
         for deployment in [d for d in self._pools if d.job_key == key]:
             del self._pools[deployment]
 
@@ -254,8 +274,7 @@ def quantile(samples: Iterable[float], share: float) -> float:
 class OwnClock:
     """A job's own time: the log's time less the stalls before it."""
 
-    def __init__(self, ran: Iterable[_Ran]) -> None:
-        ran = list(ran)
+    def __init__(self, ran: Sequence[Ran]) -> None:
         waits = merge((r.ready_s, r.start_s) for r in ran)
         self._stalls: list[Interval] = subtract(waits, merge((r.start_s, r.end_s) for r in ran))
         self._starts = [start for start, _ in self._stalls]

@@ -1,0 +1,64 @@
+"""A job's newest operations, in arrays: thirty bytes each, as a thousand of each job are kept."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+WINDOW = 1024
+"""Operations of a job in which its cycle is looked for."""
+_MAX_LENGTH = WINDOW + WINDOW // 4
+"""Old ones are cut off some at a time."""
+
+
+class Ran(NamedTuple):
+    """An executed operation, with the time at which it was ready."""
+
+    deployment: str
+    kind: str
+    ready_s: float
+    start_s: float
+    end_s: float
+
+
+class History:
+    """The newest operations that ran, in the order of their ends: at least `WINDOW`."""
+
+    __slots__ = ("_names", "_numbers", "_times_s", "_which")
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, str]] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        """Place in `_names` of each (deployment, kind)."""
+        self._which = array("I")
+        self._times_s = array("d")
+        """Three of each operation: ready, start, end."""
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def append(self, name: tuple[str, str], ready_s: float, start_s: float, end_s: float) -> None:
+        """Args: name: (deployment, kind)."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._names)
+            self._names.append(name)
+        self._which.append(number)
+        self._times_s.extend((ready_s, start_s, end_s))
+        if len(self._which) > _MAX_LENGTH:
+            del self._which[:-WINDOW]
+            del self._times_s[: -3 * WINDOW]
+
+    def newest(self, count: int) -> list[Ran]:
+        """At most so many, oldest first."""
+        return list(islice(self._from(max(0, len(self) - count)), count))
+
+    def _from(self, first: int) -> Iterator[Ran]:
+        times_s = iter(self._times_s[3 * first :])
+        names = (self._names[number] for number in self._which[first:])
+        for (deployment, kind), ready_s, start_s, end_s in zip(
+            names, times_s, times_s, times_s, strict=True
+        ):
+            yield Ran(deployment, kind, ready_s, start_s, end_s)
