@@ -17,7 +17,9 @@ from phaseloom.common.messages import (
     CommandId,
     Completion,
     NodeLost,
+    OperationsQueued,
     Outcome,
+    QueuedOperation,
     ReleaseVersions,
     TimerFired,
 )
@@ -379,3 +381,75 @@ async def test_call_that_swallows_its_cancellation_is_ended_all_the_same() -> No
         with pytest.raises(TimeoutError):
             await within(0.01, stubborn())
     assert cancelled == 1
+
+
+async def queued_keys(bus: Bus, since_s: float) -> list[str]:
+    async with aclosing(bus.queued_since(since_s)) as operations:
+        return [operation.key.slot async for operation in operations]
+
+
+async def test_events_that_one_append_brought_come_one_by_one_or_as_they_are_stored(
+    bus: Bus,
+) -> None:
+    await bus.append(OperationsQueued([queued(1), queued(2)]))
+    await bus.append(TimerFired("t"))
+    async with aclosing(bus.read_log()) as log:
+        got = [await anext(log) for _ in range(3)]
+    assert [(e.sequence, type(e.event)) for e in got] == [
+        (1, QueuedOperation),
+        (1, QueuedOperation),
+        (2, TimerFired),
+    ]
+    async with aclosing(bus.read_entries()) as entries:
+        assert isinstance((await anext(entries)).event, OperationsQueued)
+
+
+async def test_what_was_queued_since_a_time_is_found_without_a_consumer(bus: Bus) -> None:
+    assert await queued_keys(bus, 0.0) == []
+    await bus.append(queued(1))
+    async with aclosing(bus.read_log()) as log:
+        first = await anext(log)
+    for seq in range(2, 600, 2):
+        await bus.append(OperationsQueued([queued(seq), queued(seq + 1)]))
+    await bus.append(TimerFired("t"))
+    assert await queued_keys(bus, first.time_s) == [str(seq) for seq in range(1, 600)]
+    assert await queued_keys(bus, first.time_s + 0.0001) == [str(seq) for seq in range(2, 600)]
+    assert await queued_keys(bus, first.time_s + 3600) == []
+
+
+async def test_all_that_is_stored_of_many_subjects_is_read_at_once(bus: Bus) -> None:
+    subjects = [streams.done_subject(queued(seq).key) for seq in range(1, 100)]
+    assert await bus.get_all_stored(streams.DONE, subjects) == {}
+    for subject in subjects[::2]:
+        await bus.publish(subject, Completion(subject, Outcome.COMPLETED))
+    stored = await bus.get_all_stored(streams.DONE, subjects)
+    assert sorted(stored) == sorted(subjects[::2])
+    assert stored[subjects[2]].sequence == 2
+    assert decode(stored[subjects[2]].payload, Completion).id == subjects[2]
+    assert list(await bus.get_all_stored(streams.DONE, subjects[:1])) == subjects[:1]
+    assert await bus.get_all_stored(streams.DONE, subjects[1:2]) == {}
+
+
+async def test_more_than_one_answer_holds_is_read_all_the_same(bus: Bus) -> None:
+    large = [streams.done_subject(queued(seq).key) for seq in range(1, 16)]
+    error = ErrorInfo(Code.INTERNAL, "x" * 7 * 2**20)
+    for subject in large:
+        await bus.publish(subject, Completion(subject, Outcome.FAILED, error=error))
+    assert sorted(await bus.get_all_stored(streams.DONE, large)) == sorted(large)
+
+
+@pytest.mark.parametrize("status", ["204", "404", "503"])
+async def test_header_that_looks_like_the_servers_end_of_an_answer_ends_none(
+    bus: Bus, status: str
+) -> None:
+    """Whoever publishes names headers as they like."""
+    subjects = [streams.done_subject(queued(seq).key) for seq in range(1, 5)]
+    for subject in subjects:
+        headers = {"Status": status, "Nats-Subject": "x"} if subject == subjects[-1] else {}
+        await bus.publish(subject, Completion(subject, Outcome.COMPLETED), headers=headers)
+    for order in (subjects, subjects[-1:], subjects[1::2]):
+        assert sorted(await bus.get_all_stored(streams.DONE, order)) == sorted(order)
+
+
+def queued(seq: int) -> QueuedOperation:
+    return QueuedOperation(OperationKey("demo", "job", "policy", str(seq)), f"id{seq}", "forward")

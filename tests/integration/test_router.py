@@ -13,6 +13,7 @@ import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from phaseloom.common import streams
 from phaseloom.common.api import call_api, serve_api
@@ -36,6 +37,7 @@ from phaseloom.common.messages import (
     LoadState,
     Notice,
     Operation,
+    OperationsQueued,
     OptimStepResult,
     Outcome,
     Prompt,
@@ -51,6 +53,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.natsserver import EmbeddedServer
 from phaseloom.common.streams import Bucket
+from phaseloom.router import shell as router_shell
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router
 
@@ -369,11 +372,10 @@ async def test_bound_holds_without_a_scheduler_to_ask(bus: Bus, tenant: Client) 
 
 async def test_stored_bytes_and_rate_are_bounded(bus: Bus, tenant: Client) -> None:
     await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
-    for name, limits in (
-        ("max_bytes", Limits(max_bytes=1)),
-        ("rate", Limits(rate=0.001, burst=2)),
+    for first, name, limits in (
+        (0, "max_bytes", Limits(max_bytes=1)),
+        (4, "rate", Limits(rate=0.001, burst=2)),
     ):
-        first = await bus.log_end()
         async with Router(bus, {TENANT: limits}).running([TENANT]):
             await publish_all(tenant, range(first + 1, first + 5))
             entries = (await queued(bus, first + 4))[first:]
@@ -640,9 +642,61 @@ async def test_nothing_is_lost_or_doubled_when_a_replica_is_killed_in_the_stream
             first.kill()
         entries = await queued(bus, total)
         assert {entry.id for entry in entries} == {f"id{seq}" for seq in range(1, total + 1)}
-        assert await bus.log_end() == total
+        async with aclosing(bus.queued_since(0.0)) as logged:
+            assert len([operation async for operation in logged]) == total
         second.terminate()
         assert await second.wait() == 0
+
+
+async def leave_half_logged(bus: Bus, tenant: Client, total: int) -> None:
+    """As a replica that is killed when one entry of the log has half of what was delivered to it,
+    and nothing is acknowledged yet."""
+    taken: list[Msg] = []
+    subject = f"{streams.PREFIX}.op.{TENANT}.>"
+    stream = streams.ops_stream(TENANT)
+    subscription = await bus.consume(
+        stream, subject, "router", taken.append, shared=True, max_ack_pending=64, ack_wait_s=10.0
+    )
+    await publish_all(tenant, range(1, total + 1))
+    async with asyncio.timeout(20):
+        while len(taken) < total:
+            await asyncio.sleep(0.01)
+    logged = [
+        QueuedOperation(key(seq), f"id{seq}", "publish_weights", session=1)
+        for seq in range(1, total + 1, 2)
+    ]
+    await bus.append(OperationsQueued(logged))
+    await subscription.unsubscribe()
+    for message in taken:
+        await message.nak()
+
+
+async def logged_seqs(bus: Bus) -> list[int]:
+    async with aclosing(bus.queued_since(0.0)) as logged:
+        return sorted([operation.key.seq or 0 async for operation in logged])
+
+
+async def test_what_a_dead_replica_had_logged_of_its_batch_is_not_logged_again(
+    bus: Bus, tenant: Client
+) -> None:
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await leave_half_logged(bus, tenant, 64)
+    async with Router(bus).running([TENANT]):
+        await queued(bus, 64)
+    assert await logged_seqs(bus) == list(range(1, 65))
+    assert (await bus.js.consumer_info(streams.ops_stream(TENANT), "router")).num_ack_pending == 0
+
+
+async def test_what_cannot_be_looked_up_in_time_is_logged_once_more(
+    bus: Bus, tenant: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be put back for ever where the log has grown too long."""
+    monkeypatch.setattr(router_shell, "_LOOK_BACK_S", 0.0)
+    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await leave_half_logged(bus, tenant, 8)
+    async with Router(bus).running([TENANT]):
+        await queued(bus, 12)
+    assert await logged_seqs(bus) == sorted([*range(1, 9), *range(1, 9, 2)])
 
 
 async def test_replica_routes_on_after_a_restart_of_the_server_and_stops_without_one(

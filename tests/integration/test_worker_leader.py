@@ -18,8 +18,10 @@ from phaseloom.common.messages import (
     Operation,
     OperationFinished,
     Outcome,
+    Permit,
 )
 from phaseloom.worker.leader import Leader
+from phaseloom.worker.rankwire import RunPermits
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.device import KEY, Device, device, permit, sample
 from tests.support.jobs import Log
@@ -29,6 +31,10 @@ def leader(device: Device, bus: Bus) -> Leader:
     # Nothing here moves weights.
     state = cast("RankStateClient", None)
     return Leader(device.executor.settings, bus, state, device.executor, device.ranks, device.queue)
+
+
+def given(*permits: Permit) -> RunPermits:
+    return RunPermits(list(permits), [])
 
 
 async def put(bus: Bus, slot: str, args: Args) -> OperationKey:
@@ -43,12 +49,12 @@ async def test_mutating_operation_is_refused_while_others_read(bus: Bus) -> None
         reading, load = await put(bus, "r1", sample(1)), LoadState("name")
         mutating = await put(bus, "1", load)
         async with d.held_up():
-            read = asyncio.create_task(running.run(permit(reading, sample(1)), ""))
+            read = asyncio.create_task(running.run(given(permit(reading, sample(1)))))
             async with asyncio.timeout(20):
                 while not d.queue.running:
                     await asyncio.sleep(0.01)
             with pytest.raises(ResourceError) as refused:
-                await running.run(permit(mutating, load), "")
+                await running.run(given(permit(mutating, load)))
             assert refused.value.info.code is Code.FAILED_PRECONDITION
         await read
         assert await bus.get_stored(streams.DONE, streams.done_subject(mutating)) is None
@@ -63,13 +69,14 @@ async def test_operation_without_a_payload_fails_and_a_permit_out_of_order_does_
     async with device(Batching.OPERATION) as d:
         running = leader(d, bus)
         missing = OperationKey(KEY.tenant, KEY.job, KEY.deployment, "7")
-        await running.run(permit(missing, LoadState("name")), "")
+        await running.run(given(permit(missing, LoadState("name"))))
         event = await log.until(lambda e: isinstance(e, OperationFinished) and e.key == missing)
         assert isinstance(event, OperationFinished)
         assert event.error is not None
         assert (event.outcome, event.error.code) == (Outcome.FAILED, Code.DATA_LOSS)
         d.executor.applied = 3
+        late = await put(bus, "8", LoadState("n"))
         with pytest.raises(ResourceError, match="this state is at 3"):
-            await running.run(permit(await put(bus, "8", LoadState("n")), LoadState("n")), "")
+            await running.run(given(permit(late, LoadState("n"))))
     following.cancel()
     await asyncio.wait([following])

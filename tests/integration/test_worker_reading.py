@@ -16,6 +16,7 @@ from phaseloom.common.ids import DeploymentKey, OperationKey
 from phaseloom.common.messages import (
     Args,
     Batching,
+    CommandId,
     Completion,
     Forward,
     Generate,
@@ -24,10 +25,14 @@ from phaseloom.common.messages import (
     Notice,
     OperationFinished,
     Outcome,
+    Permit,
+    Permits,
     Prompt,
     SamplingParams,
+    kind_of,
 )
 from tests.support.node import (
+    NODE,
     STEP,
     VOCAB,
     TestNode,
@@ -179,3 +184,88 @@ async def test_finished_operation_tells_how_many_tokens_it_worked_on(node: TestN
         key = await node.put(policy, seq, step)
         await node.permit(key, step, seq - 1)
         assert (await node.finished(key)).num_tokens == num_tokens
+
+
+async def permit_all(
+    node: TestNode, keys: list[OperationKey], args: Args, first_index: int = 0
+) -> None:
+    """Permits in one message; each has its own id, the same where it is sent again.
+
+    Args: first_index: of the ids; other than any other test's, for the node lives on.
+    """
+    permits = [
+        Permit(
+            id=CommandId(10**9, first_index + i),
+            node=NODE,
+            revision=node.revision,
+            operation=key,
+            operation_id=f"id-{key}",
+            kind=kind_of(args),
+            incarnation=1,
+            epoch=1,
+            prev=0,
+        )
+        for i, key in enumerate(keys)
+    ]
+    await node.command(Permits, permits=permits, traceparents=[])
+
+
+async def all_acknowledged(node: TestNode) -> None:
+    async with asyncio.timeout(20):
+        while (await node.bus.js.stream_info(streams.PERMITS)).state.messages:
+            await asyncio.sleep(0.02)
+
+
+async def test_permits_that_come_in_one_message_are_each_done_once(node: TestNode) -> None:
+    """Part of them is done already, one has no payload, and all are sent again."""
+    deployment = await sampler(node)
+    args = sample(3)
+    keys = [await node.put(deployment, f"rb{i}", args) for i in range(6)]
+    stored = Completion(f"id-{keys[0]}", Outcome.CANCELLED)
+    await node.bus.publish(streams.done_subject(keys[0]), stored)
+    await node.bus.delete_subject(streams.ops_stream(keys[1].tenant), streams.op_subject(keys[1]))
+    first = await node.bus.log_end() + 1
+    await permit_all(node, keys, args)
+    outcomes = [(await node.outcome(key)).outcome for key in keys]
+    assert outcomes == [Outcome.CANCELLED, Outcome.FAILED, *[Outcome.COMPLETED] * 4]
+    for key in keys:
+        await node.finished(key)
+    # Together in another way, as a scheduler that starts over may send them.
+    await permit_all(node, keys[:2], args)
+    await permit_all(node, keys[2:], args, first_index=2)
+    await all_acknowledged(node)
+    assert [len(node.all_finished(key)) for key in keys] == [1] * 6
+    assert await node.bus.log_end() - first + 1 < len(keys), "each end took an entry of its own"
+
+
+async def test_permits_in_one_message_end_each_in_its_time(node: TestNode) -> None:
+    """A long one does not keep the word of the others from the scheduler."""
+    deployment = await sampler(node)
+    short = [await node.put(deployment, f"rs{i}", sample(i + 1)) for i in range(2)]
+    long = await node.put(deployment, "rl", sample(9, FOR_EVER))
+    await permit_all(node, [*short, long], sample(1), first_index=100)
+    for key in short:
+        assert (await node.outcome(key)).outcome is Outcome.COMPLETED
+        await node.finished(key)
+    assert not node.all_finished(long)
+    await node.cancel(long)
+    assert (await node.outcome(long)).outcome is Outcome.CANCELLED
+    await all_acknowledged(node)
+
+
+async def test_permits_that_make_no_sense_are_buried_and_the_next_are_taken(
+    node: TestNode,
+) -> None:
+    deployment = await sampler(node)
+    key = await node.put(deployment, "rp", sample(3))
+    await node.command(Permits, permits=[], traceparents=[])
+    subject = streams.permit_subject(NODE)
+    nonsense = {"type": "permits", "node": str(NODE), "revision": node.revision}
+    nonsense |= {"id": {"sequence": 1, "index": 0}, "permits": [], "traceparents": ["one of none"]}
+    await node.bus.publish(subject, nonsense)
+    await node.permit(key, sample(3))
+    assert (await node.outcome(key)).outcome is Outcome.COMPLETED
+    await all_acknowledged(node)
+    buried = await node.bus.get_stored(streams.DEAD, streams.dead_subject("worker"))
+    assert buried is not None
+    assert "traceparents" in buried.headers["Phaseloom-Error"]

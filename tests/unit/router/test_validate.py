@@ -10,10 +10,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from phaseloom.common.arrays import pack_float32s, pack_int32s
 from phaseloom.common.codec import JSON, MSGPACK, encode
-from phaseloom.common.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError
+from phaseloom.common.gathering import MAX_ITEMS
 from phaseloom.common.ids import OperationKey
 from phaseloom.common.messages import (
     AdamParams,
@@ -28,6 +30,7 @@ from phaseloom.common.messages import (
     LoadState,
     Loss,
     Operation,
+    OperationsQueued,
     OptimStep,
     Prompt,
     PublishWeights,
@@ -37,6 +40,7 @@ from phaseloom.common.messages import (
     SyncWeights,
     kind_of,
 )
+from phaseloom.common.streams import MAX_PAYLOAD_BYTES
 from phaseloom.router.core import validate
 
 KEY = OperationKey("acme", "sums", "policy", "5")
@@ -350,3 +354,17 @@ def test_only_the_newest_session_may_publish(session: int, newest: int, code: Co
     assert error.value.info.code is code
     assert error.value.info.field == "session"
     validate.check_session(newest or 1, newest or 1)
+
+
+def test_as_many_of_the_largest_headers_as_go_together_fit_in_one_message() -> None:
+    name = "n" * 64
+    key = OperationKey(name, name, name, str(10**15))
+    after = [After("d" * 64, 10**15)] * validate.MAX_AFTER
+    operation = Operation("i" * validate.MAX_ID_LENGTH, 10**9, SyncWeights(name, 10**15), after)
+    validate.validate(key, operation)
+    quoted = "\N{GRINNING FACE}" * 10_000
+    error = ErrorInfo(Code.INVALID_ARGUMENT, quoted, field=quoted, remedy=quoted)
+    refused = validate.refused(key, encode(operation), MSGPACK, error)
+    header = replace(validate.queued(key, operation), error=refused.error)
+    batch = OperationsQueued([header] * MAX_ITEMS, ["t" * 55] * MAX_ITEMS)
+    assert len(encode(batch)) < MAX_PAYLOAD_BYTES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from phaseloom.common.codec import encode
 from phaseloom.common.framing import MAX_FRAME_BYTES
 from phaseloom.common.messages import (
@@ -100,3 +102,19 @@ async def test_all_are_refused_without_a_call() -> None:
 
 def test_payloads_of_one_call_fit_a_frame() -> None:
     assert MAX_SHARED_BYTES + len(encode(sample(1))) < MAX_FRAME_BYTES
+
+
+async def test_forwards_in_a_row_end_one_by_one_and_one_is_cancelled_among_them() -> None:
+    async with device(Batching.OPERATION) as d:
+        args = Forward([Datum([1, 2], [2, 3])])
+        async with d.held_up():
+            tasks = [d.give(f"r{i}", args) for i in range(4)]
+            wrong = d.give("rw", Forward([Datum([10**6], [1])]))
+            last = d.give("rx", args)
+            await waiting(*tasks, wrong, last)
+            d.cancel("r2")
+            assert await tasks.pop(2) is None
+        for task in (*tasks, last):
+            assert isinstance(await task, ForwardResult)
+        with pytest.raises(Refused):
+            await wrong

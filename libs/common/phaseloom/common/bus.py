@@ -12,9 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -29,7 +37,7 @@ from nats.js.errors import APIError, BucketNotFoundError, NotFoundError
 from phaseloom.common import lifecycle, streams
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.messages import Event, Notice
+from phaseloom.common.messages import Event, Notice, QueuedOperation, parts
 from phaseloom.common.natsclient import MeshClient, each, hand_over
 from phaseloom.common.streams import Bucket
 
@@ -47,6 +55,9 @@ _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
+_BATCH = 256
+_MICROSECOND = 1e-6
+_QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
 
 Handler = Callable[[Msg], None]
@@ -69,6 +80,11 @@ class LogEntry:
     time_s: float
     event: Event
     headers: dict[str, str]
+
+    def apart(self) -> Iterator[LogEntry]:
+        """One for each of the events that it stands for."""
+        for event in parts(self.event):
+            yield LogEntry(self.sequence, self.time_s, event, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +177,7 @@ async def connect(
     inbox_prefix: str = "_INBOX",
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     read_pause_s: float = 0.0,
-) -> Client:
+) -> MeshClient:
     """A connection that never gives up; refuses servers too old for what we rely on.
 
     Args:   read_pause_s: see `MeshClient`.
@@ -252,7 +268,7 @@ async def close_client(client: Client) -> None:
 class Bus:
     """What a service does with the mesh account. Make it with `Bus.open`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: MeshClient) -> None:
         self.client = client
         self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
 
@@ -374,7 +390,18 @@ class Bus:
     # --- reading --------------------------------------------------------------------------------
 
     async def read_log(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every entry from `start_sequence` on, in order, for ever."""
+        """Every event from `start_sequence` on, in order, for ever.
+
+        Those that one append brought come one by one, under one sequence: whoever stops at one
+        reads `read_entries`, and misses none of its others.
+        """
+        async with aclosing(self.read_entries(start_sequence)) as entries:
+            async for entry in entries:
+                for one in entry.apart():
+                    yield one
+
+    async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
+        """Every entry from `start_sequence` on as it is stored, in order, for ever."""
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start_sequence),
@@ -389,6 +416,32 @@ class Bus:
                 wanted = sequence + 1
                 event = decode(message.data, Event)
                 yield LogEntry(sequence, time_s, event, message.headers or {})
+
+    async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
+        """Operations that the decision log took from a time (Unix seconds) up to now, in order.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        # The time of a stored message must not be rounded beyond it.
+        since = (
+            datetime.fromtimestamp(time_s - _MICROSECOND, UTC).isoformat().replace("+00:00", "Z")
+        )
+        start: dict[str, object] = {"start_time": since}
+        while True:
+            wanted = {**start, "batch": _BATCH, "next_by_subj": _QUEUED_SUBJECT}
+            *messages, end = await self.client.request_many(
+                f"$JS.API.DIRECT.GET.{streams.SCHED}",
+                _json.encode(wanted),
+                timeout=_REQUEST_TIMEOUT_S,
+            )
+            for message in messages:
+                for event in parts(decode(message.data, Event)):
+                    if isinstance(event, QueuedOperation):
+                        yield event
+            if not messages or (end.headers or {}).get("Nats-Num-Pending", "0") == "0":
+                return
+            last = (messages[-1].headers or {})["Nats-Sequence"]
+            start = {"seq": int(last) + 1}
 
     async def _ordered(
         self, stream: str, subject: str, config: api.ConsumerConfig
@@ -524,6 +577,38 @@ class Bus:
         except NotFoundError:
             return None
         return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
+
+    async def get_all_stored(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
+        """The newest stored message of each subject that has one, as `get_stored`, in one request.
+
+        Args:   subjects: without wildcards.
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        if len(subjects) == 1:
+            only = await self.get_stored(stream, subjects[0])
+            return {} if only is None else {subjects[0]: only}
+        found: dict[str, Stored] = {}
+        try:
+            *messages, end = await self.client.request_many(
+                f"$JS.API.DIRECT.GET.{stream}",
+                _json.encode({"multi_last": subjects}),
+                timeout=_REQUEST_TIMEOUT_S,
+            )
+        except NoRespondersError:
+            messages, end = [], None
+        for message in messages:
+            headers = dict(message.headers or {})
+            found[headers["Nats-Subject"]] = Stored(
+                message.data, int(headers["Nats-Sequence"]), headers
+            )
+        status = {} if end is None else end.headers or {}
+        if status.get("Status") == _NOT_FOUND or status.get("Nats-Num-Pending") == "0":
+            return found
+        # Too much for one answer, or nobody was there to give it.
+        for subject in subjects:
+            if subject not in found and (one := await self.get_stored(stream, subject)):
+                found[subject] = one
+        return found
 
     async def delete_subject(self, stream: str, subject: str) -> None:
         """Drop what is stored of a subject.

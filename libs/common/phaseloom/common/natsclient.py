@@ -35,6 +35,7 @@ _HEADER_START = b"NATS/1.0\r\n"
 _STATUS_START = b"NATS/1.0 "
 _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
+_GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
 """In the connection's buffer; above it a publisher waits until the server reads on."""
 
@@ -107,7 +108,8 @@ class MeshClient(Client):
     def __init__(self, read_pause_s: float = 0.0) -> None:
         super().__init__()
         self._ps = _Reader(self, read_pause_s)
-        self._answers: dict[bytes, asyncio.Future[Msg]] = {}
+        self._answers: dict[bytes, tuple[asyncio.Future[Msg], list[Msg] | None]] = {}
+        """Of each request: its answer, and what of it has come before its end."""
         self._inbox = ""
         self._inbox_bytes = 0
         self._inbox_sid = -1
@@ -126,22 +128,44 @@ class MeshClient(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
+        message = await self._ask(subject, payload, timeout, headers, None)
+        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+            raise nats.errors.NoRespondersError
+        return message
+
+    async def request_many(
+        self, subject: str, payload: bytes = b"", timeout: float = 0.5
+    ) -> list[Msg]:
+        """As `request`, where the answer is messages up to and including one with a status."""
+        before: list[Msg] = []
+        last = await self._ask(subject, payload, timeout, None, before)
+        if last.headers and last.headers.get("Status") == _NO_RESPONDERS:
+            raise nats.errors.NoRespondersError
+        return [*before, last]
+
+    async def _ask(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout: float,
+        headers: dict[str, Any] | None,
+        before: list[Msg] | None,
+    ) -> Msg:
+        """Args: before: takes what comes before a message with a status; None: the first that
+        comes is the answer."""
         if not self._inbox:
             await self._open_inbox()
         loop = asyncio.get_running_loop()
         token = str(next(self._numbers))
         answer: asyncio.Future[Msg] = loop.create_future()
-        self._answers[token.encode()] = answer
+        self._answers[token.encode()] = (answer, before)
         timer = loop.call_later(timeout, _time_out, answer)
         try:
             await self.publish(subject, payload, reply=self._inbox + token, headers=headers)
-            message = await answer
+            return await answer
         finally:
             timer.cancel()
             del self._answers[token.encode()]
-        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
-            raise nats.errors.NoRespondersError
-        return message
 
     async def _open_inbox(self) -> None:
         inbox = f"{self.new_inbox()}."
@@ -156,10 +180,16 @@ class MeshClient(Client):
         if sid != self._inbox_sid:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        answer = self._answers.get(subject[self._inbox_bytes :])
-        if answer is not None and not answer.done():
-            parsed = await self._process_headers(headers)
-            answer.set_result(Msg(self, subject.decode(), "", data, parsed))
+        answer, before = self._answers.get(subject[self._inbox_bytes :], _GIVEN_UP)
+        if answer is None or answer.done():
+            return
+        parsed = await self._process_headers(headers)
+        message = Msg(self, subject.decode(), "", data, parsed)
+        # By its first line: a header of that name may be the publisher's.
+        if before is None or (headers and headers.startswith(_STATUS_START)):
+            answer.set_result(message)
+        else:
+            before.append(message)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import nats.errors
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ from phaseloom.common.errors import (
     PhaseloomError,
     ResourceError,
 )
+from phaseloom.common.gathering import Gathering
 from phaseloom.common.ids import (
     DeploymentKey,
     JobKey,
@@ -46,6 +48,7 @@ from phaseloom.common.messages import (
     Heartbeat,
     JobRequest,
     JobStatus,
+    OperationsQueued,
     QueuedOperation,
     ResultReply,
     ResultRequest,
@@ -68,7 +71,11 @@ _MAX_ACK_PENDING = 64
 
 DEFAULT_SESSION_TTL_S = 15.0
 
-_BUS_ERRORS = (nats.errors.Error, JetStreamError)
+_LOOK_BACK_S = 8.0
+"""For what is delivered again after `_ACK_WAIT_S` the log is read from then on; less than that, so
+that who looks still has the message."""
+
+_BUS_ERRORS = (nats.errors.Error, JetStreamError, TimeoutError)
 
 
 class Sessions:
@@ -112,6 +119,14 @@ class Sessions:
             return last + 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    header: QueuedOperation
+    copy: int
+    """Sequence in the tenant's stream."""
+    headers: dict[str, str]
+
+
 class Router:
     """One replica. `running` is its whole life."""
 
@@ -129,6 +144,9 @@ class Router:
         self._sessions = Sessions(bus)
         self._admission = Admission(bus, limits or {})
         self._session_ttl_s = session_ttl_s
+        self._queued: Gathering[_Queued, int] = Gathering(self._append_all)
+        self._again: Gathering[float, set[OperationKey]] = Gathering(self._logged_since)
+        """One look at the log for all that are delivered again at once."""
 
     @asynccontextmanager
     async def running(self, tenants: list[str]) -> AsyncIterator[None]:
@@ -208,7 +226,9 @@ class Router:
             "route", parent=parent, tenant=key.tenant, job=key.job, deployment=key.deployment
         ) as span:
             span.set_attribute("seq", key.slot)
-            if key.seq is None and await self._is_done(key):
+            if message.metadata.num_delivered > 1 and await self._is_logged(key, message):
+                log.info("%s is in the decision log already", key)
+            elif key.seq is None and await self._is_done(key):
                 await self._drop(key)
             else:
                 began_s = time.perf_counter()
@@ -219,10 +239,10 @@ class Router:
         await message.ack()
 
     async def _append(self, header: QueuedOperation, message: Msg) -> None:
-        """Into the decision log, once per stored message.
+        """Into the decision log, together with others that come now.
 
-        A message that is delivered again has its sequence number, and the log drops the repeat. A
-        late copy of an operation has another one: the scheduler knows the first, and deletes it.
+        One of the log's entries decides, the first; a later one, of a late copy of an operation or
+        of a replica that was slow, is for nothing, and the scheduler deletes what it stands for.
         """
         meter = self._admission.meter(header.key.tenant)
         if header.error is None:
@@ -245,11 +265,22 @@ class Router:
                 meter.dropped() if place is None else meter.logged(place)
 
     async def _log(self, header: QueuedOperation, copy: int) -> int:
-        place = await self._bus.append(
-            header, msg_id=f"queued:{header.key}:{copy}", headers=telemetry.inject({})
-        )
+        place = await self._queued.add(_Queued(header, copy, telemetry.inject({})))
         observing.routed(header)
         return place
+
+    async def _append_all(self, queued: list[_Queued]) -> int:
+        """What has come since the last append, in one entry of the decision log."""
+        first = queued[0]
+        if len(queued) == 1:
+            msg_id = f"queued:{first.header.key}:{first.copy}"
+            return await self._bus.append(first.header, msg_id=msg_id, headers=first.headers)
+        traceparents = [one.headers.get("traceparent", "") for one in queued]
+        return await self._bus.append(
+            OperationsQueued(
+                [one.header for one in queued], traceparents if any(traceparents) else []
+            )
+        )
 
     async def _drop(self, key: OperationKey) -> None:
         """A late copy of a reading operation without order, of which the scheduler keeps nothing
@@ -267,6 +298,26 @@ class Router:
         with suppress(NotFoundError):  # it was delivered twice
             metadata = message.metadata
             await self._bus.js.delete_msg(metadata.stream, metadata.sequence.stream)
+
+    async def _is_logged(self, key: OperationKey, message: Msg) -> bool:
+        """Of a message that is delivered again: whether who had it before came so far.
+
+        Only saves work: where the log since then is too long to be read, it goes there once more.
+        """
+        stored_s = message.metadata.timestamp.timestamp()
+        try:
+            return key in await self._again.add(stored_s)
+        except TimeoutError:
+            log.warning("whether %s is in the decision log could not be found out in time", key)
+            return False
+
+    async def _logged_since(self, times_s: list[float]) -> set[OperationKey]:
+        logged: set[OperationKey] = set()
+        async with asyncio.timeout(_LOOK_BACK_S):
+            async with aclosing(self._bus.queued_since(min(times_s))) as queued:
+                async for operation in queued:
+                    logged.add(operation.key)
+        return logged
 
     async def _is_done(self, key: OperationKey) -> bool:
         stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))

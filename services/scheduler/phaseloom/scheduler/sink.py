@@ -15,10 +15,20 @@ from opentelemetry.context import Context
 from phaseloom.common import streams, telemetry
 from phaseloom.common.bus import AlreadyStored, Bus
 from phaseloom.common.codec import content_type_of, decode, encode
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Completion, OperationFinished, checkpoints_of
+from phaseloom.common.gathering import Gathering
+from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey
+from phaseloom.common.messages import (
+    READING_KINDS,
+    Command,
+    Completion,
+    OperationFinished,
+    Permit,
+    Permits,
+    checkpoints_of,
+)
 from phaseloom.common.patience import until_done
 from phaseloom.common.streams import Bucket
+from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.outputs import (
     DeleteOperations,
     DropCheckpoint,
@@ -40,6 +50,7 @@ class BusSink:
         self._bus = bus
         self._snapshots = snapshots
         self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._permits = Gathering(self._send_permits)
 
     async def run(self) -> None:
         """Deletes in the background: nothing waits for it, and it may be done twice."""
@@ -62,13 +73,12 @@ class BusSink:
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
+            case SendCommand(Permit(kind=kind) as command) if kind in READING_KINDS:
+                await self._permits.add((command, context))
+            case SendCommand(Permits() as command):
+                await self._permits.add((command, context))
             case SendCommand(command):
-                await self._bus.publish(
-                    streams.permit_subject(command.node),
-                    command,
-                    msg_id=f"cmd:{command.id}",
-                    headers=telemetry.inject({}, context) if context else {},
-                )
+                await self._send(command, context)
             case WriteCompletion(key, completion, content_type):
                 await self._write(key, completion, content_type)
             case SettleCompletion(key, kind, completion, content_type):
@@ -85,6 +95,29 @@ class BusSink:
                 self._forget(job, deployments)
             case Tell(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
+
+    async def _send(self, command: Command, context: Context | None) -> None:
+        # What is sent twice is taken once. The server may look at ids, too, to save work, but which
+        # permits go together depends on the moment: it would take others for the same.
+        msg_id = None if isinstance(command, Permits) else f"cmd:{command.id}"
+        await self._bus.publish(
+            streams.permit_subject(command.node),
+            command,
+            msg_id=msg_id,
+            headers=telemetry.inject({}, context) if context else {},
+        )
+
+    async def _send_permits(self, given: list[tuple[Permit | Permits, Context | None]]) -> None:
+        """What has come since the last ones were sent, in one message an activation."""
+        if len(given) == 1:
+            await self._send(*given[0])
+            return
+        activations: dict[tuple[DeploymentKey, int], list[tuple[Permit, str]]] = {}
+        for command, context in given:
+            for permit, traceparent in permits.traced(command, context):
+                activation = permit.operation.deployment_key, permit.epoch
+                activations.setdefault(activation, []).append((permit, traceparent))
+        await asyncio.gather(*(self._send(permits.together(p), None) for p in activations.values()))
 
     async def save(self, sequence: int, snapshot: bytes, *, is_final: bool = False) -> None:
         """Store a snapshot; the log below the one before it is not needed any more.

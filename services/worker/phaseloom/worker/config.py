@@ -26,7 +26,18 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`."""
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
+    price_per_hour: float = 0.0
+    """Of the node, in any currency that all nodes share: placement prefers what costs less. 0: as
+    eight GPUs of its pool's usual kind, 1 for any other pool than `rollout` and `train`."""
     lease_ttl_s: float = 3.0
     """How long the node counts as alive without a renewal."""
     start_timeout_s: float = 120.0
     """A rank that is not up by then is killed."""
+
+    @property
+    def price(self) -> float:
+        return self.price_per_hour or _USUAL_PRICES.get(self.pool, 1.0)
+
+
+_USUAL_PRICES = {"rollout": 8 * 1.85, "train": 8 * 5.28}
+"""Dollars an hour: eight H20, eight H800 (WEAVE §6.1)."""

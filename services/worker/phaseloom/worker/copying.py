@@ -19,7 +19,7 @@ from phaseloom.common.framing import close_fds
 from phaseloom.common.statewire import TensorSlot, VersionExtent
 from phaseloom.worker.heap import PAGE_BYTES, Heap, align
 
-_CHUNK_BYTES = 1024 * 1024
+_CHUNK_BYTES = 512 * 1024
 _MAX_MAPPED_VERSIONS = 3
 """Mappings of version extents kept for reuse; each keeps its extent's memory alive."""
 

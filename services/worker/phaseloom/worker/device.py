@@ -1,8 +1,10 @@
 """What waits for a WPG's devices: operations in the order they came, one call at a time.
 
 Reading operations are permitted side by side, so several may wait. Where the deployment shares
-batches, all `generate` that wait when the devices become free go in one call of the backend. One
-that is cancelled before it has begun ends at once; a `generate` that runs stops between two tokens.
+batches, all `generate` that wait when the devices become free go in one call of the backend. All
+`forward` that wait one behind the other go to the device thread together, each a call of its own.
+One that is cancelled before it has begun ends at once; a `generate` that runs stops between two
+tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from phaseloom.common.ids import OperationKey
 from phaseloom.common.messages import (
     READING_KINDS,
     Batching,
+    Forward,
     Generate,
     Operation,
     Permit,
@@ -44,6 +47,7 @@ class Call:
     )
     started_unix_s: float = field(default_factory=time.time)
     duration_s: float = 0.0
+    has_begun: bool = False
     num_done: int = 0
     num_total: int = 0
     """Tokens of a `generate` that runs; on several ranks those of the leader's share."""
@@ -88,6 +92,9 @@ class DeviceQueue:
         for call in [c for c in self._waiting if c.key == key and c.is_reading]:
             self._waiting.remove(call)
             call.ended.set_result(None)
+        for call in self._running:
+            if call.key == key and not call.has_begun and not call.ended.done():
+                call.ended.set_result(None)
 
     def is_cancelled(self, key: OperationKey) -> bool:
         """Whether somebody wanted it to be."""
@@ -116,10 +123,42 @@ class DeviceQueue:
                 if isinstance(call.operation.args, Generate) and num_bytes <= MAX_SHARED_BYTES:
                     self._waiting.remove(call)
                     calls.append(call)
+        if self._is_in_a_row(first):
+            while self._waiting and self._is_in_a_row(self._waiting[0]):
+                calls.append(self._waiting.popleft())
         return calls
+
+    def _is_in_a_row(self, call: Call) -> bool:
+        """Whether others like it may follow it in the device thread: to hand over each alone takes
+        longer than a short one runs."""
+        return self._ranks.is_alone and isinstance(call.operation.args, Forward)
+
+    async def _run_in_a_row(self, calls: list[Call]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            for call in calls:
+                if call.ended.done():
+                    continue  # cancelled
+                call.has_begun = True
+                call.started_unix_s, clock_s = time.time(), time.perf_counter()
+                outcome: Result | Exception
+                try:
+                    outcome = self._executor.run(call.operation)
+                except Exception as error:
+                    outcome = error
+                call.duration_s = time.perf_counter() - clock_s
+                loop.call_soon_threadsafe(_end, call, outcome)
+
+        await self._ranks.here(run)
 
     async def _run(self, calls: list[Call]) -> None:
         """Each call ends here, however it ends."""
+        if self._is_in_a_row(calls[0]):
+            await self._run_in_a_row(calls)
+            return
+        for call in calls:
+            call.has_begun = True
         started_unix_s, clock_s = time.time(), time.perf_counter()
         outcomes: list[Result | Exception | None]
         try:
@@ -132,12 +171,7 @@ class DeviceQueue:
         duration_s = time.perf_counter() - clock_s
         for call, outcome in zip(calls, outcomes, strict=True):
             call.started_unix_s, call.duration_s = started_unix_s, duration_s
-            if call.ended.done():
-                continue  # nobody waits any more
-            if isinstance(outcome, Exception):
-                call.ended.set_exception(outcome)
-            else:
-                call.ended.set_result(outcome)
+            _end(call, outcome)
 
     async def _compute(self, call: Call) -> Result:
         operation = call.operation
@@ -194,6 +228,15 @@ class DeviceQueue:
     def _merged(self, call: Call, shares: list[Result | None]) -> Result | None:
         whole = [share for share in shares if share is not None]
         return self._executor.finish(call.operation, whole) if len(whole) == len(shares) else None
+
+
+def _end(call: Call, outcome: Result | Exception | None) -> None:
+    if call.ended.done():
+        return  # nobody waits any more
+    if isinstance(outcome, Exception):
+        call.ended.set_exception(outcome)
+    else:
+        call.ended.set_result(outcome)
 
 
 def _share(calls: list[Call]) -> RunShare:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import nats.errors
@@ -33,13 +33,16 @@ from phaseloom.common.codec import (
     encode,
 )
 from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.gathering import Gathering
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     Checkpoint,
     Completion,
+    Event,
     Operation,
     OperationFinished,
+    OperationsFinished,
     OptimStep,
     Outcome,
     Permit,
@@ -60,13 +63,16 @@ from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.ranks import Broken, Ranks
-from phaseloom.worker.rankwire import Payload, RankConfig, RunShare
+from phaseloom.worker.rankwire import Payload, RankConfig, RunPermits, RunShare
 from phaseloom.worker.stateclient import RankStateClient, VersionCopy
 
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.5
 """Between two words on how far a `generate` is."""
+
+GATHER_S = 0.005
+"""So long at most the word of an operation's end waits for that of others that run beside it."""
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
 """How a weights version's source fails that is restarted, or that the network hides."""
@@ -99,6 +105,12 @@ class _Ran:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    event: OperationFinished
+    msg_id: str
+
+
 class _NotNow(Exception):
     """What the operation needs cannot be reached; nothing was changed."""
 
@@ -116,20 +128,61 @@ class Leader:
     ranks: Ranks
     queue: DeviceQueue
     _num_reading: int = 0
+    _unended: set[OperationKey] = field(default_factory=set)
+    """Permitted, and about to end or to run for long."""
+    _finished: Gathering[_Finished, None] = field(init=False)
+    _synced: SyncWeightsResult | None = None
+    """Of the last `sync_weights`."""
 
-    async def run(self, permit: Permit, traceparent: str) -> None:
-        """Returns once the outcome is stored and in the decision log, or the permit's return is.
+    def __post_init__(self) -> None:
+        self._finished = Gathering(self._append, lambda: bool(self._unended), GATHER_S)
 
-        Raises: ResourceError: this permit is not for this rank's state, nothing happened; or the
-                ranks cannot go on, whatever is stored.
+    async def run(self, given: RunPermits) -> None:
+        """Returns once every outcome is stored and in the decision log, or its permit's return is.
+
+        Raises: ResourceError: a permit is not for this rank's state, nothing happened; or the ranks
+                cannot go on, whatever is stored.
         """
-        parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
-        stored, payload = await asyncio.gather(
-            self._get(streams.DONE, streams.done_subject(permit.operation)),
-            self._get(
-                streams.ops_stream(permit.operation.tenant), streams.op_subject(permit.operation)
+        operations = [permit.operation for permit in given.permits]
+        self._unended.update(operations)
+        dones, payloads = await asyncio.gather(
+            self._get_all(streams.DONE, [streams.done_subject(key) for key in operations]),
+            self._get_all(
+                streams.ops_stream(self.settings.deployment.tenant),
+                [streams.op_subject(key) for key in operations],
             ),
         )
+        traceparents = given.traceparents or [""] * len(operations)
+        runs = [
+            self._run_one(permit, traceparent, done, payload)
+            for permit, traceparent, done, payload in zip(
+                given.permits, traceparents, dones, payloads, strict=True
+            )
+        ]
+        if len(runs) == 1:
+            await runs[0]
+        else:
+            await asyncio.gather(*runs)
+
+    async def _run_one(
+        self, permit: Permit, traceparent: str, stored: Stored | None, payload: Stored | None
+    ) -> None:
+        parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
+        # What is logged on the way belongs to the operation's trace.
+        with telemetry.within(parent):
+            try:
+                await self._run_permit(permit, traceparent, parent, stored, payload)
+            finally:
+                self._unended.discard(permit.operation)
+
+    async def _run_permit(
+        self,
+        permit: Permit,
+        traceparent: str,
+        parent: Context,
+        stored: Stored | None,
+        payload: Stored | None,
+    ) -> None:
         done = _decoded(stored)
         if done is not None and not _is_to_run_again(permit, done):
             await self._append_finished(permit, done, parent)
@@ -168,8 +221,9 @@ class Leader:
                 code=Code.FAILED_PRECONDITION,
             )
 
-    async def _get(self, stream: str, subject: str) -> Stored | None:
-        return await until_answered(lambda: self.bus.get_stored(stream, subject))
+    async def _get_all(self, stream: str, subjects: list[str]) -> list[Stored | None]:
+        stored = await until_answered(lambda: self.bus.get_all_stored(stream, subjects))
+        return [stored.get(subject) for subject in subjects]
 
     # --- running --------------------------------------------------------------------------------
 
@@ -276,7 +330,11 @@ class Leader:
             if error.info.code in _AWAY:
                 raise _NotNow(error.info) from error
             raise Refused(error.info) from error
-        return SyncWeightsResult(args.version, digest)
+        before, self._synced = self._synced, SyncWeightsResult(args.version, digest)
+        if before is not None and before.digest == digest:
+            why = f"version {args.version} has the weights of version {before.version}"
+            await self._notice("sync changed nothing", why, call.key)
+        return self._synced
 
     async def _read_version(self, call: Call, version: VersionKey) -> str:
         """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
@@ -353,7 +411,8 @@ class Leader:
                 )
             )
         except AlreadyStored:
-            first = _decoded(await self._get(streams.DONE, subject))
+            (stored,) = await self._get_all(streams.DONE, [subject])
+            first = _decoded(stored)
             # Our own, where only the acknowledgement was lost.
             return completion, None if first == completion else first
         return completion, None
@@ -384,8 +443,18 @@ class Leader:
             checkpoints=checkpoints_of(completion),
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
+        self._unended.discard(permit.operation)
         with telemetry.span("complete", parent=parent, **self._attributes(permit)):
-            await until_answered(lambda: self.bus.append(finished, msg_id=msg_id))
+            await self._finished.add(_Finished(finished, msg_id))
+
+    async def _append(self, ended: list[_Finished]) -> None:
+        """What has ended since the last append, in one entry of the decision log."""
+        event: Event = ended[0].event
+        msg_id = ended[0].msg_id
+        if len(ended) > 1:
+            event = OperationsFinished([one.event for one in ended])
+            msg_id = f"{msg_id}+{len(ended)}"
+        await until_answered(lambda: self.bus.append(event, msg_id=msg_id))
 
     async def report_progress(self) -> None:
         """Tell how far each `generate` is, for ever; nothing is decided on it."""

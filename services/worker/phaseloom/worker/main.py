@@ -12,6 +12,7 @@ from phaseloom.common.ids import NodeId
 from phaseloom.common.leases import Lease, node_lease_key
 from phaseloom.common.messages import DeviceSpec, NodeUp
 from phaseloom.worker.config import WorkerConfig
+from phaseloom.worker.inspecting import serve_state
 from phaseloom.worker.rankwire import RankMessage
 from phaseloom.worker.shell import Agent
 from phaseloom.worker.stateclient import AgentStateClient
@@ -53,6 +54,7 @@ async def serve(stop: asyncio.Event) -> None:
             await bus.consume(
                 streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
             )
+            await serve_state(bus, node, state)
             await stop.wait()
             await agent.stop()
             await lifecycle.end(running)
@@ -91,6 +93,7 @@ async def _announce(
             revision=revision,
             state_endpoint=status.endpoint,
             exclusive_residency=settings.exclusive_residency,
+            price_per_hour=settings.price,
         ),
         msg_id=f"node-up:{settings.node}:{revision}",
     )

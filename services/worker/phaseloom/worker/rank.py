@@ -41,7 +41,7 @@ from phaseloom.worker.rankwire import (
     RankMessage,
     RankUp,
     RollCall,
-    RunPermit,
+    RunPermits,
     RunShare,
 )
 from phaseloom.worker.stateclient import RankStateClient
@@ -157,10 +157,8 @@ async def _leader(
 def _leader_answers(leader: Leader) -> Answer:
     async def answer(body: RankMessage) -> RankMessage:
         match body:
-            case RunPermit():
-                # What it logs on the way belongs to the operation's trace.
-                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
-                    await leader.run(body.permit, body.traceparent)
+            case RunPermits():
+                await leader.run(body)
             case CancelRun():
                 leader.cancel(body.operation)
             case _:

@@ -52,11 +52,13 @@ class RankFailed(Message, frozen=True):
     error: ErrorInfo
 
 
-class RunPermit(Message, frozen=True):
-    """agent → leader. Answer: Done, once the outcome is stored and in the decision log."""
+class RunPermits(Message, frozen=True):
+    """agent → leader: one, or several of reading operations. Answer: Done, once every outcome is
+    stored and in the decision log."""
 
-    permit: Permit
-    traceparent: str
+    permits: list[Permit]
+    traceparents: list[str]
+    """Of each permit; an empty list: none of them is traced."""
 
 
 class CancelRun(Message, frozen=True):
@@ -110,7 +112,7 @@ class RollCall(Message, frozen=True):
 RankMessage = (
     RankUp
     | RankFailed
-    | RunPermit
+    | RunPermits
     | CancelRun
     | RunShare
     | ShareDone

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from phaseloom.common import metrics, telemetry
@@ -33,6 +34,8 @@ from phaseloom.common.messages import (
     Event,
     OpenActivation,
     Permit,
+    Permits,
+    PrefetchState,
     ReleaseVersions,
     SealCommitted,
     SealFailed,
@@ -52,7 +55,7 @@ from phaseloom.worker.rankwire import (
     RankMessage,
     RankUp,
     RollCall,
-    RunPermit,
+    RunPermits,
     RunShare,
 )
 from phaseloom.worker.stateclient import AgentStateClient
@@ -160,11 +163,30 @@ class Agent:
         except PhaseloomError as error:
             self._tasks.create_task(self._bus.bury("worker", message, error.info))
             return
-        if command.revision != self._revision or command.id in self._taken:
+        if isinstance(command, Permit):
+            traceparent = (message.headers or {}).get("traceparent", "")
+            command = Permits(command.id, command.node, command.revision, [command], [traceparent])
+        fresh = self._take_fresh(command) if command.revision == self._revision else None
+        if fresh is None:
             log.info("dropping %s %s of another life or taken before", type(command), command.id)
             self._tasks.create_task(message.ack())
             return
-        self._tasks.create_task(self._handle(message, command))
+        self._tasks.create_task(self._handle(message, fresh))
+
+    def _take_fresh(self, command: Command) -> Command | None:
+        """What of it was not taken before."""
+        if isinstance(command, Permits):
+            traceparents = command.traceparents or [""] * len(command.permits)
+            traced = zip(command.permits, traceparents, strict=True)
+            fresh = [(one, traceparent) for one, traceparent in traced if one.id not in self._taken]
+            for permit, _ in fresh:
+                self._taken.add(permit.id)
+            permits, parents = [permit for permit, _ in fresh], [parent for _, parent in fresh]
+            return replace(command, permits=permits, traceparents=parents) if fresh else None
+        if command.id in self._taken:
+            return None
+        self._taken.add(command.id)
+        return command
 
     async def keep_alive(self) -> None:
         while True:
@@ -182,11 +204,11 @@ class Agent:
 
     async def _handle(self, message: Msg, command: Command) -> None:
         with self._holding(message):
-            self._taken.add(command.id)
             match command:
-                case Permit():
-                    if not await self._permit(command, message):
-                        self._taken.forget(command.id)
+                case Permits():
+                    if not await self._permit(command):
+                        for permit in command.permits:
+                            self._taken.forget(permit.id)
                         await message.nak(delay=_EARLY_PAUSE_S)
                         return
                 case CancelOperation():
@@ -205,7 +227,16 @@ class Agent:
                     # A seal under way may still have to write them.
                     async with self._seal_lock:
                         await self._state.drop_versions(command.versions)
+                case PrefetchState():
+                    await self._prefetch(command)
         await message.ack()
+
+    async def _prefetch(self, command: PrefetchState) -> None:
+        try:
+            await self._state.prefetch(command.deployment, command.incarnation, command.in_s)
+        except PhaseloomError as error:
+            # Only a hint; it may come after the life that it speaks of.
+            log.info("no prefetch of %s: %s", command.deployment, error)
 
     async def _start(self, command: StartWpg) -> None:
         key = command.deployment
@@ -325,18 +356,19 @@ class Agent:
         async with self._turns[command.deployment].alone(), self._state_lock:
             await self._state.switch_out(command.deployment, command.incarnation, command.epoch)
 
-    async def _permit(self, command: Permit, message: Msg) -> bool:
-        """Run one operation; False: its activation has not been opened yet."""
-        key = command.operation.deployment_key
+    async def _permit(self, command: Permits) -> bool:
+        """Run what it permits; False: its activation has not been opened yet."""
+        first = command.permits[0]
+        key = first.operation.deployment_key
         turns = self._turns[key]
-        is_mutating = command.kind in MUTATING_KINDS
+        is_mutating = first.kind in MUTATING_KINDS
         async with turns.alone() if is_mutating else turns.together():
             wpg = self._wpgs.get(key)
             if wpg is None or not wpg.is_up:
                 return True
             verdict = judge_permit(
-                incarnation=command.incarnation,
-                epoch=command.epoch,
+                incarnation=first.incarnation,
+                epoch=first.epoch,
                 own_incarnation=wpg.incarnation,
                 own_epoch=wpg.epoch,
                 refused_epoch=wpg.refused_epoch,
@@ -344,12 +376,13 @@ class Agent:
             if verdict is Verdict.EARLY:
                 return False
             if verdict is Verdict.STALE:
-                log.info("dropping stale permit of %s", command.operation)
+                log.info("dropping stale permit of %s", first.operation)
                 return True
-            wpg.last_span = telemetry.span_context(telemetry.extract(message.headers))
-            traceparent = (message.headers or {}).get("traceparent", "")
+            traceparent = command.traceparents[-1]
+            last = telemetry.extract({"traceparent": traceparent} if traceparent else {})
+            wpg.last_span = telemetry.span_context(last)
             try:
-                await wpg.run(RunPermit(command, traceparent))
+                await wpg.run(RunPermits(command.permits, command.traceparents))
             except PhaseloomError as error:
                 # It died, or it is not in the state that the scheduler believes: the next
                 # incarnation is rebuilt from what is stored.

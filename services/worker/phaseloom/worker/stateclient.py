@@ -42,6 +42,7 @@ from phaseloom.common.statewire import (
     HeapRegistered,
     KeepHandles,
     OpenVersion,
+    Prefetch,
     PrepareSeal,
     RankHello,
     RankResume,
@@ -187,6 +188,12 @@ class AgentStateClient:
     ) -> None:
         """Its ranks are dead and reaped."""
         await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
+
+    async def prefetch(
+        self, deployment: DeploymentKey, incarnation: int, in_s: float | None
+    ) -> None:
+        """Say when it is predicted to be used next; None: never mind."""
+        await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:
         await self._link.ask(DropVersions(versions), Done)

@@ -35,7 +35,7 @@ from phaseloom.worker.rankwire import (
     RankMessage,
     RankUp,
     RollCall,
-    RunPermit,
+    RunPermits,
     RunShare,
     ShareDone,
     SharesDone,
@@ -192,11 +192,11 @@ class Wpg:
     def is_leader(self, peer: Peer[RankMessage]) -> bool:
         return self._ranks[0].peer is peer
 
-    async def run(self, permit: RunPermit) -> None:
-        """Returns once the outcome is stored. Raises: PhaseloomError: it cannot go on."""
+    async def run(self, permits: RunPermits) -> None:
+        """Returns once every outcome is stored. Raises: PhaseloomError: it cannot go on."""
         leader = self._ranks[0].peer
         assert leader is not None
-        await leader.call(permit)
+        await leader.call(permits)
 
     async def cancel(self, operation: OperationKey) -> None:
         """Raises: PhaseloomError: a rank is gone."""

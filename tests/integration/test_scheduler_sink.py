@@ -1,0 +1,50 @@
+"""What the scheduler's sink sends, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
+from phaseloom.common.ids import NodeId, OperationKey
+from phaseloom.common.messages import Command, CommandId, NodeCommand, Permit, Permits
+from phaseloom.scheduler.core.outputs import SendCommand
+from phaseloom.scheduler.sink import BusSink
+from phaseloom.scheduler.snapshots import Snapshots
+
+NODE = NodeId("n0")
+
+
+def permit(index: int, deployment: str = "policy", kind: str = "forward") -> Permit:
+    operation = OperationKey("t", "a", deployment, f"r{index}")
+    return Permit(CommandId(7, index), NODE, 1, operation, "", kind, 1, 7, 0)
+
+
+async def sent(bus: Bus) -> list[NodeCommand]:
+    end = (await bus.js.stream_info(streams.PERMITS)).state.last_seq
+    messages = [await bus.js.get_msg(streams.PERMITS, seq) for seq in range(1, end + 1)]
+    return [decode(message.data or b"", Command) for message in messages]
+
+
+async def test_permits_that_wait_for_one_another_go_together_by_activation(bus: Bus) -> None:
+    sink = BusSink(bus, Snapshots(bus))
+    given = [permit(1), permit(2), permit(3, "critic"), permit(4), permit(5, kind="optim_step")]
+    await asyncio.gather(*(sink.perform(SendCommand(one), None) for one in given))
+    commands = await sent(bus)
+    assert sorted(len(c.permits) for c in commands if isinstance(c, Permits)) == [1, 2]
+    taken = [one for c in commands for one in (c.permits if isinstance(c, Permits) else [c])]
+    assert sorted(taken, key=lambda one: one.id) == given
+    for command in commands:
+        if isinstance(command, Permits):
+            assert command.id == command.permits[0].id
+            assert len({one.operation.deployment for one in command.permits}) == 1
+
+
+async def test_permits_of_another_grouping_are_not_taken_for_sent(bus: Bus) -> None:
+    """A scheduler that starts over sends again what it is not sure of, in other company."""
+    sink = BusSink(bus, Snapshots(bus))
+    for permits in ([permit(1), permit(2)], [permit(1), permit(2), permit(3)]):
+        command = Permits(permits[0].id, NODE, 1, permits, [])
+        await sink.perform(SendCommand(command), None)
+    assert [len(c.permits) for c in await sent(bus) if isinstance(c, Permits)] == [2, 3]
