@@ -29,8 +29,8 @@ from phaseloom.common.statewire import (
     StatusRequest,
     Welcome,
 )
-from phaseloom.statemgr.transfer import fetch
 from phaseloom.worker.stateclient import AgentStateClient
+from tests.support.peerfetch import fetch
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -377,9 +377,8 @@ async def test_other_nodes_find_versions_at_the_same_address_afterwards(short_di
         endpoint = await d.endpoint()
         await d.relaunch()
         assert await d.endpoint() == endpoint
-        memory = bytearray(MiB)
-        description = await fetch(endpoint, SECRET, VERSION, 5.0, lambda _: memoryview(memory))
-        assert description.digest == made.digest
+        digest, _ = await fetch(endpoint, SECRET, VERSION)
+        assert digest == made.digest
 
 
 async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:

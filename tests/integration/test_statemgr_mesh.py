@@ -123,10 +123,27 @@ async def test_seal_that_finds_no_room_fails_alone_and_the_next_one_is_made(
         assert len(log.starts(f"{A}.policy")) == 1
 
 
+async def test_more_jobs_than_host_memory_holds_take_turns_through_nvme(short_dir: Path) -> None:
+    """Each of these states takes one page: two fit, three train."""
+    train = NodeConfig("train-0", "train", [16 * MiB], host_memory_bytes=2 * 4096)
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    config = MeshConfig(nodes=nodes, seal_every=0)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        jobs = [await t.submit_job(name, NOOP[:1]) for name in ("first", "second", "third")]
+        policies = [job.deployment("policy") for job in jobs]
+        for _ in range(3):
+            for policy in policies:
+                await policy.optim_step(client.AdamParams(1e-3))
+        for job in jobs:
+            assert len(log.starts(f"{job.name}.policy")) == 1
+            await job.finish()
+
+
 async def test_full_host_memory_fails_the_move_that_needs_it_and_nobody_else(
-    short_dir: Path,
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these states takes one page: two fit."""
+    """Each of these states takes one page: two fit, and nothing may go to NVMe."""
+    monkeypatch.setenv("PHASELOOM_STATEMGR_NVME_BYTES", "0")
     train = NodeConfig("train-0", "train", [16 * MiB], host_memory_bytes=2 * 4096)
     nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
     config = MeshConfig(nodes=nodes, seal_every=0)

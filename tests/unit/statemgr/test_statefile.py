@@ -26,7 +26,7 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
+from phaseloom.statemgr.files import StateDirectory, find_parts
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
@@ -113,15 +113,15 @@ def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
     contents = [b"first" * 1000, b"", b"third"]
     sections = [Section(len(c), [], xxhash.xxh3_128(c).hexdigest()) for c in contents]
     directory.write(path, seal_header(KEY, 3, sections), [memoryview(c) for c in contents])
-    found, offsets = read_header(path)
-    assert found.num_bytes == 5005
-    assert all(offset % DATA_ALIGNMENT_BYTES == 0 for offset in offsets)
-    for part, offset, content in zip(found.parts, offsets, contents, strict=True):
+    places = find_parts(path)
+    assert places[0].header.num_bytes == 5005
+    assert all(place.offset % DATA_ALIGNMENT_BYTES == 0 for place in places)
+    for place, content in zip(places, contents, strict=True):
         memory = memoryview(bytearray(len(content)))
-        read_memory(path, part, offset, memory)
+        directory.read(place, memory)
         assert bytes(memory) == content
     with pytest.raises(ResourceError, match="DATA_LOSS"):
-        directory.write(path, found, [memoryview(c) for c in (*contents[:2], b"other")])
+        directory.write(path, places[0].header, [memoryview(c) for c in (*contents[:2], b"other")])
 
 
 def test_seal_of_one_rank_is_written_as_it_was_before_there_were_several() -> None:
@@ -137,9 +137,9 @@ def test_file_appears_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
     path = directory.seal(KEY, 3)
     for content in (b"first" * 1000, b"second"):
         directory.write(path, header(content), [memoryview(content)])
-        found, (offset,) = read_header(path)
+        (place,) = find_parts(path)
         memory = memoryview(bytearray(len(content)))
-        read_memory(path, found.parts[0], offset, memory)
+        directory.read(place, memory)
         assert bytes(memory) == content
     assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
 
@@ -151,8 +151,7 @@ def test_memory_that_is_not_what_its_digest_says_is_never_put_in_place(tmp_path:
     with pytest.raises(ResourceError, match="DATA_LOSS"):
         directory.write(path, header(b"good"), [memoryview(b"evil")])
     assert [p.name for p in path.parent.iterdir()] == ["seal-3.state"]
-    found, (offset,) = read_header(path)
-    read_memory(path, found.parts[0], offset, memoryview(bytearray(4)))
+    _read(directory, path, 4)
 
 
 def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
@@ -164,13 +163,13 @@ def test_file_cut_short_is_data_loss(tmp_path: Path) -> None:
     for length in (0, 10, PREFIX_BYTES, PREFIX_BYTES + 9, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(ResourceError) as caught:
-            _read(path, len(content))
+            _read(directory, path, len(content))
         assert caught.value.info.code is Code.DATA_LOSS
 
 
-def _read(path: Path, num_bytes: int) -> None:
-    found, (offset,) = read_header(path)
-    read_memory(path, found.parts[0], offset, memoryview(bytearray(num_bytes)))
+def _read(directory: StateDirectory, path: Path, num_bytes: int) -> None:
+    (place,) = find_parts(path)
+    directory.read(place, memoryview(bytearray(num_bytes)))
 
 
 def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(

@@ -161,6 +161,20 @@ class DropWpg(Message, frozen=True):
     forget: bool
 
 
+class Prefetch(Message, frozen=True):
+    """A hint: it will be used; bring its host copies up from NVMe. Answer: Done, at once.
+
+    The copies come up where there is room, or where what is used later can go down for them. A
+    hint that is sent again replaces the one before.
+    """
+
+    deployment: DeploymentKey
+    incarnation: int
+    in_s: float | None
+    """Seconds from now to the predicted use; None: the hint is withdrawn, a move up is cancelled
+    unless something waits for it."""
+
+
 class DropVersions(Message, frozen=True):
     """Answer: Done."""
 
@@ -182,6 +196,41 @@ class DeploymentState(msgspec.Struct, frozen=True):
     """Some rank's heap is in device memory."""
     applied: int
     """Of rank 0's newest host copy."""
+    device_bytes: int = 0
+    """Heaps that are, or are being moved, in device memory."""
+    host_bytes: int = 0
+    """Host memory taken for its copies, also while the heap is in device memory."""
+    nvme_bytes: int = 0
+    """Copies that are on NVMe instead of in host memory."""
+
+
+class VersionState(msgspec.Struct, frozen=True):
+    version: VersionKey
+    num_bytes: int
+    in_host: bool
+    on_nvme: bool
+    num_users: int
+    """Reads and writes under way; ranks that have it mapped are not counted."""
+
+
+class DiskMethod(StrEnum):
+    """How bytes go between host memory and a disk."""
+
+    KVIKIO = "kvikio"
+    """Through NVIDIA's library."""
+    DIRECT = "direct"
+    """Past the page cache."""
+    BUFFERED = "buffered"
+
+
+class DiskPath(msgspec.Struct, frozen=True):
+    """What a round trip in one directory has shown to work."""
+
+    method: DiskMethod
+    alignment_bytes: int
+    """That the disk asks of offsets and lengths."""
+    why: str
+    """What was found of the better ways that are not taken."""
 
 
 class StatusReport(Message, frozen=True):
@@ -193,6 +242,13 @@ class StatusReport(Message, frozen=True):
     versions: list[VersionKey]
     endpoint: str
     """host:port where this daemon serves weights versions to other nodes' daemons."""
+    disk: DiskPath = DiskPath(DiskMethod.BUFFERED, 1, "not told")
+    """How seals, versions and spilled copies are written and read."""
+    nvme_budget_bytes: int = 0
+    """For spilled host copies; seals and versions are not counted."""
+    nvme_used_bytes: int = 0
+    version_states: list[VersionState] = msgspec.field(default_factory=list)
+    """Of the committed ones, in the order of `versions`."""
 
 
 # --- state manager → agent -----------------------------------------------------------------------
@@ -341,6 +397,7 @@ StateMessage = (
     | WriteSeal
     | Sealed
     | DropWpg
+    | Prefetch
     | DropVersions
     | StatusRequest
     | StatusReport

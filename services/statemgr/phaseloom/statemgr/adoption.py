@@ -20,8 +20,9 @@ from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import RankResume, StateMessage
 from phaseloom.statemgr.core.books import Books, RankBook, VersionBook, WpgBook, newest_record
 from phaseloom.statemgr.core.layout import unpack
-from phaseloom.statemgr.core.residency import PreparedSeal, Rank, State, Wpg
+from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.keeping import INDEX_HANDLES
 from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
@@ -32,8 +33,9 @@ log = logging.getLogger(__name__)
 class Adoption:
     """`take` every handle, `restore`, let the ranks `resume`, then `finish`."""
 
-    def __init__(self, node: Node, index: str) -> None:
+    def __init__(self, node: Node, hierarchy: Hierarchy, index: str) -> None:
         self._node = node
+        self._hierarchy = hierarchy
         self._index = index
         self._handles: dict[int, int] = {}
         self._missing: set[Rank] = set()
@@ -101,20 +103,23 @@ class Adoption:
     def _restore_rank(self, rank: Rank, book: RankBook) -> bool:
         if book.extent is None:
             return True
-        if not self._adopt_extent(book.extent, book.heap_bytes, f"the host copy of {rank.owner}"):
+        name, is_below = f"the host copy of {rank.owner}", book.state in ON_NVME
+        if not self._adopt_extent(book.extent, book.heap_bytes, name, is_vacated=is_below):
             return False
         self._node.residency.restore(rank, book.heap_bytes, unpack(book.tensors), book.extent)
         rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
         self._missing.add(rank)
         return True
 
-    def _adopt_extent(self, extent: int, num_bytes: int, name: str) -> bool:
+    def _adopt_extent(
+        self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
+    ) -> bool:
         fd = self._handles.get(extent)
         if fd is None:
             log.error("the memory for %s was not handed over", name)
             return False
         try:
-            self._node.memory.adopt(extent, fd, num_bytes, name)
+            self._node.memory.adopt(extent, fd, num_bytes, name, is_vacated=is_vacated)
         except ResourceError as error:
             log.error("%s", error)
             return False
@@ -183,17 +188,40 @@ class Adoption:
         if not message.filled:
             node.residency.resume(rank, State.FILLING)
         elif message.resident:
+            self._occupy(rank)
             node.residency.resume(rank, State.RESIDENT)
         else:
             digest = message.digest or rank.digest
-            if not await self._is_whole(rank, digest):
+            tier = await self._tier_of(rank, digest)
+            if tier is None:
                 self._lose(rank.wpg, "its host copy cannot be verified")
                 raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
             rank.applied, rank.digest = message.applied, digest
-            node.residency.resume(rank, State.HOST)
+            node.residency.resume(rank, tier)
         self._missing.discard(rank)
         node.announce()
         return rank
+
+    def _occupy(self, rank: Rank) -> None:
+        """Its heap is where the state is, so its host copy needs its memory again."""
+        if rank.state not in ON_NVME or rank.extent is None:
+            return
+        try:
+            self._node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
+        except ResourceError:
+            self._lose(rank.wpg, "there is no memory for its host copy any more")
+            raise
+
+    async def _tier_of(self, rank: Rank, digest: str) -> State | None:
+        """Where its host copy is whole. A kill in the middle of a spill leaves either place."""
+        is_below = rank.state in ON_NVME
+        if not is_below and await self._is_whole(rank, digest):
+            return State.HOST
+        if not await asyncio.to_thread(self._hierarchy.is_spilled, rank, digest):
+            return None
+        if not is_below and rank.extent is not None:
+            self._node.memory.vacate(rank.extent)
+        return State.SPILLED
 
     def begin_again(self, token: str) -> None:
         """A rank that has not heard of its extent says hello: it has none."""

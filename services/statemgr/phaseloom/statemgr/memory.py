@@ -61,6 +61,12 @@ class Extent:
             self._map = mmap.mmap(self.fd, self._num_bytes)
         return memoryview(self._map)[:num_bytes]
 
+    def vacate(self) -> None:
+        """Free the memory under this and every other process's mapping; it reads as zeroes."""
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self._num_bytes)
+        self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Give the memory up, once the last view on it is gone."""
         os.close(self.fd)
@@ -94,14 +100,27 @@ class HostMemory:
                 ) from error
         return grant.extent
 
-    def adopt(self, extent: int, fd: int, num_bytes: int, what: str) -> None:
+    def vacate(self, extent: int) -> None:
+        """What was in it is elsewhere."""
+        self._extents[extent].vacate()
+        self.arena.vacate(extent)
+
+    def occupy(self, extent: int, what: str) -> None:
+        """Memory for a vacated one again. Raises: ResourceError: RESOURCE_EXHAUSTED."""
+        self._close(self.arena.occupy(extent, what))
+
+    def adopt(
+        self, extent: int, fd: int, num_bytes: int, what: str, *, is_vacated: bool = False
+    ) -> None:
         """Take an extent of the daemon before over, and `fd` with it, except where it raises.
 
         Raises: ResourceError: above the budget, or it is not such an extent.
         """
-        self.arena.adopt(extent, num_bytes)
+        self.arena.adopt(extent, num_bytes, is_vacated=is_vacated)
         try:
             self._extents[extent] = Extent.adopt(fd, num_bytes)
+            if is_vacated:
+                self._extents[extent].vacate()
         except (OSError, ValueError) as error:
             self.arena.free(extent)
             raise ResourceError(f"the memory for {what} cannot be taken over: {error}") from error

@@ -45,6 +45,8 @@ class Node:
         """One switch at a time a device."""
         self.settled = asyncio.Event()
         """What a killed daemon held is taken over or given up: the books may be used."""
+        self.on_retired: Callable[[Wpg], None] = lambda wpg: None
+        """Called as a life ends, maybe more than once."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -97,6 +99,7 @@ class Node:
 
     def retire(self, wpg: Wpg, reason: str) -> None:
         """This life is over: cut its ranks off and free what it held. Idempotent."""
+        self.on_retired(wpg)
         self.residency.lose(wpg)
         for rank in wpg.ranks:
             peer = self.ranks.pop(rank, None)

@@ -16,7 +16,8 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
+from phaseloom.statemgr.files import StateDirectory, find_parts
+from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.node import Node
 from phaseloom.statemgr.switching import on_each_device
 
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class Sealer:
-    def __init__(self, node: Node, directory: StateDirectory) -> None:
+    def __init__(self, node: Node, directory: StateDirectory, hierarchy: Hierarchy) -> None:
         self._node = node
+        self._hierarchy = hierarchy
         self._directory = directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
 
@@ -42,7 +44,7 @@ class Sealer:
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
-        async with node.holding(lambda: set(wpg.devices)):
+        async with self._hierarchy.in_host(wpg), node.holding(lambda: set(wpg.devices)):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
@@ -91,9 +93,9 @@ class Sealer:
         """
         wpg = rank.wpg
         path = self._directory.seal(wpg.key, wpg.seal_seq)
-        header, offsets = await asyncio.to_thread(read_header, path)
+        places = await asyncio.to_thread(find_parts, path)
         part = check_restorable(
-            header,
+            places[0].header,
             rank.index,
             len(wpg.ranks),
             heap_bytes=rank.heap_bytes,
@@ -102,7 +104,7 @@ class Sealer:
         )
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
-        await asyncio.to_thread(read_memory, path, part, offsets[rank.index], memory)
+        await asyncio.to_thread(self._directory.read, places[rank.index], memory)
         self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:

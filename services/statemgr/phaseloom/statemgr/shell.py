@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phaseloom.common import metrics
-from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.statewire import (
     Adopt,
@@ -24,12 +24,14 @@ from phaseloom.common.statewire import (
     CommitInitial,
     CommitVersion,
     CreateVersion,
+    DiskPath,
     Done,
     DropVersions,
     DropWpg,
     HandOver,
     HeapRegistered,
     OpenVersion,
+    Prefetch,
     PrepareSeal,
     RankHello,
     RankResume,
@@ -45,6 +47,7 @@ from phaseloom.common.statewire import (
 )
 from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
 from phaseloom.statemgr.sealing import Sealer
@@ -81,6 +84,8 @@ class StateManager:
         node: Node,
         sealer: Sealer,
         weights: Weights,
+        hierarchy: Hierarchy,
+        disk: DiskPath,
         *,
         secret: str,
         resume_timeout_s: float,
@@ -89,6 +94,8 @@ class StateManager:
         self._node = node
         self._sealer = sealer
         self._weights = weights
+        self._hierarchy = hierarchy
+        self._disk = disk
         self._secret = secret
         self._resume_timeout_s = resume_timeout_s
         self._serve_versions_at = serve_versions_at
@@ -172,13 +179,14 @@ class StateManager:
         self._num_agents += 1
         session.greet()
         if hello.index and self._adoption is None and not self._node.settled.is_set():
-            self._adoption = Adoption(self._node, hello.index)
+            self._adoption = Adoption(self._node, self._hierarchy, hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(adopts=True)
         self._node.keeper.attach(session.peer)
-        if self._adoption is None:
+        if self._adoption is None and not self._node.settled.is_set():
             self._is_known_what_was.set()
+            self._hierarchy.sweep()
             self._node.settled.set()
         return Welcome(adopts=False)
 
@@ -191,6 +199,7 @@ class StateManager:
         lost = await adoption.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
+        self._hierarchy.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
         return Adopted(lost)
@@ -233,9 +242,9 @@ class StateManager:
             case RegisterWpg():
                 self._register_wpg(body)
             case SwitchIn():
-                return await switch_in(self._node, body)
+                return await switch_in(self._node, self._hierarchy, body)
             case SwitchOut():
-                return await switch_out(self._node, body)
+                return await switch_out(self._node, self._hierarchy, body)
             case PrepareSeal():
                 await self._sealer.prepare(body)
             case WriteSeal():
@@ -243,6 +252,9 @@ class StateManager:
                     return await self._sealer.write(body)
             case DropWpg():
                 await self._drop_wpg(body)
+            case Prefetch():
+                wpg = self._node.residency.current(body.deployment, body.incarnation)
+                self._hierarchy.hint(wpg, body)
             case DropVersions():
                 await self._weights.drop(body.versions)
             case StatusRequest():
@@ -260,7 +272,7 @@ class StateManager:
             case CreateVersion():
                 _require_leader(rank)
                 self._require_alive(rank.wpg)
-                return self._weights.create(rank.wpg, body)
+                return await self._weights.create(rank.wpg, body)
             case CommitVersion():
                 _require_leader(rank)
                 await self._weights.commit(rank.wpg, body)
@@ -295,8 +307,15 @@ class StateManager:
     async def _register_heap(self, rank: Rank, request: RegisterHeap) -> Answer:
         node = self._node
         node.residency.check_heap(rank, request.heap_bytes, request.tensors)
-        extent = node.memory.reserve(request.heap_bytes, f"the host copy of {rank.owner}")
-        node.residency.register_heap(rank, request.heap_bytes, request.tensors, extent)
+        # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
+        with self._hierarchy.using(rank.wpg):
+            what = f"the host copy of {rank.owner}"
+            extent = await self._hierarchy.reserve(request.heap_bytes, what)
+        try:
+            node.residency.register_heap(rank, request.heap_bytes, request.tensors, extent)
+        except PhaseloomError:
+            node.memory.free(extent)
+            raise
         if rank.wpg.seal_seq:
             await self._sealer.restore(rank)
         if rank.extent is None:
@@ -331,6 +350,10 @@ class StateManager:
             deployments=node.residency.deployments(),
             versions=node.versions.committed(),
             endpoint=node.endpoint,
+            disk=self._disk,
+            nvme_budget_bytes=self._hierarchy.nvme_budget_bytes,
+            nvme_used_bytes=node.residency.nvme_used_bytes(),
+            version_states=node.versions.states(),
         )
 
 

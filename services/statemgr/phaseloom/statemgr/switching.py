@@ -15,6 +15,7 @@ from phaseloom.common import telemetry
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import CopyIn, CopyOut, Switched, SwitchIn, SwitchOut
 from phaseloom.statemgr.core.residency import Rank, State, Step
+from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.node import Node
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,10 @@ MAX_RESIDUE_BYTES = 64 * 1024
 """What a rank may still hold of a released heap: nothing, give or take the pages at its edges."""
 
 
-async def switch_in(node: Node, request: SwitchIn) -> Switched:
+async def switch_in(node: Node, hierarchy: Hierarchy, request: SwitchIn) -> Switched:
     """Bring a deployment into device memory in place of what it displaces.
+
+    Its host copies come up from NVMe first, while the device goes on with what it does.
 
     Raises: ResourceError: stale (ABORTED), no room (RESOURCE_EXHAUSTED, with the numbers, before
             anything moved), a rank lost, a transition not verified. What had been moved is moved
@@ -33,7 +36,11 @@ async def switch_in(node: Node, request: SwitchIn) -> Switched:
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)
-    async with node.holding(lambda: own | node.residency.devices_of(request.displaces)):
+    displaced = filter(None, map(node.residency.find, request.displaces))
+    async with (
+        hierarchy.in_host(wpg, *displaced),
+        node.holding(lambda: own | node.residency.devices_of(request.displaces)),
+    ):
         plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
         trace = telemetry.extract({"traceparent": request.traceparent})
         offloaded: list[Rank] = []
@@ -56,12 +63,12 @@ async def switch_in(node: Node, request: SwitchIn) -> Switched:
         )
 
 
-async def switch_out(node: Node, request: SwitchOut) -> Switched:
+async def switch_out(node: Node, hierarchy: Hierarchy, request: SwitchOut) -> Switched:
     """Offload a deployment without another coming in. Raises: as `switch_in`."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)
-    async with node.holding(lambda: own):
+    async with hierarchy.in_host(wpg), node.holding(lambda: own):
         ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
         if not ranks:
             return Switched(0.0, 0.0, 0, 0, [])

@@ -11,26 +11,40 @@ from weakref import WeakValueDictionary
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.statewire import CommitVersion, CreateVersion, OpenVersion, VersionExtent
-from phaseloom.statemgr import transfer
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.files import StateDirectory, read_header, read_memory
+from phaseloom.statemgr.fetching import Fetching, Home
+from phaseloom.statemgr.files import StateDirectory, find_parts
+from phaseloom.statemgr.hierarchy import Hierarchy
+from phaseloom.statemgr.incoming import Incoming, Readable, Whole
 from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node, pool_of
-from phaseloom.statemgr.transfer import VersionDescription
+from phaseloom.statemgr.wire import VersionDescription
 
 log = logging.getLogger(__name__)
+
+_RESUME_PAUSE_S = 0.2
 
 
 class Weights:
     def __init__(
-        self, node: Node, directory: StateDirectory, secret: str, peer_timeout_s: float
+        self,
+        node: Node,
+        directory: StateDirectory,
+        hierarchy: Hierarchy,
+        secret: str,
+        peer_timeout_s: float,
+        *,
+        site: str = "",
     ) -> None:
         self._node = node
         self._directory = directory
+        self._hierarchy = hierarchy
         self._secret = secret
         self._peer_timeout_s = peer_timeout_s
+        self._site = site
+        self._incoming: dict[VersionKey, Incoming] = {}
         self._bringing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     def found(self, header: StateHeader) -> None:
@@ -38,7 +52,7 @@ class Weights:
         key = VersionKey(header.deployment, header.seq)
         self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
-    def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
+    async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
         """An extent to write a version into, or word that it exists.
 
         Raises: CallerError: PERMISSION_DENIED: not this policy's; a bad layout.
@@ -58,12 +72,14 @@ class Weights:
             version = None
         if version is not None:
             return _description(version), []
-        extent = node.memory.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
+        extent = await self._hierarchy.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
         try:
+            if wpg.is_lost:
+                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
             version = node.versions.begin(
                 key, request.num_bytes, request.tensors, extent, wpg.incarnation
             )
-        except CallerError:
+        except PhaseloomError:
             node.memory.free(extent)
             raise
         return _description(version), [node.memory[extent].fd]
@@ -114,11 +130,10 @@ class Weights:
         return _description(version), [self._node.memory[version.extent].read_only_fd]
 
     @asynccontextmanager
-    async def reading(
-        self, key: VersionKey
-    ) -> AsyncIterator[tuple[VersionDescription, memoryview]]:
+    async def reading(self, key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
         """A version for another node's daemon, kept while it is being sent.
 
+        Args:   may_be_incoming: also one that is only on its way here.
         Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
                 is here.
         """
@@ -130,15 +145,17 @@ class Weights:
                 f"{node.name} does not know yet what it holds", remedy="retry, or ask another node"
             ) from None
         known = node.versions.find(key)
-        if known is None or not known.is_committed:
+        incoming = self._incoming.get(key) if may_be_incoming else None
+        if known is None or not (known.is_committed or incoming):
             # It may be on its way here: whoever brings it may be the one who asks.
             raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
-        version = await self._bring(key, [])
+        version = known if incoming else await self._bring(key, [])
         assert version.extent is not None
         node.versions.acquire(version)
         try:
             description = VersionDescription(version.num_bytes, version.tensors, version.digest)
-            yield description, node.memory[version.extent].view(version.num_bytes)
+            memory = node.memory[version.extent].view(version.num_bytes)
+            yield incoming or Whole(description, memory)
         finally:
             node.release_version(version)
 
@@ -179,13 +196,16 @@ class Weights:
         """From disk into an extent."""
         node, key = self._node, version.key
         path = self._directory.version(key)
-        extent = node.memory.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        extent = await self._hierarchy.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        if version.is_dropped:
+            node.memory.free(extent)
+            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
         version.extent = extent
         node.versions.acquire(version)
         try:
-            header, offsets = await asyncio.to_thread(read_header, path)
+            place = (await asyncio.to_thread(find_parts, path))[0]
             memory = node.memory[extent].view(version.num_bytes)
-            await asyncio.to_thread(read_memory, path, header.parts[0], offsets[0], memory)
+            await asyncio.to_thread(self._directory.read, place, memory)
         except PhaseloomError:
             node.drop_version(version)
             raise
@@ -197,51 +217,76 @@ class Weights:
     async def _fetch_from_any(self, key: VersionKey, sources: list[str]) -> Version:
         if not sources:
             raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
-        errors: list[PhaseloomError] = []
-        for endpoint in sources:
-            try:
-                return await self._fetch(key, endpoint)
-            except PhaseloomError as error:
-                log.warning("%s", error)
-                errors.append(error)
-        raise ResourceError(
-            f"version {key} could not be brought: {'; '.join(str(error) for error in errors)}",
-            code=_common_code(errors),
-            remedy="retry; name sources that hold the version",
-        )
-
-    async def _fetch(self, key: VersionKey, endpoint: str) -> Version:
-        node = self._node
+        node, home = self._node, self._home()
         version: Version | None = None
 
-        def place(description: VersionDescription) -> memoryview:
+        async def place(description: VersionDescription) -> Incoming:
             nonlocal version
-            size = description.num_bytes
-            extent = node.memory.reserve(size, f"version {key}", str(key.policy))
-            try:
-                version = node.versions.begin(key, size, description.tensors, extent)
-            except CallerError:
-                node.memory.free(extent)
-                raise
-            node.versions.acquire(version)
-            return node.memory[extent].view(size)
+            version = await self._begin(key, description)
+            assert version.extent is not None
+            memory = node.memory[version.extent].view(version.num_bytes)
+            self._incoming[key] = Incoming(description, memory)
+            return self._incoming[key]
 
+        fetching = Fetching(key, home, place)
         try:
-            description = await transfer.fetch(
-                endpoint, self._secret, key, self._peer_timeout_s, place
-            )
+            digest = await _bring_from_any(fetching, sources)
             assert version is not None
             if version.is_dropped:
                 raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-            node.versions.commit(version, description.digest)
+            node.versions.commit(version, digest)
         except BaseException:
             if version is not None and not version.is_dropped:
                 node.drop_version(version)
             raise
         finally:
             if version is not None:
+                self._incoming.pop(key).give_up()
                 node.release_version(version)
+        log.info(
+            "version %s came: %d bytes from its source, %d from neighbours",
+            *(key, fetching.from_source_bytes, fetching.relayed_bytes),
+        )
         return version
+
+    async def _begin(self, key: VersionKey, description: VersionDescription) -> Version:
+        """Room for it, in use until it is released."""
+        node, size = self._node, description.num_bytes
+        extent = await self._hierarchy.reserve(size, f"version {key}", str(key.policy))
+        try:
+            version = node.versions.begin(key, size, description.tensors, extent)
+        except CallerError:
+            node.memory.free(extent)
+            raise
+        node.versions.acquire(version)
+        return version
+
+    def _home(self) -> Home:
+        node = self._node
+        return Home(self._secret.encode(), node.endpoint, self._site, self._peer_timeout_s)
+
+
+async def _bring_from_any(fetching: Fetching, sources: list[str]) -> str:
+    """The version's digest, once it is here; what a source has brought, none brings again.
+
+    Raises: PhaseloomError: none can bring it, or bring the rest of it.
+    """
+    while True:
+        errors: list[PhaseloomError] = []
+        for endpoint in sources:
+            try:
+                return await fetching.bring(endpoint)
+            except PhaseloomError as error:
+                log.warning("%s", error)
+                errors.append(error)
+        if not fetching.may_resume:
+            raise ResourceError(
+                f"version {fetching.version} could not be brought: "
+                f"{'; '.join(str(error) for error in errors)}",
+                code=_common_code(errors),
+                remedy="retry; name sources that hold the version",
+            )
+        await asyncio.sleep(_RESUME_PAUSE_S)
 
 
 def _common_code(errors: list[PhaseloomError]) -> Code:

@@ -3,7 +3,8 @@
 Invariant: the bytes of all extents, idle ones included, never exceed the budget. Idle extents are
 kept because the first touch of fresh memory costs ten times a copy into touched memory; they are
 given up, oldest first, before anything is refused. An extent is only ever reused within its pool,
-so that no deployment is handed memory that another one may still have mapped.
+so that no deployment is handed memory that another one may still have mapped. A vacated extent
+keeps its number and its mappings, but has no memory until it is occupied again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Arena:
     _sizes: dict[int, int] = field(default_factory=dict)
     _idle: dict[int, str] = field(default_factory=dict)
     """extent → pool, oldest first"""
+    _vacated: set[int] = field(default_factory=set)
 
     def reserve(self, num_bytes: int, what: str, pool: str = "") -> Grant:
         """An extent of at least `num_bytes`.
@@ -52,6 +54,50 @@ class Arena:
             if pool and owner == pool and self._sizes[extent] == size:
                 del self._idle[extent]
                 return Grant(extent, is_new=False, evicted=[])
+        evicted = self._make_room(size, what)
+        self._last += 1
+        self._sizes[self._last] = size
+        self.used_bytes += size
+        return Grant(self._last, is_new=True, evicted=evicted)
+
+    def vacate(self, extent: int) -> None:
+        """What was in it is elsewhere: its memory is free."""
+        assert extent not in self._idle
+        assert extent not in self._vacated
+        self._vacated.add(extent)
+        self.used_bytes -= self._sizes[extent]
+
+    def occupy(self, extent: int, what: str) -> list[int]:
+        """Take memory for a vacated extent again; returns the idle ones given up for it.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing changed then.
+        """
+        evicted = self._make_room(self._sizes[extent], what)
+        self._vacated.remove(extent)
+        self.used_bytes += self._sizes[extent]
+        return evicted
+
+    def adopt(self, extent: int, num_bytes: int, *, is_vacated: bool = False) -> None:
+        """An extent of the daemon before. Raises: ResourceError: above the budget."""
+        size = rounded(num_bytes)
+        assert extent not in self._sizes
+        if is_vacated:
+            self._last = max(self._last, extent)
+            self._sizes[extent] = size
+            self._vacated.add(extent)
+            return
+        if self.used_bytes + size > self.budget_bytes:
+            raise ResourceError(
+                f"extent {extent} of {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
+                f"in use",
+                code=Code.RESOURCE_EXHAUSTED,
+            )
+        self._last = max(self._last, extent)
+        self._sizes[extent] = size
+        self.used_bytes += size
+
+    def _make_room(self, size: int, what: str) -> list[int]:
+        """Give up idle extents until `size` bytes are free; returns them."""
         idle_bytes = sum(self._sizes[extent] for extent in self._idle)
         if self.used_bytes - idle_bytes + size > self.budget_bytes:
             raise ResourceError(
@@ -69,28 +115,15 @@ class Arena:
         while self.used_bytes + size > self.budget_bytes:
             oldest = next(iter(self._idle))
             evicted.append(self.free(oldest))
-        self._last += 1
-        self._sizes[self._last] = size
-        self.used_bytes += size
-        return Grant(self._last, is_new=True, evicted=evicted)
-
-    def adopt(self, extent: int, num_bytes: int) -> None:
-        """An extent of the daemon before. Raises: ResourceError: above the budget."""
-        size = rounded(num_bytes)
-        assert extent not in self._sizes
-        if self.used_bytes + size > self.budget_bytes:
-            raise ResourceError(
-                f"extent {extent} of {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
-                f"in use",
-                code=Code.RESOURCE_EXHAUSTED,
-            )
-        self._last = max(self._last, extent)
-        self._sizes[extent] = size
-        self.used_bytes += size
+        return evicted
 
     def free(self, extent: int) -> int:
         """Give an extent up; returns it."""
-        self.used_bytes -= self._sizes.pop(extent)
+        size = self._sizes.pop(extent)
+        if extent in self._vacated:
+            self._vacated.remove(extent)
+        else:
+            self.used_bytes -= size
         self._idle.pop(extent, None)
         return extent
 
@@ -111,6 +144,8 @@ class Arena:
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant does not hold."""
-        assert self.used_bytes == sum(self._sizes.values())
+        held = self._sizes.keys() - self._vacated
+        assert self.used_bytes == sum(self._sizes[extent] for extent in held)
+        assert self._vacated <= self._sizes.keys() - self._idle.keys()
         assert 0 <= self.used_bytes <= self.budget_bytes
         assert self._idle.keys() <= self._sizes.keys()

@@ -3,12 +3,13 @@
 Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; `TRANSITIONS`
 is the table of what may follow what. Invariants (`validate`): the heaps that are or are being moved
 in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
-is obeyed; a host copy that is being sealed is not overwritten; a lost deployment has no memory; all
-ranks of a life are lost together.
+is obeyed; a host copy that is being sealed is neither overwritten nor spilled; a lost deployment
+has no memory; all ranks of a life are lost together.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +31,12 @@ class State(StrEnum):
     RESIDENT = "resident"
     """In device memory: the host copy, if any, is older."""
     OFFLOADING = "offloading"
+    SPILLING = "spilling"
+    """In host memory, on its way to NVMe."""
+    SPILLED = "spilled"
+    """On NVMe only."""
+    LIFTING = "lifting"
+    """On NVMe, on its way to host memory."""
     LOST = "lost"
     """A rank of its life is gone, or it was fenced."""
 
@@ -45,6 +52,12 @@ class Step(StrEnum):
     OFFLOAD_FAILED = "offload failed"
     RELEASE_UNVERIFIED = "release unverified"
     """Copied out, but the device memory was not given back: it is loaded again."""
+    SPILL_BEGUN = "spill begun"
+    SPILL_VERIFIED = "spill verified"
+    SPILL_FAILED = "spill failed"
+    LIFT_BEGUN = "lift begun"
+    LIFT_VERIFIED = "lift verified"
+    LIFT_FAILED = "lift failed"
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
@@ -57,8 +70,16 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.OFFLOADING, Step.OFFLOAD_VERIFIED): State.HOST,
     (State.OFFLOADING, Step.OFFLOAD_FAILED): State.RESIDENT,
     (State.OFFLOADING, Step.RELEASE_UNVERIFIED): State.LOADING,
+    (State.HOST, Step.SPILL_BEGUN): State.SPILLING,
+    (State.SPILLING, Step.SPILL_VERIFIED): State.SPILLED,
+    (State.SPILLING, Step.SPILL_FAILED): State.HOST,
+    (State.SPILLED, Step.LIFT_BEGUN): State.LIFTING,
+    (State.LIFTING, Step.LIFT_VERIFIED): State.HOST,
+    (State.LIFTING, Step.LIFT_FAILED): State.SPILLED,
 }
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
+ON_NVME = frozenset({State.SPILLED, State.LIFTING})
+"""What the host copy is whole in."""
 
 
 class InvalidTransition(InternalError):
@@ -116,6 +137,12 @@ class Wpg:
     prepared: PreparedSeal | None = None
     sealed: set[int] = field(default_factory=set)
     """Seals that this life has written."""
+    num_users: int = 0
+    """Switches, seals and moves upward that need its host copies to stay where they are."""
+    last_used: int = 0
+    """Count of the uses of this node's deployments at its last one."""
+    next_use_s: float | None = None
+    """When it is predicted to be used next, on the shell's clock; None: nobody said."""
 
     @property
     def is_lost(self) -> bool:
@@ -155,6 +182,7 @@ class Residency:
         """Newest incarnation ever seen."""
         self._retired: set[Wpg] = set()
         """Lost or replaced ones that still hold extents."""
+        self._num_uses = 0
 
     # --- who is here ---
 
@@ -433,6 +461,32 @@ class Residency:
         rank.history.append(f"{rank.state} → {following} ({step})")
         rank.state = following
 
+    # --- the tier below ---
+
+    def begin_use(self, wpg: Wpg) -> None:
+        """Its host copies stay in host memory until `end_use`, once they are there."""
+        self._num_uses += 1
+        wpg.num_users += 1
+        wpg.last_used = self._num_uses
+        wpg.next_use_s = None
+
+    def end_use(self, wpg: Wpg) -> None:
+        wpg.num_users -= 1
+
+    def spillable(self, after_s: float | None = None) -> list[Rank]:
+        """Whose host copies may go to NVMe, what is needed last first.
+
+        What nobody said anything of goes before what is predicted to be used; of the first what
+        was used least recently, of the second what is used last.
+
+        Args: after_s: only what is predicted to be used after this time, or not at all.
+        """
+        wpgs = [wpg for wpg in self.alive() if _is_spillable(wpg)]
+        if after_s is not None:
+            wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
+        wpgs.sort(key=lambda wpg: (-_or_never(wpg.next_use_s), wpg.last_used))
+        return [rank for wpg in wpgs for rank in wpg.ranks if rank.state is State.HOST]
+
     # --- seals ---
 
     def check_sealable(self, wpg: Wpg) -> None:
@@ -488,6 +542,15 @@ class Residency:
 
     # --- looking ---
 
+    def nvme_used_bytes(self) -> int:
+        """What is there in whole, or is being written there."""
+        return sum(
+            rank.heap_bytes
+            for wpg in self.alive()
+            for rank in wpg.ranks
+            if rank.state in ON_NVME or rank.state is State.SPILLING
+        )
+
     def device_used_bytes(self, device: int) -> int:
         return sum(
             rank.heap_bytes
@@ -505,6 +568,13 @@ class Residency:
                 heap_bytes=wpg.heap_bytes,
                 resident=bool(wpg.on_device),
                 applied=wpg.ranks[0].applied,
+                device_bytes=sum(rank.heap_bytes for rank in wpg.on_device),
+                nvme_bytes=sum(r.heap_bytes for r in wpg.ranks if r.state in ON_NVME),
+                host_bytes=sum(
+                    rank.heap_bytes
+                    for rank in wpg.ranks
+                    if rank.extent is not None and rank.state not in ON_NVME
+                ),
             )
             for wpg in self.alive()
         ]
@@ -533,7 +603,9 @@ class Residency:
     def _validate_rank(self, rank: Rank) -> None:
         assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
-        assert rank.state is not State.HOST or rank.digest, f"{rank}: no whole host copy"
+        is_offloaded = rank.state in {State.HOST, State.SPILLING, *ON_NVME}
+        assert not is_offloaded or rank.digest, f"{rank}: no whole host copy"
+        assert rank.wpg.prepared is None or rank.state not in {State.SPILLING, *ON_NVME}
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         has_memory = rank.state not in {State.AWAITING, State.LOST}
         assert not has_memory or rank.extent is not None
@@ -559,6 +631,14 @@ class Residency:
         budget = self.device_budget_bytes[device]
         if used_bytes + needed_bytes > budget:
             raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
+
+
+def _is_spillable(wpg: Wpg) -> bool:
+    return not wpg.num_users and not wpg.on_device and wpg.prepared is None
+
+
+def _or_never(next_use_s: float | None) -> float:
+    return math.inf if next_use_s is None else next_use_s
 
 
 def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:

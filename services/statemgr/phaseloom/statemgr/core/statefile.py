@@ -1,16 +1,20 @@
-"""The file format of seals and of weights versions: a checksummed header, then raw memory.
+"""The file format of seals, weights versions and spilled host copies.
+
+It is a checksummed header, then raw memory:
 
     magic (8 bytes) | header length (uint32, little-endian) | xxh3-128 of the header (16 bytes)
     | header (MessagePack `StateHeader`) | zeroes up to a multiple of 4096 | `num_bytes` of memory
 
-The header carries the digest of the memory, so that one flipped bit anywhere is found. The seal of
-a deployment with several ranks has one section of memory for each, the next one beginning at the
-next multiple of 4096.
+The header carries the digest of the memory and a checksum of each block of it, so that one flipped
+bit anywhere is found and its place is known. The seal of a deployment with several ranks has one
+section of memory for each, the next one beginning at the next multiple of 4096. Blocks are counted
+from the beginning of their section; the last one may be shorter.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -22,6 +26,8 @@ from phaseloom.common.statewire import TensorSlot
 MAGIC = b"PLSTATE1"
 DATA_ALIGNMENT_BYTES = 4096
 _PREFIX = struct.Struct("<8sI16s")
+CHECKSUM_BYTES = 8
+_MAX_NAMED = 3
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
@@ -32,15 +38,17 @@ class Section(msgspec.Struct, frozen=True):
     tensors: list[TensorSlot]
     digest: str
     """xxh3-128 of it, in hex."""
+    blocks: bytes = b""
+    """xxh3-64 of each block of it, 8 bytes each; none: an older release wrote it."""
 
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
-    """`seal` or `version`"""
+    """`seal`, `version` or `spill`"""
     deployment: DeploymentKey
     """Of a version: its policy."""
     seq: int
-    """Of a seal: the last mutating operation in it. Of a version: its publish."""
+    """Of a seal or a spill: the last mutating operation in it. Of a version: its publish."""
     num_bytes: int
     """Of all sections together, without the gaps between them."""
     tensors: list[TensorSlot]
@@ -48,10 +56,23 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """xxh3-128 of the memory, in hex; of several sections: of their digests."""
     sections: list[Section] = []
     """Of rank 0, 1, …; none: the whole memory is one."""
+    block_bytes: int = 0
+    blocks: bytes = b""
+    """As of a section, where the whole memory is one."""
 
     @property
     def parts(self) -> list[Section]:
-        return self.sections or [Section(self.num_bytes, self.tensors, self.digest)]
+        return self.sections or [Section(self.num_bytes, self.tensors, self.digest, self.blocks)]
+
+    def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
+        """Args: blocks: of each of the parts."""
+        if not self.sections:
+            return msgspec.structs.replace(self, block_bytes=block_bytes, blocks=blocks[0])
+        sections = [
+            msgspec.structs.replace(section, blocks=own)
+            for section, own in zip(self.sections, blocks, strict=True)
+        ]
+        return msgspec.structs.replace(self, block_bytes=block_bytes, sections=sections)
 
 
 def seal_header(deployment: DeploymentKey, seq: int, sections: list[Section]) -> StateHeader:
@@ -155,7 +176,53 @@ def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]
     return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]
 
 
-def data_loss(file: str, why: str) -> ResourceError:
+def data_loss(file: str, why: str, **details: str) -> ResourceError:
     return ResourceError(
-        f"{file}: {why}", code=Code.DATA_LOSS, details={"file": file}, remedy="use an older seal"
+        f"{file}: {why}",
+        code=Code.DATA_LOSS,
+        details={"file": file, **details},
+        remedy="use an older seal",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a state file, and where it begins."""
+
+    file: str
+    header: StateHeader
+    index: int
+    offset: int
+
+    @property
+    def part(self) -> Section:
+        return self.header.parts[self.index]
+
+    def loss(self, why: str, start: int, end: int) -> ResourceError:
+        """DATA_LOSS of the bytes from `start` to `end` of the part, with all their names."""
+        hit = [t for t in self.part.tensors if t.offset < end and start < t.offset + t.num_bytes]
+        named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"
+        more = f" and {len(hit) - _MAX_NAMED} more" if len(hit) > _MAX_NAMED else ""
+        return data_loss(
+            self.file,
+            f"{self.header.deployment} rank {self.index}, bytes {start} to {end} of its section "
+            f"({named}{more}): {why}",
+            deployment=str(self.header.deployment),
+            section=str(self.index),
+            offset=str(start),
+            file_offset=str(self.offset + start),
+        )
+
+
+def num_blocks(num_bytes: int, block_bytes: int) -> int:
+    return -(-num_bytes // block_bytes)
+
+
+def check_blocks(place: Place) -> None:
+    """Raises: ResourceError: DATA_LOSS: the header names no checksum for some block."""
+    header, part = place.header, place.part
+    is_whole = header.block_bytes > 0 and len(part.blocks) == CHECKSUM_BYTES * num_blocks(
+        part.num_bytes, header.block_bytes
+    )
+    if (header.block_bytes or part.blocks) and not is_whole:
+        raise data_loss(place.file, f"section {place.index} has not a checksum for each block")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.statewire import TensorSlot, VersionState
 from phaseloom.statemgr.core.layout import check_layout, pack
 
 
@@ -130,6 +130,20 @@ class Versions:
 
     def committed(self) -> list[VersionKey]:
         return sorted(key for key, version in self._versions.items() if version.is_committed)
+
+    def states(self) -> list[VersionState]:
+        """Of the committed ones, in order."""
+        return [
+            VersionState(
+                version=key,
+                num_bytes=version.num_bytes,
+                in_host=version.extent is not None,
+                on_nvme=version.is_on_disk,
+                num_users=version.users,
+            )
+            for key, version in sorted(self._versions.items())
+            if version.is_committed
+        ]
 
     def extents(self) -> list[int]:
         every = {*self._versions.values(), *self._leaving}

@@ -1,0 +1,140 @@
+"""`phaseloom state`: what lives where on each node, and how big it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from phaseloom.cli.rundir import bus_config
+from phaseloom.common.api import request_reply
+from phaseloom.common.bus import Bus, BusConfig, connect
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import PhaseloomError, ResourceError
+from phaseloom.common.ids import NodeId
+from phaseloom.common.leases import node_lease_key
+from phaseloom.common.statewire import StatusReport
+from phaseloom.common.streams import Bucket, state_subject
+
+_TIMEOUT_S = 5.0
+_NOTHING = "–"
+
+
+def state(
+    *,
+    node: str = "",
+    run: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Show which deployments and weights versions lie in device memory, host memory and NVMe.
+
+    Exit code 1 where a node did not answer.
+
+    Parameters
+    ----------
+    node
+        Only this one.
+    run
+        As for `phaseloom jobs`.
+    json
+        One JSON object a node instead of tables.
+    """
+    reports = uvloop.run(_ask(bus_config(run), node))
+    target = console or Console()
+    for name, report in sorted(reports.items()):
+        if json:
+            known = report if isinstance(report, StatusReport) else report.info
+            print(msgspec.json.encode({"node": name, "report": known}).decode())
+        elif isinstance(report, StatusReport):
+            target.print(headline(name, report), *tables(report), sep="\n", soft_wrap=True)
+        else:
+            target.print(f"{name}: {report}", markup=False)
+    return int(any(isinstance(report, PhaseloomError) for report in reports.values()))
+
+
+async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | PhaseloomError]:
+    bus = Bus(await connect(settings.url, "state", settings.user, settings.password))
+    try:
+        nodes = [node] if node else await _nodes(bus)
+        return dict(
+            zip(nodes, await asyncio.gather(*(_report(bus, n) for n in nodes)), strict=True)
+        )
+    finally:
+        await bus.close()
+
+
+async def _nodes(bus: Bus) -> list[str]:
+    """Those whose agents hold a lease."""
+    prefix = node_lease_key("")
+    keys = await bus.kv_keys(Bucket.LEASES)
+    return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+
+
+async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
+    subject = state_subject(NodeId(node))
+    try:
+        message = await request_reply(bus.client, subject, b"", timeout_s=_TIMEOUT_S, headers={})
+        answer: StatusReport = decode(message.data, StatusReport)
+    except ResourceError as error:
+        return error
+    return answer
+
+
+def headline(node: str, report: StatusReport) -> str:
+    """The node's tiers: what is used of what there is."""
+    devices = [
+        f"device {number}: {_of(used, budget)}"
+        for number, (used, budget) in enumerate(
+            zip(report.device_used_bytes, report.device_budget_bytes, strict=True)
+        )
+    ]
+    return "; ".join(
+        [
+            f"[bold]{node}[/]",
+            *devices,
+            f"host memory: {_of(report.host_used_bytes, report.host_budget_bytes)}",
+            f"NVMe ({report.disk.method}): "
+            f"{_of(report.nvme_used_bytes, report.nvme_budget_bytes)} for host copies",
+        ]
+    )
+
+
+def tables(report: StatusReport) -> list[Table]:
+    """Deployments, then weights versions; none of what there is none of."""
+    deployments = Table("deployment", "life", "seq", "device", "host", "NVMe", box=None)
+    for deployment in report.deployments:
+        deployments.add_row(
+            str(deployment.deployment),
+            str(deployment.incarnation),
+            str(deployment.applied),
+            _size(deployment.device_bytes),
+            _size(deployment.host_bytes),
+            _size(deployment.nvme_bytes),
+        )
+    versions = Table("weights version", "host", "NVMe", "in use", box=None)
+    for version in report.version_states:
+        versions.add_row(
+            str(version.version),
+            _size(version.num_bytes * version.in_host),
+            _size(version.num_bytes * version.on_nvme),
+            str(version.num_users),
+        )
+    return [table for table in (deployments, versions) if table.row_count]
+
+
+def _of(used: int, budget: int) -> str:
+    return f"{_size(used)} of {_size(budget)}"
+
+
+def _size(num_bytes: int) -> str:
+    if not num_bytes:
+        return _NOTHING
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

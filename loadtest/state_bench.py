@@ -1,0 +1,304 @@
+"""How fast a node's state moves, against the machine: disk against fio, switches against memcpy.
+
+The state manager's own code writes and reads its own files (checksums, header, fsync and rename
+included) beside fio with direct I/O of the same block size and depth; where fio is not installed, a
+bare loop of ours does nothing but move the blocks. Switches go through a real daemon; the same
+bytes are copied plainly beside them. All sides take turns, nobody is always first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import xxhash
+
+from loadtest.records import Record
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core.statefile import Section, seal_header
+from phaseloom.statemgr.disk.disk import BLOCK_BYTES, DEPTH
+from phaseloom.statemgr.files import StateDirectory, find_parts
+from phaseloom.statemgr.memory import Extent, digest_of
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+
+_KEY = DeploymentKey("bench", "state", "policy")
+_SECRET = "bench"
+_GB = 1e9
+_PATTERN_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Seconds of one thing and of its limit, round by round, for the same bytes."""
+
+    name: str
+    num_bytes: int
+    limit: str
+    aim: str
+    ours_s: list[float] = field(default_factory=list)
+    limit_s: list[float] = field(default_factory=list)
+
+    def speed(self) -> Record:
+        """In GB/s: the ratio is of speeds, so 1 is as fast as the limit."""
+        ratios = [bare / own for own, bare in zip(self.ours_s, self.limit_s, strict=True)]
+        return Record(
+            name=self.name,
+            value=round(self.num_bytes / _GB / median(self.ours_s), 3),
+            unit="GB/s",
+            limit=self.limit,
+            limit_value=round(self.num_bytes / _GB / median(self.limit_s), 3),
+            ratio=round(median(ratios), 3),
+            aim=self.aim,
+        )
+
+    def time(self) -> Record:
+        """In milliseconds: the ratio is of times, so 1 takes as long as the limit."""
+        ratios = [own / bare for own, bare in zip(self.ours_s, self.limit_s, strict=True)]
+        return Record(
+            name=self.name,
+            value=round(1e3 * median(self.ours_s), 3),
+            unit="ms",
+            limit=self.limit,
+            limit_value=round(1e3 * median(self.limit_s), 3),
+            ratio=round(median(ratios), 3),
+            aim=self.aim,
+        )
+
+
+async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
+    """Args: directory: on the disk that is measured. num_bytes: of a state file."""
+    disk = await asyncio.to_thread(measure_disk, directory / "disk", num_bytes, num_rounds)
+    small = await measure_switches(directory / "small", 2**28, num_rounds)
+    large = await measure_switches(directory / "large", 2**30, num_rounds)
+    return [*disk, *small, *large]
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+
+def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
+    """Writing a seal and reading it back, against the bare disk."""
+    states = StateDirectory(directory)
+    path = states.seal(_KEY, 1)
+    memory = _filled(Extent(num_bytes, "bench"), num_bytes)
+    target = _filled(Extent(num_bytes, "bench target"), num_bytes)
+    header = seal_header(_KEY, 1, [Section(num_bytes, [], digest_of(memory))])
+    bare = _bare_disk(directory / "bare", num_bytes, target)
+    limit = f"{bare.name}, {BLOCK_BYTES // 2**20} MiB blocks, {DEPTH} in flight"
+    size = f"{num_bytes / 2**20:.0f}_mib"
+    writes = Pairs(f"nvme_write_{size}", num_bytes, limit, "≥ 0.90")
+    reads = Pairs(f"nvme_read_{size}", num_bytes, limit, "≥ 0.90")
+
+    def write() -> None:
+        states.write(path, header, [memory])
+
+    def read() -> None:
+        states.read(find_parts(path)[0], target)
+
+    for number in range(num_rounds):
+        states.remove(path)
+        _take_turns(number, writes, lambda: _seconds(write), bare.write)
+        _take_turns(number, reads, lambda: _seconds(read), bare.read)
+    shutil.rmtree(directory)
+    return [writes.speed(), reads.speed()]
+
+
+def _take_turns(
+    number: int, pairs: Pairs, ours: Callable[[], float], limit: Callable[[], float]
+) -> None:
+    sides = [(ours, pairs.ours_s), (limit, pairs.limit_s)]
+    for side, seconds in sides if number % 2 else reversed(sides):
+        seconds.append(side())
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """The disk alone. Both give seconds; `write` begins with a file that is not there."""
+
+    name: str
+    write: Callable[[], float]
+    read: Callable[[], float]
+
+
+def _bare_disk(file: Path, num_bytes: int, memory: memoryview) -> Bare:
+    if shutil.which("fio") is None:
+        return Bare(
+            "bare direct I/O, ours, for fio is not installed",
+            lambda: _loop(file, num_bytes, memory, is_write=True),
+            lambda: _loop(file, num_bytes, memory, is_write=False),
+        )
+    return Bare(
+        "fio, direct I/O",
+        lambda: _fio(file, num_bytes, "write"),
+        lambda: _fio(file, num_bytes, "read"),
+    )
+
+
+def _fio(file: Path, num_bytes: int, direction: str) -> float:
+    if direction == "write":
+        file.unlink(missing_ok=True)
+    command = ["fio", "--name=bare", f"--filename={file}", f"--rw={direction}", "--direct=1"]
+    command += [f"--bs={BLOCK_BYTES}", f"--iodepth={DEPTH}", "--ioengine=libaio"]
+    command += [f"--size={num_bytes}", "--end_fsync=1", "--output-format=json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    bandwidth: int = json.loads(ran.stdout)["jobs"][0][direction]["bw_bytes"]
+    return num_bytes / bandwidth
+
+
+def _loop(file: Path, num_bytes: int, memory: memoryview, *, is_write: bool) -> float:
+    """Blocks between one memory and a file, and nothing else."""
+    if is_write:
+        file.unlink(missing_ok=True)
+    move = os.pwritev if is_write else os.preadv
+
+    def run() -> None:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            if is_write:
+                os.posix_fallocate(fd, 0, num_bytes)
+            starts = range(0, num_bytes, BLOCK_BYTES)
+            with ThreadPoolExecutor(DEPTH) as threads:
+                list(threads.map(lambda s: move(fd, [memory[s : s + BLOCK_BYTES]], s), starts))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    return _seconds(run)
+
+
+# --- switches ------------------------------------------------------------------------------------
+
+
+async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
+    """Two deployments of the same size take turns on a device that holds one of them."""
+    size = f"{num_bytes / 2**20:.0f}_mib"
+    offloads = Pairs(f"offload_{size}", num_bytes, "memcpy into touched memory", "≥ 0.80")
+    loads = Pairs(f"load_{size}", num_bytes, "memcpy into fresh huge pages", "≥ 0.80")
+    switches = Pairs(f"switch_{size}", num_bytes, "the two plain copies", "≤ 1.2")
+    source = Extent(num_bytes, "bench: plain source")
+    touched = Extent(num_bytes, "bench: plain target")
+    plain = _filled(source, num_bytes)
+    into = _filled(touched, num_bytes)
+    async with _daemon(directory, num_bytes) as agent:
+        keys = [DeploymentKey("bench", "state", name) for name in ("first", "second")]
+        ranks = [await _start(agent, directory, key, num_bytes) for key in keys]
+        await agent.switch_in(keys[0], 1, 1, [])
+        for number in range(2 + 2 * num_rounds):
+            out, back = keys[number % 2], keys[1 - number % 2]
+            started_s = time.perf_counter()
+            switched = await agent.switch_in(back, 1, 2 + number, [out])
+            took_s = time.perf_counter() - started_s
+            copy_s = await asyncio.to_thread(_copy, plain, into)
+            fresh_s = await asyncio.to_thread(_copy_fresh, plain)
+            if number < 2:
+                # First touch of both extents: paid once, not at each switch.
+                continue
+            for pairs, own, bare in (
+                (offloads, switched.offload_s, copy_s),
+                (loads, switched.load_s, fresh_s),
+                (switches, took_s, copy_s + fresh_s),
+            ):
+                pairs.ours_s.append(own)
+                pairs.limit_s.append(bare)
+        for rank in ranks:
+            await rank.close()
+    return [offloads.speed(), loads.speed(), switches.time()]
+
+
+def _copy(source: memoryview, target: memoryview) -> float:
+    to, start = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
+    return _seconds(lambda: ctypes.memmove(to, start, len(source)))
+
+
+def _copy_fresh(source: memoryview) -> float:
+    fresh = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fresh.madvise(mmap.MADV_HUGEPAGE)
+    return _copy(source, memoryview(fresh))
+
+
+@asynccontextmanager
+async def _daemon(directory: Path, num_bytes: int) -> AsyncIterator[AgentStateClient]:
+    """A state manager whose one device holds one deployment."""
+    await asyncio.to_thread(directory.mkdir, parents=True)
+    settings = {
+        "NODE": "bench",
+        "SOCKET": str(directory / "s"),
+        "SECRET": _SECRET,
+        "DIRECTORY": str(directory / "files"),
+        "DEVICES": json.dumps([num_bytes]),
+        "HOST_MEMORY_BYTES": str(3 * num_bytes),
+    }
+    environment = os.environ | {f"PHASELOOM_STATEMGR_{n}": v for n, v in settings.items()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "phaseloom.statemgr.main",
+        env=environment,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        while b"serves" not in (line := await process.stderr.readline()):
+            if not line:
+                raise RuntimeError("the state manager did not start")
+        agent = await AgentStateClient.connect(directory / "s", _SECRET)
+        try:
+            yield agent
+        finally:
+            await agent.close()
+    finally:
+        process.terminate()
+        await process.communicate()
+
+
+async def _start(
+    agent: AgentStateClient, directory: Path, key: DeploymentKey, num_bytes: int
+) -> RankStateClient:
+    token = f"token of {key}"
+    await agent.register_wpg([token], key, 1, [0], 0)
+    client = await RankStateClient.connect(
+        directory / "s", token, applied=lambda: 0, on_loaded=lambda: None
+    )
+    heap = Heap(num_bytes)
+    slot = TensorSlot("w", Role.WEIGHT, "uint8", [num_bytes], 0, num_bytes)
+    await client.register_heap(heap, [slot])
+    _fill(heap.buffer)
+    await client.commit_initial()
+    return client
+
+
+def _filled(extent: Extent, num_bytes: int) -> memoryview:
+    memory = extent.view(num_bytes)
+    _fill(memory)
+    return memory
+
+
+def _fill(memory: memoryview) -> None:
+    """Bytes that neither a disk nor a hash has it easy with."""
+    pattern = b"".join(
+        xxhash.xxh3_128(number.to_bytes(8, "little")).digest()
+        for number in range(_PATTERN_BYTES // 16)
+    )
+    for start in range(0, len(memory), _PATTERN_BYTES):
+        memory[start : start + _PATTERN_BYTES] = pattern[: len(memory) - start]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s

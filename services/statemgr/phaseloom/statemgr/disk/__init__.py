@@ -1,0 +1,1 @@
+"""The NVMe tier's bytes: how files are written and read as fast as their disk allows."""

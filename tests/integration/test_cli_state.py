@@ -1,0 +1,93 @@
+"""`phaseloom state` on a mesh, and how it shows what a node says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phaseloom.cli.state import headline, state, tables
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.client import DeploymentSpec, ModelSpec
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.statewire import (
+    DeploymentState,
+    DiskMethod,
+    DiskPath,
+    StatusReport,
+    VersionState,
+)
+from tests.support.jobs import tenant
+
+MiB = 2**20
+POLICY = DeploymentKey("acme", "sums", "policy")
+VERSION = VersionKey(POLICY, 7)
+REPORT = StatusReport(
+    device_budget_bytes=[64 * MiB],
+    device_used_bytes=[8 * MiB],
+    host_budget_bytes=2**30,
+    host_used_bytes=24 * MiB,
+    deployments=[
+        DeploymentState(
+            deployment=POLICY,
+            incarnation=3,
+            devices=[0, 0],
+            heap_bytes=16 * MiB,
+            resident=True,
+            applied=9,
+            device_bytes=8 * MiB,
+            host_bytes=12 * MiB,
+            nvme_bytes=4 * MiB,
+        )
+    ],
+    versions=[VERSION],
+    endpoint="h:1",
+    disk=DiskPath(DiskMethod.DIRECT, 512, ""),
+    nvme_budget_bytes=2**40,
+    nvme_used_bytes=4 * MiB,
+    version_states=[VersionState(VERSION, 5 * MiB, in_host=True, on_nvme=False, num_users=2)],
+)
+
+
+def test_every_tier_is_shown_with_its_bytes() -> None:
+    console = Console(width=200, file=io.StringIO())
+    console.print(headline("n0", REPORT), *tables(REPORT), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    head, _, deployment, _, version, *_ = console.file.getvalue().splitlines()
+    assert "device 0: 8.0 MiB of 64.0 MiB" in head
+    assert "host memory: 24.0 MiB of 1.0 GiB" in head
+    assert "NVMe (direct): 4.0 MiB of 1.0 TiB" in head
+    assert " ".join(deployment.split()) == "acme.sums.policy 3 9 8.0 MiB 12.0 MiB 4.0 MiB"
+    assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]
+
+
+async def test_nodes_of_a_mesh_tell_what_they_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    async with Mesh(MeshConfig(), run) as mesh:
+        await mesh.ready()
+        async with tenant(mesh) as connection:
+            spec = DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
+            job = await connection.submit_job("mine", [spec])
+            published = await job.deployment("policy").publish_weights()
+            assert await asyncio.to_thread(state, run=run, json=True) == 0
+            told = {
+                line["node"]: line["report"]
+                for line in map(json.loads, capsys.readouterr().out.splitlines())
+            }
+            assert set(told) == {"train-0", "rollout-0"}
+            (deployment,) = told["train-0"]["deployments"]
+            assert deployment["deployment"]["job"] == "mine"
+            assert deployment["host_bytes"] > 0
+            (version,) = told["train-0"]["version_states"]
+            assert version["version"]["seq"] == published.version
+            assert told["rollout-0"]["deployments"] == []
+            console = Console(width=160, file=io.StringIO())
+            assert await asyncio.to_thread(state, node="nowhere", run=run, console=console) == 1
+            assert isinstance(console.file, io.StringIO)
+            assert "nowhere: UNAVAILABLE" in console.file.getvalue()

@@ -1,0 +1,327 @@
+"""Weights between state managers of different nodes: each block once over the slow link, whatever
+breaks on the way. Real daemons, real sockets; the slow link is a proxy that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import VersionKey
+from phaseloom.statemgr import wire
+from phaseloom.statemgr.core.dealing import Blocks
+from phaseloom.statemgr.fetching import Connection
+from phaseloom.statemgr.incoming import Incoming, Readable
+from phaseloom.statemgr.serving import VersionServer
+from phaseloom.statemgr.wire import (
+    Next,
+    Part,
+    Refusal,
+    Reply,
+    Take,
+    VersionDescription,
+    Waiting,
+)
+from tests.support.peerfetch import fetching
+from tests.support.slowlink import Link, link
+from tests.support.statedaemon import (
+    POLICY,
+    SAMPLER,
+    SECRET,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    start,
+)
+
+KEY = VersionKey(POLICY, 2)
+SIZE = 4 * MiB
+BLOCK = Blocks(SIZE).size
+_CONTROL = SIZE // 25
+"""More than the control messages of a fetch take."""
+
+
+async def _published(d: Daemon, num_bytes: int = SIZE) -> Rank:
+    policy = await start(d, POLICY, num_bytes)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    policy.run(1)
+    await policy.client.create_version(KEY, policy.slots)
+    return policy
+
+
+async def _sampler(d: Daemon) -> Rank:
+    sampler = await start(d, SAMPLER, SIZE)
+    await d.agent.switch_in(SAMPLER, 1, 1, [])
+    return sampler
+
+
+@asynccontextmanager
+async def _nodes(
+    directory: Path, count: int, site: str, *, peer_timeout_s: float = 10.0
+) -> AsyncIterator[list[Daemon]]:
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                daemon(directory / f"{site}{i}", SITE=site, PEER_TIMEOUT_S=str(peer_timeout_s))
+            )
+            for i in range(count)
+        ]
+
+
+async def _sync(sampler: Rank, source: Link) -> str:
+    return await sampler.client.load_version(KEY, [source.endpoint], sampler.slots)
+
+
+async def test_a_version_crosses_to_a_site_once(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "east", SITE="east") as train,
+        _nodes(short_dir, 3, "west") as far,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        samplers = [await _sampler(d) for d in far]
+        await asyncio.gather(*(_sync(sampler, slow) for sampler in samplers))
+        assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 3
+        assert SIZE <= slow.passed_bytes < SIZE + _CONTROL
+
+
+async def test_without_sites_every_node_fetches_its_own(short_dir: Path) -> None:
+    """The baseline; and nodes of the policy's own site have no slow link to spare."""
+    async with AsyncExitStack() as stack:
+        train = await stack.enter_async_context(daemon(short_dir / "a", SITE="east"))
+        slow = await stack.enter_async_context(link(await train.endpoint()))
+        policy = await _published(train)
+        for name, site in (("b", ""), ("c", ""), ("d", "east")):
+            d = await stack.enter_async_context(daemon(short_dir / name, SITE=site))
+            sampler = await _sampler(d)
+            await _sync(sampler, slow)
+            assert sampler.digest() == policy.digest()
+        assert 3 * SIZE <= slow.passed_bytes < 3 * (SIZE + _CONTROL)
+
+
+async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "east", SITE="east") as train,
+        _nodes(short_dir, 2, "west") as (first, late),
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        await _sync(await _sampler(first), slow)
+        sampler = await _sampler(late)
+        await _sync(sampler, slow)
+        assert sampler.digest() == policy.digest()
+        assert slow.passed_bytes < SIZE + _CONTROL
+
+
+async def test_blocks_of_a_neighbour_that_died_cross_again_and_no_others(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "east", SITE="east") as train,
+        _nodes(short_dir, 2, "west") as (dying, living),
+        link(await train.endpoint()) as slow,
+        link(await train.endpoint()) as held,
+    ):
+        policy = await _published(train)
+        doomed, sampler = await _sampler(dying), await _sampler(living)
+        held.hold_after_bytes = SIZE // 4
+        lost = asyncio.create_task(_sync(doomed, held))
+        await held.held.wait()
+        syncing = asyncio.create_task(_sync(sampler, slow))
+        # All but what the doomed one has, or is about to get, was given to the living one.
+        await slow.passed(SIZE // 2)
+        await dying.kill()
+        await syncing
+        assert sampler.digest() == policy.digest()
+        assert slow.passed_bytes < SIZE + _CONTROL
+        await doomed.client.close()
+        with pytest.raises(ResourceError):
+            await lost
+
+
+async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
+    content = memoryview(bytearray(b"weights"))
+    incoming = Incoming(VersionDescription(len(content), [], "digest"), content)
+
+    @asynccontextmanager
+    async def reading(key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
+        assert (key, may_be_incoming) == (KEY, True)
+        yield incoming
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    with listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(VersionServer(SECRET, 0.1, reading).serve(listener))
+        home = fetching(KEY, SECRET).home
+        connection = await Connection.open(endpoint, KEY, home, session="s", is_relay=True)
+        await wire.send(connection.sock, Take(0))
+        for _ in range(5):
+            assert await _reply(connection) == Waiting()
+        incoming.add(0, "digest of the block")
+        reply = await _reply(connection)
+        while reply == Waiting():
+            reply = await _reply(connection)
+        assert reply == Part(0, "digest of the block", 0, [])
+        memory = memoryview(bytearray(len(content)))
+        await wire.receive_bytes(connection.sock, memory, 0, 10.0)
+        assert memory == content
+        # Nothing more comes: who waits is told.
+        incoming.forget()
+        incoming.give_up()
+        refusal = await connection.ask(Take(0))
+        assert isinstance(refusal, Refusal)
+        assert refusal.error.code is Code.UNAVAILABLE
+        connection.close()
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def _reply(connection: Connection) -> Reply:
+    payload = await wire.receive(connection.sock, wire.MAX_REPLY_BYTES)
+    reply: Reply = msgspec.msgpack.decode(payload, type=Reply)
+    return reply
+
+
+async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        sampler = await _sampler(rollout)
+        slow.hold_after_bytes = SIZE // 2
+        syncing = asyncio.create_task(_sync(sampler, slow))
+        await slow.held.wait()
+        await rollout.kill()
+        slow.release()
+        await rollout.launch()
+        await syncing
+        assert sampler.digest() == policy.digest()
+        status = await rollout.agent.status()
+        assert (status.versions, status.host_used_bytes) == ([KEY], 2 * SIZE)
+
+
+async def test_a_neighbour_that_cannot_be_reached_costs_its_blocks_only(short_dir: Path) -> None:
+    """It took three blocks and is gone: they cross twice, once for each that brought them."""
+    async with (
+        daemon(short_dir / "east", SITE="east") as train,
+        _nodes(short_dir, 2, "west") as far,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        gone = fetching(KEY, SECRET, site="west", endpoint="127.0.0.1:1").home
+        connection = await Connection.open(slow.endpoint, KEY, gone)
+        for _ in range(3):
+            part = await connection.ask(Next(0))
+            assert isinstance(part, Part)
+            rest = bytearray(BLOCK)
+            while rest:
+                count = await asyncio.get_running_loop().sock_recv_into(connection.sock, rest)
+                del rest[:count]
+        connection.close()
+        samplers = [await _sampler(d) for d in far]
+        await asyncio.gather(*(_sync(sampler, slow) for sampler in samplers))
+        assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
+        assert SIZE + 3 * BLOCK <= slow.passed_bytes < SIZE + 3 * BLOCK + _CONTROL
+
+
+async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        sampler = await _sampler(rollout)
+        slow.hold_after_bytes = SIZE // 2
+        syncing = asyncio.create_task(_sync(sampler, slow))
+        await slow.held.wait()
+        slow.cut()
+        slow.release()
+        await syncing
+        assert sampler.digest() == policy.digest()
+        assert slow.passed_bytes < SIZE + 8 * BLOCK + _CONTROL
+
+
+async def test_a_source_that_is_killed_goes_on_where_it_was(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a", SITE="east") as train,
+        _nodes(short_dir, 2, "west", peer_timeout_s=60.0) as far,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        samplers = [await _sampler(d) for d in far]
+        slow.hold_after_bytes = SIZE // 2
+        syncing = [asyncio.create_task(_sync(sampler, slow)) for sampler in samplers]
+        await slow.held.wait()
+        await train.kill()
+        slow.release()
+        await train.launch()
+        await asyncio.gather(*syncing)
+        assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
+        # The new life does not know who has what: a node may fetch what its neighbour has.
+        assert slow.passed_bytes < 2 * SIZE
+
+
+async def test_what_one_source_brought_no_other_brings_again(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as first,
+        link(await train.endpoint()) as second,
+    ):
+        policy = await _published(train)
+        running = fetching(KEY, SECRET, timeout_s=5.0)
+        first.hold_after_bytes = SIZE // 2
+        bringing = asyncio.create_task(running.bring(first.endpoint))
+        await first.held.wait()
+        bringing.cancel()
+        await asyncio.wait([bringing])
+        first.cut()
+        assert running.incoming is not None
+        missing = len(running.incoming.missing())
+        assert 0 < missing < Blocks(SIZE).count
+        await running.bring(second.endpoint)
+        assert bytes(running.incoming.memory) == bytes(policy.heap.buffer)
+        assert missing * BLOCK <= second.passed_bytes < missing * BLOCK + _CONTROL
+        assert (await rollout.agent.status()).versions == []
+
+
+async def test_a_spoiled_block_is_fetched_again(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        sampler = await _sampler(rollout)
+        slow.flip_at = SIZE // 2
+        await _sync(sampler, slow)
+        assert sampler.digest() == policy.digest()
+        assert f"version {KEY} from {slow.endpoint}" in rollout.text()
+        assert SIZE < slow.passed_bytes < SIZE + 5 * BLOCK + _CONTROL
+
+
+async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path) -> None:
+    """Each block is as the source has it, and the whole is not what was committed."""
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        policy = await _published(train)
+        sampler = await _sampler(rollout)
+        before = sampler.digest()
+        target = await policy.client.begin_version(VersionKey(POLICY, 3), policy.slots)
+        assert isinstance(target, memoryview)
+        await policy.client.commit_version(VersionKey(POLICY, 3), target)
+        target[SIZE // 2] ^= 1
+        with pytest.raises(ResourceError) as caught:
+            await sampler.client.load_version(
+                VersionKey(POLICY, 3), [await train.endpoint()], sampler.slots
+            )
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert sampler.digest() == before

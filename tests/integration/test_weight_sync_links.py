@@ -1,0 +1,123 @@
+"""Weights over real links: hosts in network namespaces, one of them behind a slow link whose bytes
+the interface counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.ids import VersionKey
+from tests.support.netns import Host, NotPermittedError, hosts
+from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
+
+NUM_FAR = 3
+
+
+@dataclass
+class Mesh:
+    """A policy's node behind a slow link, and samplers' nodes."""
+
+    size: int
+    slow: Host
+    train: Daemon
+    policy: Rank
+    samplers: list[Rank]
+
+    async def publish(self, seq: int) -> VersionKey:
+        key = VersionKey(POLICY, seq)
+        self.policy.run(seq)
+        await self.policy.client.create_version(key, self.policy.slots)
+        return key
+
+    async def sync(self, key: VersionKey) -> float:
+        """Bring it to all samplers' nodes; seconds."""
+        source = await self.train.endpoint()
+        started_s = time.perf_counter()
+        opened = await asyncio.gather(
+            *(s.client.open_version(key, [source], s.slots) for s in self.samplers)
+        )
+        seconds = time.perf_counter() - started_s
+        assert all(bytes(memory) == bytes(self.policy.heap.buffer) for memory, _ in opened)
+        return seconds
+
+
+@asynccontextmanager
+async def _mesh(
+    directory: Path, size: int, *, far_site: str, num_far: int = NUM_FAR
+) -> AsyncIterator[Mesh]:
+    async with AsyncExitStack() as stack:
+        try:
+            slow, *far = await stack.enter_async_context(hosts(1 + num_far))
+        except NotPermittedError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        daemons = [
+            await stack.enter_async_context(
+                daemon(
+                    directory / str(number),
+                    devices=[size],
+                    host_bytes=8 * size,
+                    launcher=host.launcher,
+                    HOST=host.address,
+                    SITE=site,
+                )
+            )
+            for number, (host, site) in enumerate(
+                [(slow, "east"), *((host, far_site) for host in far)]
+            )
+        ]
+        policy, *samplers = [
+            await start(d, POLICY if number == 0 else SAMPLER, size)
+            for number, d in enumerate(daemons)
+        ]
+        await daemons[0].agent.switch_in(POLICY, 1, 1, [])
+        yield Mesh(size, slow, daemons[0], policy, samplers)
+
+
+async def _copies(mesh: Mesh, key: VersionKey) -> float:
+    """How often a version crosses the slow link, by the interface's counter, headers included."""
+    before = await mesh.slow.sent_bytes()
+    await mesh.sync(key)
+    return (await mesh.slow.sent_bytes() - before) / mesh.size
+
+
+async def test_one_copy_crosses_the_slow_link(short_dir: Path) -> None:
+    async with _mesh(short_dir, 8 * MiB, far_site="west") as mesh:
+        await mesh.slow.limit(20 * MiB)
+        assert 1.0 <= await _copies(mesh, await mesh.publish(2)) < 1.03
+
+
+async def test_every_node_s_own_copy_crosses_without_sites(short_dir: Path) -> None:
+    async with _mesh(short_dir, 8 * MiB, far_site="") as mesh:
+        await mesh.slow.limit(20 * MiB)
+        assert NUM_FAR <= await _copies(mesh, await mesh.publish(2)) < NUM_FAR + 0.1
+
+
+async def test_a_sync_goes_on_when_the_link_is_plugged_in_again(short_dir: Path) -> None:
+    async with _mesh(short_dir, 8 * MiB, far_site="west", num_far=2) as mesh:
+        await mesh.slow.limit(MiB)
+        key = await mesh.publish(2)
+        before = await mesh.slow.sent_bytes()
+        syncing = asyncio.create_task(mesh.sync(key))
+        while await mesh.slow.sent_bytes() - before < MiB:
+            await asyncio.sleep(0.01)
+        await mesh.slow.unplug()
+        assert not syncing.done()  # it needs seconds more
+        await mesh.slow.limit(100 * MiB)
+        await mesh.slow.plug()
+        await syncing
+
+
+@pytest.mark.slow
+async def test_a_sync_takes_little_more_than_the_link_needs(short_dir: Path) -> None:
+    """At most 1.1 times; the best of some, because the machine does other things, too."""
+    size, rate = 32 * MiB, 16 * MiB
+    async with _mesh(short_dir, size, far_site="west") as mesh:
+        await mesh.slow.limit(rate)
+        taken_s = [await mesh.sync(await mesh.publish(seq)) for seq in range(2, 5)]
+        assert min(taken_s) <= 1.1 * size / rate

@@ -1,0 +1,25 @@
+"""The bench of the state manager, small: what it says has been measured on both sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadtest.state_bench import measure_disk, measure_switches
+
+MiB = 2**20
+
+
+def test_disk_is_measured_beside_the_bare_disk(tmp_path: Path) -> None:
+    write, read = measure_disk(tmp_path / "disk", 9 * MiB, 2)
+    assert (write.name, read.name) == ("nvme_write_9_mib", "nvme_read_9_mib")
+    for figure in (write, read):
+        assert min(figure.value, figure.limit_value, figure.ratio) > 0
+        assert "8 MiB blocks, 4 in flight" in figure.limit
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_switches_are_measured_beside_plain_copies(short_dir: Path) -> None:
+    figures = await measure_switches(short_dir / "switches", 4 * MiB, 1)
+    assert [figure.name for figure in figures] == ["offload_4_mib", "load_4_mib", "switch_4_mib"]
+    for figure in figures:
+        assert min(figure.value, figure.limit_value, figure.ratio) > 0

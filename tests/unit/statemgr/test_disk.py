@@ -1,0 +1,254 @@
+"""State files on a real disk: past the page cache, with a checksum for every block."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import DiskMethod, Role, TensorSlot
+from phaseloom.statemgr.core.statefile import (
+    PREFIX_BYTES,
+    Section,
+    StateHeader,
+    encode_header,
+    part_offsets,
+    seal_header,
+)
+from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
+from phaseloom.statemgr.disk.disk import BLOCK_BYTES
+from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
+from phaseloom.statemgr.files import StateDirectory, find_parts
+
+KEY = DeploymentKey("acme", "sums", "policy")
+MiB = 1024 * 1024
+SIZES = [2 * BLOCK_BYTES + 3 * MiB + 5, BLOCK_BYTES, 100]
+"""Of a rank's memory: with a short last block that is no multiple of anything, and without."""
+
+
+def memory(num_bytes: int) -> memoryview:
+    """Aligned and random, as extents are."""
+    view = memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+    view[:] = os.urandom(num_bytes)
+    return view
+
+
+def cached_bytes(path: Path, num_bytes: int) -> int:
+    """What of the file's beginning the page cache holds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), num_bytes) as mapped:
+        pages = ctypes.create_string_buffer(num_bytes // mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(address, num_bytes, pages) == 0
+        return sum(page & 1 for page in pages.raw) * mmap.PAGESIZE
+
+
+def is_direct_here(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "try", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_probe_takes_direct_io_where_a_file_can_be_opened_so(tmp_path: Path) -> None:
+    found = probe(tmp_path / "not yet made")
+    if importlib.util.find_spec("kvikio") is None:
+        assert "kvikio is not installed" in found.why
+    if is_direct_here(tmp_path):
+        assert found.method in {DiskMethod.DIRECT, DiskMethod.KVIKIO}
+        assert found.alignment_bytes in {512, 1024, 2048, 4096}
+    else:
+        assert found.method is DiskMethod.BUFFERED
+    assert list((tmp_path / "not yet made").iterdir()) == []
+
+
+def test_probe_says_why_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a directory belongs")
+    found = probe(tmp_path / "file")
+    assert found.method is DiskMethod.BUFFERED
+    assert "nothing can be written" in found.why
+
+
+def test_direct_file_goes_past_the_page_cache(tmp_path: Path) -> None:
+    if probe(tmp_path).method is DiskMethod.BUFFERED:
+        pytest.skip("no direct I/O in the tests' directory")
+    num_bytes = 4 * MiB
+    content = memory(num_bytes)
+    left = {}
+    for name, file in (
+        ("direct", DirectFile(tmp_path / "direct", PAGE_BYTES, writable=True)),
+        ("buffered", BufferedFile(tmp_path / "buffered", writable=True)),
+    ):
+        file.write(content, 0)
+        file.finish(num_bytes)
+        file.close()
+        left[name] = cached_bytes(tmp_path / name, num_bytes)
+        assert (tmp_path / name).read_bytes() == content
+    assert left == {"direct": 0, "buffered": num_bytes}
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None
+)
+@given(
+    num_bytes=st.integers(0, 5 * PAGE_BYTES),
+    skew=st.sampled_from([0, 1, 64, 512]),
+    place=st.sampled_from([0, 512, PAGE_BYTES]),
+    is_direct=st.booleans(),
+)
+def test_any_memory_comes_back_from_any_offset(
+    tmp_path: Path, num_bytes: int, skew: int, place: int, is_direct: bool
+) -> None:
+    """Also where neither memory nor length nor offset is what the disk asks for."""
+
+    def opened(writable: bool) -> BlockFile:
+        path, room = tmp_path / "f", (place + num_bytes) * writable
+        if is_direct:
+            return DirectFile(path, PAGE_BYTES, writable=writable, num_bytes=room)
+        return BufferedFile(path, writable=writable, num_bytes=room)
+
+    content = memory(skew + num_bytes)[skew:]
+    file = opened(True)
+    file.write(content, place)
+    file.finish(place + num_bytes)
+    file.close()
+    assert (tmp_path / "f").read_bytes() == bytes(place) + content
+    target = memory(skew + num_bytes + 100)[skew:]
+    file = opened(False)
+    assert file.read(target, place) == num_bytes
+    file.close()
+    assert target[:num_bytes] == content
+
+
+def written(directory: StateDirectory) -> tuple[Path, list[memoryview]]:
+    """A seal of three ranks; each has one tensor a MiB."""
+    path = directory.seal(KEY, 3)
+    contents = [memory(size) for size in SIZES]
+    sections = [
+        Section(
+            size,
+            [
+                TensorSlot(f"w{start // MiB}", Role.WEIGHT, "uint8", [1], start, MiB)
+                for start in range(0, size, MiB)
+            ],
+            xxhash.xxh3_128(content).hexdigest(),
+        )
+        for size, content in zip(SIZES, contents, strict=True)
+    ]
+    directory.write(path, seal_header(KEY, 3, sections), contents)
+    return path, contents
+
+
+def test_every_section_comes_back_block_by_block(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, contents = written(directory)
+    assert path.stat().st_size == find_parts(path)[-1].offset + SIZES[-1]
+    for place, content in zip(find_parts(path), contents, strict=True):
+        target = memory(len(content))
+        directory.read(place, target)
+        assert target == content
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_flipped_bit_is_named_with_deployment_rank_tensor_and_offset(
+    tmp_path: Path, rank: int, where: str
+) -> None:
+    directory = StateDirectory(tmp_path)
+    path, contents = written(directory)
+    places = find_parts(path)
+    byte = 0 if where == "first" else SIZES[rank] - 1
+    with path.open("r+b") as file:
+        file.seek(places[rank].offset + byte)
+        (content,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([content ^ 0x10]))
+    start = byte // BLOCK_BYTES * BLOCK_BYTES
+    for index, place in enumerate(places):
+        target = memory(SIZES[index])
+        if index != rank:
+            directory.read(place, target)
+            assert target == contents[index]
+            continue
+        with pytest.raises(ResourceError, match="checksum does not match") as caught:
+            directory.read(place, target)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert f"{KEY} rank {rank}" in caught.value.info.message
+        assert f"w{start // MiB}" in caught.value.info.message
+        assert caught.value.info.details == {
+            "file": str(path),
+            "deployment": str(KEY),
+            "section": str(rank),
+            "offset": str(start),
+            "file_offset": str(place.offset + start),
+        }
+
+
+def test_torn_file_is_named_with_where_it_ends(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, _ = written(directory)
+    place = find_parts(path)[0]
+    os.truncate(path, place.offset + BLOCK_BYTES + 1000)
+    with pytest.raises(ResourceError, match="the file ends before them") as caught:
+        directory.read(place, memory(SIZES[0]))
+    assert caught.value.info.code is Code.DATA_LOSS
+    assert caught.value.info.details["offset"] == str(BLOCK_BYTES + 1000)
+
+
+def test_checksums_that_do_not_cover_the_memory_are_data_loss(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, _ = written(directory)
+    place = find_parts(path)[1]
+    short = msgspec.structs.replace(place.part, blocks=b"")
+    sections = [short if index == 1 else s for index, s in enumerate(place.header.sections)]
+    header = msgspec.structs.replace(place.header, sections=sections)
+    with pytest.raises(ResourceError, match="not a checksum for each block"):
+        directory.read(type(place)(place.file, header, 1, place.offset), memory(SIZES[1]))
+
+
+def test_seal_of_an_older_release_without_block_checksums_is_verified_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    content = os.urandom(2 * BLOCK_BYTES + 7)
+    header = StateHeader("seal", KEY, 3, len(content), [], xxhash.xxh3_128(content).hexdigest())
+    start = encode_header(header)
+    assert part_offsets(header, len(start) - PREFIX_BYTES) == [len(start)]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(start + content)
+    target = memory(len(content))
+    directory.read(find_parts(path)[0], target)
+    assert target == content
+    path.write_bytes(start + content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ResourceError, match="checksum of its content") as caught:
+        directory.read(find_parts(path)[0], target)
+    assert caught.value.info.code is Code.DATA_LOSS
+
+
+def test_cancelled_move_leaves_what_was_there(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, contents = written(directory)
+    cancelled = threading.Event()
+    cancelled.set()
+    header = find_parts(path)[0].header
+    with pytest.raises(ResourceError, match="cancelled") as caught:
+        directory.write(path, header, contents, cancelled)
+    assert caught.value.info.code is Code.ABORTED
+    with pytest.raises(ResourceError, match="cancelled"):
+        directory.read(find_parts(path)[0], memory(SIZES[0]), cancelled)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    directory.read(find_parts(path)[1], memory(SIZES[1]))
