@@ -10,10 +10,12 @@ import pytest
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.messages import (
     CreateDeployment,
+    Cycle,
     DeploymentSpec,
     JobSpec,
     Layout,
     ModelSpec,
+    Segment,
     SubmitJob,
 )
 from phaseloom.scheduler.api import MAX_SPEC_BYTES, check_deployment, check_job
@@ -44,14 +46,71 @@ def spread(**axes: int) -> DeploymentSpec:
             "spec.deployments[1].layout.pp",
         ),
         (job(spread(cp=2)), "spec.deployments[0].layout.cp"),
+        (
+            job(msgspec.structs.replace(spread(dp=2), num_nodes=2)),
+            "spec.deployments[0].num_nodes",
+        ),
         (job(spread(dp=2, ep=2)), "spec.deployments[0].layout.ep"),
+        (job(msgspec.structs.replace(SOUND, host_bytes=-1)), "spec.deployments[0].host_bytes"),
     ],
-    ids=["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "ep"],
+    ids=[
+        *["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "nodes", "ep"],
+        "memory",
+    ],
 )
 def test_job_that_cannot_be_is_refused_and_the_field_named(request_: SubmitJob, field: str) -> None:
     with pytest.raises(CallerError) as caught:
         check_job(request_)
     assert caught.value.info.code is Code.INVALID_ARGUMENT
+    assert caught.value.info.field == field
+
+
+SEGMENTS = [Segment("train", 0.0, 4.0, 6.0), Segment("train", 6.0, 4.0)]
+
+
+def cycling(period_s: float = 10.0, duration_s: float = 0.0, **segment: Any) -> SubmitJob:
+    """Args: segment: what is otherwise in the second of its segments."""
+    segments = [SEGMENTS[0], msgspec.structs.replace(SEGMENTS[1], **segment)]
+    spec = JobSpec(deployments=[SOUND], cycle=Cycle(period_s, segments), duration_s=duration_s)
+    return SubmitJob("a", spec)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (cycling(0.0), "spec.cycle.period_s"),
+        (cycling(float("nan")), "spec.cycle.period_s"),
+        (cycling(float("inf")), "spec.cycle.period_s"),
+        (cycling(duration_s=-1.0), "spec.duration_s"),
+        (cycling(duration_s=float("inf")), "spec.duration_s"),
+        (cycling(pool="rollout"), "spec.cycle.segments[1].pool"),
+        (cycling(duration_s=0.0, offset_s=7.0), "spec.cycle.segments[1].offset_s"),
+        (cycling(offset_s=-1.0), "spec.cycle.segments[1].offset_s"),
+        (cycling(offset_s=float("nan")), "spec.cycle.segments[1].offset_s"),
+        (cycling(worst_s=3.0), "spec.cycle.segments[1].worst_s"),
+        (cycling(worst_s=float("inf")), "spec.cycle.segments[1].worst_s"),
+    ],
+)
+def test_cycle_that_cannot_be_is_refused_and_the_field_named(
+    request_: SubmitJob, field: str
+) -> None:
+    with pytest.raises(CallerError) as caught:
+        check_job(request_)
+    assert caught.value.info.field == field
+    assert caught.value.info.remedy
+
+
+@pytest.mark.parametrize(
+    ("segments", "field"),
+    [
+        ([], "spec.cycle.segments"),
+        ([Segment("train", 0.0, 0.0)], "spec.cycle.segments[0].duration_s"),
+    ],
+)
+def test_cycle_that_uses_nothing_is_refused(segments: list[Segment], field: str) -> None:
+    request = SubmitJob("a", JobSpec(deployments=[SOUND], cycle=Cycle(10.0, segments)))
+    with pytest.raises(CallerError) as caught:
+        check_job(request)
     assert caught.value.info.field == field
 
 
@@ -95,3 +154,4 @@ def test_config_that_a_decoder_may_refuse_gets_into_no_log() -> None:
 def test_sound_jobs_are_taken() -> None:
     check_job(job(SOUND))
     check_job(job(spread(dp=2), slo=1.5))
+    check_job(cycling(duration_s=3600.0))

@@ -16,13 +16,17 @@ from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import JobKey, NodeId, OperationKey
 from phaseloom.common.messages import (
     ActivationRefused,
+    Event,
     JobFinished,
     JobSpec,
     JobSubmitted,
     OpenActivation,
     OperationFinished,
+    OperationsFinished,
+    OperationsQueued,
     Outcome,
     Permit,
+    Permits,
     QueuedOperation,
     SchedulerConfigured,
     StartWpg,
@@ -30,7 +34,13 @@ from phaseloom.common.messages import (
     WpgStarted,
 )
 from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
-from phaseloom.scheduler.core.outputs import DropCheckpoint, Output, SendCommand
+from phaseloom.scheduler.core.outputs import (
+    DeleteOperations,
+    DropCheckpoint,
+    Output,
+    SendCommand,
+    WriteCompletion,
+)
 from phaseloom.scheduler.memory import MemoryLog, MemorySink
 from phaseloom.scheduler.shell import Shell
 from tests.support.world import CONFIG, deployment, node_up, spec
@@ -347,3 +357,69 @@ async def test_timers_that_were_taken_back_are_not_kept_until_they_are_due() -> 
     kept = {timer for _, timer in shell._timers}
     assert len(kept) < 100
     assert kept >= set(shell.core.state.timers)
+
+
+async def test_what_one_append_brought_is_permitted_in_one_message() -> None:
+    harness, sink, shell = await readers()
+    sink.outputs.clear()
+    sink.let.set()
+    slots = ["r1", "r2", "r3"]
+    await harness.log.append(OperationsQueued([reading(slot) for slot in slots]))
+    await harness.fold_all(shell)
+    (command,) = [o.command for o in sink.outputs if isinstance(o, SendCommand)]
+    assert isinstance(command, Permits)
+    assert [permit.operation.slot for permit in command.permits] == slots
+    assert len({permit.id for permit in command.permits}) == len(slots)
+    assert command.id == command.permits[0].id
+
+
+async def test_snapshots_come_after_as_many_events_however_few_entries_brought_them() -> None:
+    """What a restart performs again, and a node must remember, is bounded by them."""
+    harness, sink, shell = await readers(snapshot_every=6)
+    sink.let.set()
+    running = asyncio.create_task(shell.run())
+    try:
+        await shell.caught_up.wait()
+        for first in (1, 4):
+            batch = [reading(f"r{first + i}") for i in range(3)]
+            await harness.log.append(OperationsQueued(batch))
+        await until(lambda: shell.core.state.sequence == len(harness.log.entries))
+        await until(lambda: bool(sink.snapshots))
+    finally:
+        await lifecycle.end([running])
+
+
+async def test_events_that_one_append_brought_come_to_the_same_as_one_by_one() -> None:
+    """Two that are permitted, one that ends before it runs, one that comes twice."""
+    _, _, shell = await readers()
+    snapshot = shell.core.snapshot()
+    sequence, now_s = shell.core.state.sequence, shell.core.state.now_s
+    ops = [reading(slot) for slot in ("r1", "r2", "r3")]
+    refused = replace(ops[2], error=ErrorInfo(Code.INVALID_ARGUMENT, "wrong"))
+    came: list[QueuedOperation] = [ops[0], ops[1], refused, ops[0]]
+    ended = [done(op, Outcome.COMPLETED) for op in (ops[1], ops[0], ops[1])]
+    apart, together = Core.restore(snapshot), Core.restore(snapshot)
+    outputs: list[list[Output]] = [[], []]
+    one_by_one: list[Event] = [*came, *ended]
+    for i, event in enumerate(one_by_one, 1):
+        outputs[0] += apart.step(sequence + i, now_s + 1.0, event)
+    at_once: list[Event] = [OperationsQueued(came), OperationsFinished(ended)]
+    for i, event in enumerate(at_once, 1):
+        outputs[1] += together.step(sequence + i, now_s + 1.0, event)
+    for made in outputs:
+        permits = [
+            o.command.operation.slot
+            for o in made
+            if isinstance(o, SendCommand) and isinstance(o.command, Permit)
+        ]
+        assert permits == ["r1", "r2"]
+        assert [o.key.slot for o in made if isinstance(o, WriteCompletion)] == ["r3"]
+        deleted = [key.slot for o in made if isinstance(o, DeleteOperations) for key in o.keys]
+        assert deleted == ["r3", "r2", "r1"]
+    deployments = [core.state.deployments["t.a.policy"] for core in (apart, together)]
+    assert deployments[0] == deployments[1]
+    assert "r1" not in deployments[0].unordered
+
+
+def done(op: QueuedOperation, outcome: Outcome) -> OperationFinished:
+    return OperationFinished(op.key, op.kind, outcome, 1, 1, 0.0, 0.1)

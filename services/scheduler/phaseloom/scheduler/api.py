@@ -5,6 +5,7 @@ Calls become events of the log, or read the core.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,6 +26,7 @@ from phaseloom.common.messages import (
     CancelRequested,
     Completion,
     CreateDeployment,
+    Cycle,
     DeploymentCreated,
     DeploymentDeleted,
     DeploymentRequest,
@@ -40,6 +42,7 @@ from phaseloom.common.messages import (
     OperationRequest,
     PhaseDeclared,
     PhaseRequest,
+    Segment,
     SubmitJob,
     Usage,
     UsageRequest,
@@ -54,6 +57,7 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 
 MAX_CONFIG_DEPTH = 32
 _UNSUPPORTED_AXES = ("tp", "pp", "cp", "ep")
+_ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Of a job, as MessagePack: every command that starts a WPG carries a part of it."""
 
@@ -84,6 +88,60 @@ def check_job(request: SubmitJob) -> None:
             field="spec.slo",
             remedy="give a factor of at least 1, or 0 for best effort",
         )
+    if not 0 <= request.spec.duration_s < math.inf:
+        raise CallerError(
+            f"a job does not run for {request.spec.duration_s} s",
+            field="spec.duration_s",
+            remedy="give how long it would run alone, or 0 where that is not known",
+        )
+    if request.spec.cycle is not None:
+        _check_cycle(request.spec.cycle, {spec.pool for spec in specs})
+
+
+def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
+    if not 0 < cycle.period_s < math.inf:
+        raise CallerError(
+            f"a cycle does not take {cycle.period_s} s",
+            field="spec.cycle.period_s",
+            remedy="give the seconds that an iteration takes alone, or no cycle",
+        )
+    if not cycle.segments:
+        raise CallerError(
+            "a cycle without segments uses nothing",
+            field="spec.cycle.segments",
+            remedy="say when the job uses which pool, or give no cycle: it is profiled then",
+        )
+    for index, segment in enumerate(cycle.segments):
+        _check_segment(segment, cycle.period_s, pools, f"spec.cycle.segments[{index}]")
+
+
+def _check_segment(segment: Segment, period_s: float, pools: set[str], field: str) -> None:
+    if segment.pool not in pools:
+        raise CallerError(
+            f"no deployment of the job is in pool {segment.pool!r}",
+            field=f"{field}.pool",
+            remedy=f"its pools are: {', '.join(sorted(pools))}",
+        )
+    if not segment.duration_s > 0:
+        raise CallerError(
+            f"a segment does not last {segment.duration_s} s",
+            field=f"{field}.duration_s",
+            remedy="give its usual duration, or leave the segment out",
+        )
+    end_s = segment.offset_s + segment.duration_s
+    if not (segment.offset_s >= 0 and end_s <= period_s * (1 + _ROUNDING)):
+        raise CallerError(
+            f"the segment from {segment.offset_s} s to {end_s} s is not within the cycle of "
+            f"{period_s} s",
+            field=f"{field}.offset_s",
+            remedy="count its offset from the start of the cycle; split what runs into the next",
+        )
+    if segment.worst_s and not segment.duration_s <= segment.worst_s < math.inf:
+        raise CallerError(
+            f"at worst {segment.worst_s} s, and usually {segment.duration_s} s",
+            field=f"{field}.worst_s",
+            remedy="give at least the usual duration, or 0 for the same",
+        )
 
 
 def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
@@ -108,6 +166,13 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     check_name(spec.pool, f"{field}.pool")
     check_name(spec.backend, f"{field}.backend")
     _check_layout(spec.layout, f"{field}.layout")
+    _check_nodes(spec.num_nodes, f"{field}.num_nodes")
+    if spec.host_bytes < 0:
+        raise CallerError(
+            f"{spec.host_bytes} bytes are no working set",
+            field=f"{field}.host_bytes",
+            remedy="give what it keeps in the host memory of a node, or 0 where that is not known",
+        )
     _check_depth(spec.model.config, f"{field}.model.config")
 
 
@@ -153,6 +218,15 @@ def _check_layout(layout: Layout, field: str) -> None:
                 field=f"{field}.{axis}",
                 remedy="use 1, and spread the model over `dp` ranks",
             )
+
+
+def _check_nodes(num_nodes: int, field: str) -> None:
+    if num_nodes != 1:
+        raise CallerError(
+            f"num_nodes = {num_nodes}: no worker runs its ranks on other than one node",
+            field=field,
+            remedy="use 1, and spread the model over the devices of one node by `layout.dp`",
+        )
 
 
 def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHandler]]:

@@ -25,8 +25,7 @@ from phaseloom.common.leases import Lease, scheduler_lease_key
 from phaseloom.common.messages import Completion, SchedulerConfig
 from phaseloom.common.patience import PatientLog
 from phaseloom.scheduler.api import OutcomeOf, job_api
-from phaseloom.scheduler.core import ordering
-from phaseloom.scheduler.core.placement import legacy as placement
+from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
@@ -42,7 +41,7 @@ _GOODBYE_S = 3.0
 
 class Config(msgspec.Struct, frozen=True):
     placement: str = "pack"
-    """Policy: which node of each pool a job is pinned to."""
+    """Policy: which nodes of each pool a job is pinned to, and with whom it shares them."""
     ordering: str = "hrrs"
     """Policy: which ready operation a device runs next."""
     idle_grace_s: float = 0.03
@@ -65,12 +64,18 @@ class Config(msgspec.Struct, frozen=True):
     for, after its last operation there; 0: not at all."""
     early_switch: bool = True
     """Open activations on idle devices before the operation that is predicted."""
+    max_group_jobs: int = 5
+    """Of one node group."""
+    duty_limit: float = 0.5
+    """Share of its time that a member of a group may be predicted to wait, at most."""
+    switch_s: float = 0.0
+    """Planned for each phase of a shared group, by policies that promise an SLO."""
     max_open_operations: int = 10_000
     """Of one deployment, without an outcome; more are refused."""
     outcome_retention_s: float = 86_400.0
     """How long outcomes are kept that no rebuild needs, and the name of an ended job."""
     snapshot_every: int = 2000
-    """Log entries between two snapshots."""
+    """Events of the log between two snapshots."""
     lease_margin_s: float = 3.0
     """After a node lease ran out, how much longer until its processes count as dead: more than the
     agent takes to kill its ranks."""

@@ -10,11 +10,10 @@ its commands.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from opentelemetry.context import Context
@@ -22,21 +21,30 @@ from opentelemetry.context import Context
 from phaseloom.common import telemetry
 from phaseloom.common.bus import LogEntry
 from phaseloom.common.errors import InternalError, ResourceError, to_exception
+from phaseloom.common.ids import DeploymentKey, OperationKey
 from phaseloom.common.messages import (
+    READING_KINDS,
     Event,
     Explanation,
     JobStatus,
     OperationFinished,
+    OperationsQueued,
     Permit,
+    Permits,
     QueuedOperation,
+    ReplanComputed,
     SchedulerConfig,
     SchedulerConfigured,
     TimerFired,
+    parts,
 )
 from phaseloom.scheduler import observing
+from phaseloom.scheduler.clock import Clock, WallClock
+from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import (
     Answer,
+    ComputeReplan,
     DeleteOperations,
     DropCheckpoint,
     ForgetJob,
@@ -45,6 +53,7 @@ from phaseloom.scheduler.core.outputs import (
     SetTimer,
     WriteCompletion,
 )
+from phaseloom.scheduler.permits import together, traceparent
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +79,14 @@ class Sink(Protocol):
     async def save(self, sequence: int, snapshot: bytes) -> None: ...
 
 
+Replan = Callable[[ComputeReplan], Awaitable[ReplanComputed]]
+"""Computes what is worth moving, beside the loop."""
+
+
+async def _in_a_thread(asked: ComputeReplan) -> ReplanComputed:
+    return await asyncio.to_thread(repack.compute, asked)
+
+
 class Shell:
     """Drives a core. `run` until cancelled; `request` from API handlers."""
 
@@ -80,6 +97,9 @@ class Shell:
         sink: Sink,
         config: SchedulerConfig,
         snapshot_every: int,
+        *,
+        clock: Clock | None = None,
+        replan: Replan | None = None,
     ) -> None:
         self.core = core
         self.caught_up = asyncio.Event()
@@ -88,6 +108,8 @@ class Shell:
         self._sink = sink
         self._config = config
         self._snapshot_every = snapshot_every
+        self._clock = clock or WallClock()
+        self._replan = replan or _in_a_thread
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
@@ -119,7 +141,7 @@ class Shell:
 
     def now_s(self) -> float:
         """As the log would date an entry now, by what is known of its clock."""
-        return max(self.core.state.now_s, time.time() - self._ahead_s)
+        return max(self.core.state.now_s, self._clock.now_s() - self._ahead_s)
 
     async def append(self, event: Event) -> None:
         """Append an event that nobody waits for."""
@@ -163,7 +185,7 @@ class Shell:
         async for entry in self._log.read_log(self.core.state.sequence + 1):
             async with self._busy:
                 outputs = await self.take(entry)
-                since_snapshot += 1
+                since_snapshot += len(parts(entry.event))
                 if since_snapshot >= self._snapshot_every or _is_once(outputs):
                     await self._all_stored()
                     await self._sink.save(self.core.state.sequence, self.core.snapshot())
@@ -176,6 +198,7 @@ class Shell:
         if self.core.state.config != self._config:
             await self._log.append(SchedulerConfigured(self._config))
         self.caught_up.set()
+        self._begin_replan(repack.unanswered(self.core.state))
 
     async def take(self, entry: LogEntry) -> list[Output]:
         """Fold one entry and perform what comes of it, which is returned."""
@@ -185,29 +208,30 @@ class Shell:
         self._note_trace(entry)
         if isinstance(entry.event, TimerFired):
             self._note_clock(entry.event, entry.time_s)
-        permit = _permit_in(outputs)
-        context = self._trace_permit(permit, entry) if permit else None
-        await self._perform_all(outputs, context)
-        if permit:
+        permits = _permits_in(outputs)
+        contexts = [self._trace_permit(permit, entry) for permit in permits]
+        await self._perform_all(_gathered(outputs, contexts))
+        for permit in permits:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
             observing.stepped(outputs, step_s)
-        if isinstance(entry.event, OperationFinished):
-            self._traces.pop(str(entry.event.key), None)
+        for event in parts(entry.event):
+            if isinstance(event, OperationFinished):
+                self._traces.pop(str(event.key), None)
         for output in outputs:
             if isinstance(output, WriteCompletion):
                 self._traces.pop(str(output.key), None)
         return outputs
 
-    async def _perform_all(self, outputs: list[Output], context: Context | None) -> None:
+    async def _perform_all(self, outputs: list[tuple[Output, Context | None]]) -> None:
         may_overlap = all(
-            isinstance(o, DeleteOperations | SetTimer) or _is_permit(o) for o in outputs
+            isinstance(o, DeleteOperations | SetTimer) or _is_permit(o) for o, _ in outputs
         )
         if self._tasks is None or not may_overlap:
             await self._all_stored()
-            await asyncio.gather(*(self._perform(output, context) for output in outputs))
+            await asyncio.gather(*(self._perform(output, context) for output, context in outputs))
             return
-        for output in outputs:
+        for output, context in outputs:
             while len(self._storing) >= MAX_STORING:
                 await asyncio.wait(self._storing, return_when=asyncio.FIRST_COMPLETED)
             task = self._tasks.create_task(self._perform(output, context))
@@ -224,6 +248,9 @@ class Shell:
                 self._keep_timer(output)
             case Answer():
                 self._answer(output)
+            case ComputeReplan():
+                if self.caught_up.is_set():  # of those before, the last is begun then
+                    self._begin_replan(output)
             case _:
                 await self._sink.perform(output, context)
 
@@ -235,6 +262,16 @@ class Shell:
             future.set_exception(to_exception(answer.error))
         else:
             future.set_result(answer)
+
+    # --- beside the fold --------------------------------------------------------------------------
+
+    def _begin_replan(self, asked: ComputeReplan | None) -> None:
+        if asked is not None and self._tasks is not None:
+            self._tasks.create_task(self._answer_replan(asked))
+
+    async def _answer_replan(self, asked: ComputeReplan) -> None:
+        computed = await self._replan(asked)
+        await self._log.append(computed, msg_id=f"replan:{asked.as_of}")
 
     # --- timers ---------------------------------------------------------------------------------
 
@@ -251,10 +288,9 @@ class Shell:
         await self.caught_up.wait()
         while True:
             self._timer_set.clear()
-            delay_s = self._timers[0][0] + self._ahead_s - time.time() if self._timers else None
-            if delay_s is None or delay_s > 0:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._timer_set.wait(), delay_s)
+            until_s = self._timers[0][0] + self._ahead_s if self._timers else None
+            if until_s is None or until_s > self._clock.now_s():
+                await self._clock.wait(self._timer_set, until_s)
                 continue
             due_s, timer = heapq.heappop(self._timers)
             # Of an earlier life, most have fired already.
@@ -272,19 +308,25 @@ class Shell:
     # --- tracing --------------------------------------------------------------------------------
 
     def _note_trace(self, entry: LogEntry) -> None:
-        if not isinstance(entry.event, QueuedOperation):
-            return
-        key = entry.event.key
+        match entry.event:
+            case QueuedOperation(key=key):
+                self._note_trace_of(key, entry.headers, entry.time_s)
+            case OperationsQueued(operations, traceparents):
+                for i, operation in enumerate(operations):
+                    headers = {"traceparent": traceparents[i]} if traceparents else {}
+                    self._note_trace_of(operation.key, headers, entry.time_s)
+
+    def _note_trace_of(self, key: OperationKey, headers: dict[str, str], time_s: float) -> None:
         deployment = self.core.state.deployments.get(str(key.deployment_key))
         op = deployment.open_operation(key) if deployment else None
         if op is not None and not op.has_ended:
-            context = telemetry.extract(entry.headers)
-            self._traces.setdefault(str(key), (context, entry.time_s))
+            self._traces.setdefault(str(key), (telemetry.extract(headers), time_s))
 
     def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
-        """Span `permit`; returns the context that the step's commands travel under."""
+        """Span `permit`; returns the context that it travels under."""
         parent, _ = self._queued(permit, entry)
-        span = telemetry.record("permit", entry.time_s, time.time(), parent, **_attributes(permit))
+        now_s = self._clock.now_s()
+        span = telemetry.record("permit", entry.time_s, now_s, parent, **_attributes(permit))
         return telemetry.child_context(span)
 
     def _trace_queue(self, permit: Permit, entry: LogEntry) -> None:
@@ -303,14 +345,51 @@ def _is_once(outputs: list[Output]) -> bool:
 
 
 def _is_permit(output: Output) -> bool:
-    return isinstance(output, SendCommand) and isinstance(output.command, Permit)
+    return isinstance(output, SendCommand) and isinstance(output.command, Permit | Permits)
 
 
-def _permit_in(outputs: list[Output]) -> Permit | None:
+def _permits_in(outputs: list[Output]) -> list[Permit]:
+    return [
+        output.command
+        for output in outputs
+        if isinstance(output, SendCommand) and isinstance(output.command, Permit)
+    ]
+
+
+def _gathered(
+    outputs: list[Output], contexts: list[Context]
+) -> list[tuple[Output, Context | None]]:
+    """What is performed, with the context that it travels under: the first permit's, where it is
+    none itself.
+
+    Reading operations of one deployment that are permitted together go in one message. The same
+    outputs are gathered in the same way, so that a restart sends the same messages again.
+    """
+    first = contexts[0] if contexts else None
+    gathered: list[tuple[Output, Context | None]] = []
+    together: dict[tuple[DeploymentKey, int], list[tuple[Permit, Context]]] = {}
+    traced = iter(contexts)
     for output in outputs:
-        if isinstance(output, SendCommand) and isinstance(output.command, Permit):
-            return output.command
-    return None
+        if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
+            gathered.append((output, first))
+            continue
+        permit, context = output.command, next(traced)
+        if permit.kind in READING_KINDS:
+            key = permit.operation.deployment_key, permit.epoch
+            together.setdefault(key, []).append((permit, context))
+        else:
+            gathered.append((output, context))
+    # After whatever opens their activation.
+    gathered += [_one_message(permits) for permits in together.values()]
+    return gathered
+
+
+def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
+    permit, context = permits[0]
+    if len(permits) == 1:
+        return SendCommand(permit), context
+    traced = [(one, traceparent(own)) for one, own in permits]
+    return SendCommand(together(traced)), None
 
 
 def _attributes(permit: Permit) -> dict[str, Any]:

@@ -8,11 +8,11 @@ chosen is a claim on all of its devices at once, in one order for all: nothing d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phaseloom.scheduler.core import estimates, holding, ready
-from phaseloom.scheduler.core.ordering import POLICIES, Candidate
+from phaseloom.scheduler.core import estimates, holding, ready, scenes
+from phaseloom.scheduler.core.ordering import POLICIES, Ordering, Wait
+from phaseloom.scheduler.core.scenes import Option
 from phaseloom.scheduler.core.state import Deployment, Device, Node, Op
 from phaseloom.scheduler.core.step import Step
 
@@ -20,8 +20,6 @@ PATIENCE = 2.0
 """Quanta that a deployment over several devices waits for a turn on all of them."""
 LEAST_PATIENCE_S = 1.0
 NEVER_S = float("inf")
-
-Option = tuple[Deployment, Op]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,15 @@ class Turn:
     """The holder's, where its turn is over: they go on if none of the others can begin."""
     lets_in_s: float
     """When others are let in."""
+    may_wait: bool = True
+    """Whether the policy may leave the device idle."""
+
+
+NOBODYS = Turn([], [], NEVER_S)
+
+
+def policy_of(step: Step) -> Ordering:
+    return POLICIES[step.config.ordering]
 
 
 def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
@@ -43,31 +50,44 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
     event).
     """
     turn = turn_on(step, node.devices[index])
-    again_s = turn.lets_in_s
+    again_s, may_wait = turn.lets_in_s, turn.may_wait
     for group in (turn.options, turn.rest):
         options = group
         while options:
-            deployment, op = _preferred(step, options)
+            preferred = prefer(step, node, index, options, may_wait=may_wait)
+            if isinstance(preferred, Wait):
+                return None, min(again_s, preferred.until_s)
+            deployment, op = preferred
             until_s = _elsewhere_s(step, node, index, deployment, op)
             if until_s <= step.now_s:
                 return deployment, NEVER_S
             again_s = min(again_s, until_s)
+            if policy_of(step).is_strict:
+                return None, again_s
+            # What is ready but cannot begin is no longer to be waited for as something to come.
+            may_wait = False
             options = [option for option in options if option[0] is not deployment]
     return None, again_s
 
 
 def turn_on(step: Step, device: Device) -> Turn:
-    """The operations among which the policy chooses: for a quantum the holder's, then others'."""
+    """The operations among which the policy chooses: for a quantum the holder's, then others'.
+
+    A policy that may wait says itself when the holder's turn ends: for it the quantum is only how
+    long that lasts at least.
+    """
+    if not device.ready:
+        return NOBODYS
     quantum_s = step.config.quantum_s
     of_holder = list(ready.on(step, device, of_job=device.holder))
     if of_holder and not device.early and not holding.is_quantum_over(step, device.held_since_s):
         is_alone = len(of_holder) == len(device.ready)
         lets_in_s = NEVER_S if is_alone else device.held_since_s + quantum_s
-        return Turn(_after_turn(step, device, of_holder), [], lets_in_s)
+        return Turn(_after_turn(step, device, of_holder), [], lets_in_s, may_wait=False)
     others = list(ready.on(step, device, but_job=device.holder))
     if not others:
         return Turn(_after_turn(step, device, of_holder), [], NEVER_S)
-    if device.early or (of_holder and quantum_s == 0):
+    if device.early or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
         return Turn([*of_holder, *others], [], NEVER_S)
     lets_in_s = 0.0 if of_holder else holding.held_until_s(step, device)
     if lets_in_s > step.now_s:
@@ -84,36 +104,41 @@ def _after_turn(step: Step, device: Device, options: list[Option]) -> list[Optio
 
 def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
     """From when on it may claim its other devices; a past time: now."""
-    patience_s = max(PATIENCE * step.config.quantum_s, LEAST_PATIENCE_S)
+    if len(deployment.spans) == 1 and len(deployment.spans[0].devices) == 1:
+        return 0.0
+    patience_s = _patience_s(step, deployment)
     until_s = max(op.ready_s, deployment.idle_since_s) + patience_s
-    for other in deployment.devices:
-        if other == index or until_s <= step.now_s:
+    for place, other in step.places_of(deployment):
+        if until_s <= step.now_s or (place is node and other == index):
             continue
-        turn = turn_on(step, node.devices[other])
-        if not turn.options or _preferred(step, turn.options)[0] is not deployment:
+        turn = turn_on(step, place.devices[other])
+        if not turn.options:
+            return min(until_s, turn.lets_in_s)
+        preferred = prefer(step, place, other, turn.options, may_wait=turn.may_wait)
+        if isinstance(preferred, Wait):
+            return min(until_s, turn.lets_in_s, preferred.until_s)
+        if preferred[0] is not deployment:
             return min(until_s, turn.lets_in_s)
     return 0.0
 
 
-def _preferred(step: Step, options: Sequence[Option]) -> Option:
-    if len(options) == 1:
+def _patience_s(step: Step, deployment: Deployment) -> float:
+    """For how long it waits for a turn on all of its devices."""
+    least_s = max(PATIENCE * step.config.quantum_s, LEAST_PATIENCE_S)
+    if not policy_of(step).is_strict:
+        return least_s
+    job = step.job(deployment.key.job_key)
+    return max(least_s, estimates.worst_period_s(step.state, job))
+
+
+def prefer(
+    step: Step, node: Node, index: int, options: list[Option], *, may_wait: bool
+) -> Option | Wait:
+    """What the ordering policy says of a free device."""
+    policy = policy_of(step)
+    device, is_lone = node.devices[index], len(options) == 1
+    if is_lone and not (may_wait and scenes.has_alternative(step, device, options[0], policy)):
         return options[0]
-    candidates = [candidate(step, deployment, op) for deployment, op in options]
-    chosen = POLICIES[step.config.ordering].choose(candidates, step.now_s)
-    return options[candidates.index(chosen)]
-
-
-def candidate(step: Step, deployment: Deployment, op: Op) -> Candidate:
-    return Candidate(
-        operation=str(op.key),
-        deployment=deployment.name,
-        job=job_of(deployment),
-        arrival_s=op.ready_s,
-        arrival=op.arrival,
-        duration_s=estimates.duration_s(step.state, deployment, op.kind),
-        switch_s=0.0 if deployment.epoch else estimates.switch_s(step.state, deployment),
-    )
-
-
-def job_of(deployment: Deployment) -> str:
-    return str(deployment.key.job_key)
+    scene = scenes.scene_of(step, node, index, options, policy, may_wait=may_wait)
+    chosen = policy.choose(scene)
+    return chosen if isinstance(chosen, Wait) else options[scene.candidates.index(chosen)]

@@ -34,6 +34,7 @@ from phaseloom.common.messages import (
     PhaseDeclared,
     PhaseTrace,
     QueuedOperation,
+    ReplanComputed,
     SchedulerConfigured,
     SealCommitted,
     SealFailed,
@@ -42,6 +43,7 @@ from phaseloom.common.messages import (
     TimerFired,
     WpgLost,
     WpgStarted,
+    parts,
 )
 from phaseloom.scheduler.core import (
     cancel,
@@ -49,6 +51,8 @@ from phaseloom.scheduler.core import (
     jobs,
     operations,
     outcomes,
+    places,
+    repack,
     seals,
     sessions,
     wpgs,
@@ -56,9 +60,7 @@ from phaseloom.scheduler.core import (
 from phaseloom.scheduler.core.outputs import Output, PutView
 from phaseloom.scheduler.core.state import (
     CORE_VERSION,
-    JOB_ENDED,
     OLDEST_READABLE,
-    Job,
     OpState,
     Snapshot,
     SnapshotHead,
@@ -94,11 +96,16 @@ class Core:
         assert sequence > self.state.sequence, "entries are folded once, in order"
         self.state.sequence = sequence
         self.state.now_s = max(self.state.now_s, time_s)
+        self.state.cluster.now_s = self.state.now_s
         step = Step(self.state, sequence, self.state.now_s)
-        _take(step, event)
-        operations.wake_all(step)
-        jobs.settle(step)
-        operations.wake_all(step)
+        for part in parts(event):
+            _take(step, part)
+            operations.wake_all(step)
+            jobs.settle(step)
+            repack.ask(step)
+            wpgs.move_on(step)
+            jobs.place_waiting(step)
+            operations.wake_all(step)
         dispatch.dispatch(step)
         for name in sorted(step.changed_jobs):
             job = self.state.jobs[name]
@@ -142,11 +149,11 @@ def _decode(payload: bytes, kind: type[S]) -> S:
         raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
 
 
-def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
+def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
     match event:
         case SchedulerConfigured():
             step.state.config = event.config
-            step.has_new_room = True
+            places.configured(step, event.config)
         case QueuedOperation():
             operations.file(step, event)
         case SessionOpened():
@@ -160,7 +167,7 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
         case OperationFinished():
             outcomes.finish(step, event)
         case ActivationOpened():
-            _note_switch(step, event)
+            _opened(step, event)
         case ActivationRefused():
             _refused(step, event)
         case PermitReturned():
@@ -168,9 +175,9 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
         case TimerFired():
             _timer(step, event)
         case PhaseTrace():
-            job: Job | None = step.state.jobs.get(str(event.job))
-            if job is not None and job.state not in JOB_ENDED:
-                step.state.traces[str(event.job)] = event
+            repack.traced(step, event)
+        case ReplanComputed():
+            repack.answered(step, event)
         case JobSubmitted():
             jobs.submit(step, event)
         case JobFinished():
@@ -183,8 +190,10 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912 - one arm an event
             jobs.delete_deployment(step, event)
         case NodeUp():
             wpgs.node_up(step, event)
+            places.node_up(step, event)
         case NodeLost():
             wpgs.node_lost(step, event)
+            places.node_lost(step, event)
         case WpgStarted():
             wpgs.started(step, event)
         case WpgLost():
@@ -216,22 +225,22 @@ def _timer(step: Step, event: TimerFired) -> None:
             step.dirty.add((node, int(device)))
 
 
-def _note_switch(step: Step, event: ActivationOpened) -> None:
+def _opened(step: Step, event: ActivationOpened) -> None:
+    dispatch.opened(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is not None and deployment.state is not WpgState.STOPPED:
         step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
 
 
 def _refused(step: Step, event: ActivationRefused) -> None:
-    ops = dispatch.refused(step, event.deployment, event.epoch)
+    ops = dispatch.refused(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
     step.tell("activation refused", event.error.message, deployment.name)
     for op in ops:
-        if op.state is not OpState.PERMITTED:
-            continue
-        step.move_op(op, OpState.QUEUED)
+        if op.state is OpState.PERMITTED:
+            step.move_op(op, OpState.QUEUED)
         op.refusals += 1
         if op.refusals >= MAX_REFUSALS:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
@@ -240,7 +249,7 @@ def _refused(step: Step, event: ActivationRefused) -> None:
     if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
         deployment.refusals += 1
         if deployment.refusals >= MAX_REFUSALS:
-            job = str(deployment.key.job_key)
+            job = deployment.job_name
             step.doomed[job] = _given_up(event.error, deployment.refusals)
     deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
     step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
@@ -250,8 +259,6 @@ def _returned(step: Step, event: PermitReturned) -> None:
     """As often as it takes: a node that is away may come back, and others use the device."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.incarnation:
-        return
-    if deployment.node is None:
         return
     if event.key not in deployment.running:
         return

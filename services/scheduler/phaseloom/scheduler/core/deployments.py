@@ -14,7 +14,7 @@ from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core import operations, places, seals, wpgs
-from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Job, JobState, Node
+from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Job, JobState, Span
 from phaseloom.scheduler.core.step import Step
 
 
@@ -47,47 +47,21 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
             field="spec.name",
             remedy="choose another name, or delete that one",
         )
-    host: Node | None = None
+    where: list[Span] = []
     if job.state is not JobState.SUBMITTED:
-        found = _host(step, job, spec)
+        found = places.room_for(step, job, spec)
         if isinstance(found, ErrorInfo):
             return found
-        host = found
+        where = found
     job.spec = replace(job.spec, deployments=[*job.spec.deployments, spec])
     deployment = add(step, job, spec)
-    if host is not None:
+    if where:
         deployment.is_trial = True
-        places.put(step, deployment, host)
+        places.extend(step, job, deployment, where)
+    else:
+        places.repin(step, job)
     step.changed_jobs.add(str(job.key))
     return None
-
-
-def _host(step: Step, job: Job, spec: DeploymentSpec) -> Node | ErrorInfo:
-    """The job's own node of the pool where that can take it, else the policy's choice."""
-    num_devices = spec.layout.num_ranks
-    error = places.too_small(step, spec.pool, num_devices)
-    if error is not None:
-        return replace(error, field="spec.layout")
-    nodes = places.usable(step, spec.pool, num_devices)
-    own = {deployment.node for deployment in step.deployments_of(job.key)}
-    chosen = next((node for node in nodes if node.node in own), None)
-    if chosen is None and nodes:
-        chosen = places.choose(step, nodes)
-    if chosen is not None:
-        return chosen
-    if not nodes:
-        return ErrorInfo(
-            Code.UNAVAILABLE,
-            f"pool {spec.pool!r} has no node for it: {places.why_none(step, spec.pool)}",
-            field="spec.pool",
-            remedy=f"start a node of it; known pools: {places.known_pools(step)}",
-        )
-    return ErrorInfo(
-        Code.RESOURCE_EXHAUSTED,
-        f"every node of pool {spec.pool!r} is another job's",
-        field="spec.pool",
-        remedy="try again once one of those jobs has ended",
-    )
 
 
 def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
@@ -113,9 +87,8 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
     job.incarnations[name] = deployment.incarnation + 1
-    if deployment.node is not None:
-        for device in step.devices_of(deployment):
-            device.ready.pop(deployment.name, None)
+    for device in step.devices_of(deployment):
+        device.ready.pop(deployment.name, None)
     others = [spec for spec in job.spec.deployments if spec.name != name]
     job.spec = replace(job.spec, deployments=others)
     del step.state.deployments[deployment.name]
@@ -124,7 +97,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     for other in step.deployments_of(job.key):
         step.touch(other)  # a sync may have waited for it to be rebuilt
     step.changed_jobs.add(str(job.key))
-    step.has_new_room = True
+    places.repin(step, job)
     return None
 
 
@@ -140,12 +113,12 @@ def unknown(job: Job, name: str) -> ErrorInfo:
 
 def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note where those of its versions are that others want."""
-    if policy.node is None:
+    if not policy.spans:
         return
     wanted = seals.wanted_versions(step, job, but=policy)
     for version in job.published:
         if version.policy == policy.key and version in wanted:
-            job.orphans.setdefault(str(version), policy.node)
+            job.orphans.setdefault(str(version), policy.nodes)
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
@@ -164,8 +137,8 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     operations.abort_all(step, deployment, error)
     wpgs.stop(step, deployment)
     deployment.error = error
-    deployment.node = None
-    deployment.devices = []
+    deployment.spans = []
+    places.repin(step, step.job(deployment.key.job_key))
 
 
 def close_books(step: Step, deployment: Deployment) -> None:

@@ -29,14 +29,31 @@ def claimant(step: Step, node: Node, index: int) -> Deployment | None:
     """The deployment that was chosen first among those that wait for this device."""
     for name in node.claims:
         deployment = step.state.deployments[name]
-        if index in deployment.devices:
+        if any(span.node == node.node and index in span.devices for span in deployment.spans):
             return deployment
     return None
 
 
+def claim(step: Step, deployment: Deployment) -> None:
+    """It was chosen, and waits until all of its devices are free.
+
+    The claim is noted on all of its nodes at once, so that claims are in the same order wherever
+    they meet: the oldest is the first on each of its devices, and nothing deadlocks.
+    """
+    for node in step.nodes_of(deployment):
+        if deployment.name not in node.claims:
+            node.claims.append(deployment.name)
+
+
+def unclaim(step: Step, deployment: Deployment) -> None:
+    for node in step.nodes_of(deployment):
+        if deployment.name in node.claims:
+            node.claims.remove(deployment.name)
+
+
 def use(step: Step, deployment: Deployment) -> None:
-    """Operations of it run now: its devices are its job's, and its state is the newest there."""
-    name, job = deployment.name, str(deployment.key.job_key)
+    """Its turn has come: its devices are its job's, and its state is the newest there."""
+    name, job = deployment.name, deployment.job_name
     for device in step.devices_of(deployment):
         device.running = name
         device.is_let_go = False

@@ -8,17 +8,35 @@ while another waits: then what runs drains and the others go first. Whose turn i
 device is decided in `choice`, how long it is kept for its holder in `holding`, and what is switched
 in before it is asked for in `early`.
 
-A deployment with several ranks takes one device of one node each, all at once: chosen on one of
-them, it claims them all, and nothing else begins on the free ones until the last is free. Claims
-are taken in one order on every device, so that no two wait for each other.
+A deployment with several ranks takes a device for each, of one node or of several, all at once:
+chosen on one of them, it claims them all, and nothing else begins on the free ones until the last
+is free. Claims are taken in one order on every device, so that no two wait for each other.
+
+On one node an activation and its permits are ordered by the node itself. Over several, it opens on
+each by itself: its devices are reserved, and its permits follow once the last has said that it is
+open. If one refuses, the others close theirs.
 Cost of a step: linear in the deployments that have something ready on the touched devices.
 """
 
 from __future__ import annotations
 
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import OpenActivation, Permit
-from phaseloom.scheduler.core import choice, devices, early, gradients, holding, ready, seals
+from phaseloom.common.messages import (
+    ActivationOpened,
+    ActivationRefused,
+    CloseActivation,
+    OpenActivation,
+    Permit,
+)
+from phaseloom.scheduler.core import (
+    choice,
+    devices,
+    early,
+    gradients,
+    holding,
+    phases,
+    ready,
+    seals,
+)
 from phaseloom.scheduler.core.state import Deployment, Device, Node, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
 
@@ -41,15 +59,15 @@ def dispatch(step: Step) -> None:
 def _dispatch(step: Step, node: Node, index: int) -> None:
     device = node.devices[index]
     if device.running:
-        _join(step, node, step.state.deployments[device.running])
+        _go_on(step, step.state.deployments[device.running])
         return
     deployment = _claimant(step, node, index)
     if deployment is not None:
-        _begin(step, node, deployment)
+        _begin(step, deployment)
         return
     deployment, again_s = choice.choose(step, node, index)
     if deployment is not None:
-        _begin(step, node, deployment)
+        _begin(step, deployment)
     elif again_s < choice.NEVER_S:
         _wake_at(step, node, index, again_s)
     elif not ready.is_any_on(step, device):
@@ -62,40 +80,69 @@ def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
     while (deployment := devices.claimant(step, node, index)) is not None:
         if ready.first(step, deployment) is not None:
             return deployment
-        node.claims.remove(deployment.name)
-        step.dirty.update((node.node, other) for other in deployment.devices if other != index)
+        devices.unclaim(step, deployment)
+        here = (node.node, index)
+        step.dirty.update(place for place in deployment.places if place != here)
     return None
 
 
-def _begin(step: Step, node: Node, deployment: Deployment) -> None:
+def _begin(step: Step, deployment: Deployment) -> None:
     """Run what it has, or claim its devices where not all of them are free."""
-    for index in deployment.devices:
+    for node, index in step.places_of(deployment):
         claimant = devices.claimant(step, node, index)
         if node.devices[index].running or claimant not in (None, deployment):
-            if deployment.name not in node.claims:
-                node.claims.append(deployment.name)
+            devices.claim(step, deployment)
             return
-    if deployment.name in node.claims:
-        node.claims.remove(deployment.name)
-    ops = ready.batch(step, deployment, max(1, step.config.max_reading))
+    devices.unclaim(step, deployment)
+    ops = _batch(step, deployment)
     if not deployment.epoch:
-        _open(step, node, deployment)
+        _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY):
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
+    if deployment.awaited:
+        devices.use(step, deployment)
+        return
     for op in ops:
-        _permit(step, node, deployment, op)
+        _permit(step, deployment, op)
 
 
-def _join(step: Step, node: Node, deployment: Deployment) -> None:
+def _batch(step: Step, deployment: Deployment) -> list[Op]:
+    return ready.batch(step, deployment, max(1, step.config.max_reading))
+
+
+def _go_on(step: Step, deployment: Deployment) -> None:
+    """A deployment whose turn it is has more to run, or was waited for by its permits."""
+    if deployment.running:
+        _join(step, deployment)
+    elif not deployment.awaited:
+        _begin_opened(step, deployment)
+
+
+def _begin_opened(step: Step, deployment: Deployment) -> None:
+    """Its activation is open on all of its nodes: run what it was opened for, if that is still
+    wanted."""
+    ops = _batch(step, deployment)
+    for op in ops:
+        _permit(step, deployment, op)
+    if not ops:
+        for device in step.devices_of(deployment):
+            device.running = ""
+        step.dirty.update(deployment.places)
+
+
+def _join(step: Step, deployment: Deployment) -> None:
     """Reading operations may begin beside those of their deployment that run."""
     room = step.config.max_reading - len(deployment.running)
-    if room <= 0 or deployment.name not in node.devices[deployment.devices[0]].ready:
+    places = step.places_of(deployment)
+    first, index = places[0]
+    if room <= 0 or deployment.name not in first.devices[index].ready:
         return
-    if any(_is_closed(step, node, index, deployment) for index in deployment.devices):
+    ops = ready.joiners(step, deployment, room)
+    if not ops or any(_is_closed(step, node, index, deployment) for node, index in places):
         return
-    for op in ready.joiners(step, deployment, room):
-        _permit(step, node, deployment, op)
+    for op in ops:
+        _permit(step, deployment, op)
 
 
 def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
@@ -128,51 +175,69 @@ def _open_early(step: Step, node: Node, index: int) -> None:
     if open_s > step.now_s:
         _wake_at(step, node, index, open_s)
     elif not early.try_skip(step, target):
-        _open(step, node, target, is_early=True)
+        _open(step, target, is_early=True)
         early.opened(step, target)
 
 
-def _open(step: Step, node: Node, deployment: Deployment, *, is_early: bool = False) -> None:
-    """Open an activation: its epoch is this event's place in the log."""
-    leaving: list[Deployment] = []
-    for index in deployment.devices:
-        found = devices.victims(step, node, index, deployment)
-        leaving += [victim for victim in found if victim not in leaving]
-    for victim in leaving:
-        victim.epoch = 0
-        early.displaced(step, victim)
-        for device in step.devices_of(victim):
-            if victim.name in device.resident:
-                device.resident.remove(victim.name)
+def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
+    """Open an activation on all of its nodes: its epoch is this event's place in the log."""
     deployment.epoch = step.sequence
-    for device in step.devices_of(deployment):
-        if deployment.name not in device.resident:
-            device.resident.append(deployment.name)
-    step.send(
-        OpenActivation,
-        node,
-        deployment=deployment.key,
-        incarnation=deployment.incarnation,
-        epoch=deployment.epoch,
-        displaces=[victim.key for victim in leaving],
-        early=is_early,
-    )
-    for victim in leaving:
+    deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
+    gone: list[Deployment] = []
+    for span in deployment.spans:
+        node = step.node(span.node)
+        leaving: list[Deployment] = []
+        for index in span.devices:
+            found = devices.victims(step, node, index, deployment)
+            leaving += [victim for victim in found if victim not in leaving]
+        for victim in leaving:
+            _displace(step, victim, node)
+        for index in span.devices:
+            device = node.devices[index]
+            if deployment.name not in device.resident:
+                device.resident.append(deployment.name)
+        step.send(
+            OpenActivation,
+            node,
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            epoch=deployment.epoch,
+            displaces=[victim.key for victim in leaving],
+            early=is_early,
+        )
+        gone += [victim for victim in leaving if victim not in gone]
+    for victim in gone:
         if seals.is_due(step, victim):
             seals.seal(step, victim)
 
 
-def _permit(step: Step, node: Node, deployment: Deployment, op: Op) -> None:
+def _displace(step: Step, victim: Deployment, node: Node) -> None:
+    """Its activation ends; its state leaves this node, and stays on others until it must go."""
+    if victim.epoch:
+        victim.epoch = 0
+        victim.awaited = []
+    early.displaced(step, victim)
+    for span in victim.spans:
+        if span.node != node.node:
+            continue
+        for index in span.devices:
+            resident = node.devices[index].resident
+            if victim.name in resident:
+                resident.remove(victim.name)
+
+
+def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     replay = deployment.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
     op.permitted_s = step.now_s
     early.came(step, deployment, op)
+    phases.began(step, deployment, op)
     deployment.running.append(op.key)
     devices.use(step, deployment)
     step.send(
         Permit,
-        node,
+        step.node_of(deployment),
         operation=op.key,
         operation_id=op.id,
         kind=op.kind,
@@ -186,11 +251,10 @@ def _permit(step: Step, node: Node, deployment: Deployment, op: Op) -> None:
 
 
 def _sources(step: Step, op: Op) -> list[str]:
-    """Where the weights version of a `sync_weights` is: at the node of its policy."""
+    """Where the weights version of a `sync_weights` is: at the nodes of its policy."""
     if op.version is None:
         return []
-    node = seals.node_of(step, op.version)
-    return [] if node is None else [step.node(node).state_endpoint]
+    return [step.node(node).state_endpoint for node in seals.nodes_of(step, op.version)]
 
 
 def _seal_idle(step: Step, device: Device) -> None:
@@ -201,16 +265,35 @@ def _seal_idle(step: Step, device: Device) -> None:
             seals.seal(step, deployment)
 
 
-def refused(step: Step, key: DeploymentKey, epoch: int) -> list[Op]:
+def opened(step: Step, event: ActivationOpened) -> None:
+    """A node has switched its part in; after the last one of several the permits follow."""
+    deployment = step.deployment(event.deployment)
+    if deployment is None or not deployment.epoch or deployment.epoch != event.epoch:
+        return
+    if event.node in deployment.awaited:
+        deployment.awaited.remove(event.node)
+        step.touch(deployment)
+
+
+def refused(step: Step, event: ActivationRefused) -> list[Op]:
     """An activation did not open; returns the operations that it was opened for.
 
     What it should have displaced may be on the devices still: it stays booked there, without an
     activation, so that the next one displaces it again (harmless where it is gone).
     """
-    deployment = step.deployment(key)
-    if deployment is None or deployment.epoch != epoch:
+    deployment = step.deployment(event.deployment)
+    if deployment is None or deployment.epoch != event.epoch:
         return []
-    ops = [op for name in deployment.running if (op := deployment.open_operation(name)) is not None]
+    ops = _opened_for(step, deployment)
+    for node in step.nodes_of(deployment):
+        if node.node != event.node:
+            step.send(
+                CloseActivation,
+                node,
+                deployment=deployment.key,
+                incarnation=deployment.incarnation,
+                epoch=deployment.epoch,
+            )
     step.vacate(deployment)
     for device in step.devices_of(deployment):
         for name in device.placed:
@@ -218,6 +301,17 @@ def refused(step: Step, key: DeploymentKey, epoch: int) -> list[Op]:
             if other.incarnation and other is not deployment:
                 _rebook(step, other)
     return ops
+
+
+def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
+    """What has a permit, or would have had one once all of its nodes were ready."""
+    if deployment.running:
+        ops = [deployment.open_operation(key) for key in deployment.running]
+        return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
+    is_reserved = step.devices_of(deployment)[0].running == deployment.name
+    if not is_reserved or deployment.state is WpgState.RECOVERING:
+        return []
+    return _batch(step, deployment)
 
 
 def _rebook(step: Step, deployment: Deployment) -> None:

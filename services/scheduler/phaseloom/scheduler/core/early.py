@@ -29,12 +29,12 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
     estimate = estimates.after(step.state, job, last)
     for device in step.devices_of(deployment):
         if estimate is None or estimate.next_gap_s < 0:
-            device.expected.pop(str(job), None)
+            device.expected.pop(deployment.job_name, None)
             continue
         gap_s = estimate.next_gap_s
         early_s = gap_s if estimate.gap_p10_s < 0 else min(estimate.gap_p10_s, gap_s)
         late_s = max(holding.OVERDUE * gap_s, estimate.gap_p90_s, step.config.idle_grace_s)
-        device.expected[str(job)] = Expected(
+        device.expected[deployment.job_name] = Expected(
             after=last,
             ended_s=step.now_s,
             soonest_s=step.now_s + early_s,
@@ -45,10 +45,10 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
 
 def came(step: Step, deployment: Deployment, op: Op) -> None:
     """An operation begins: learn what follows what, and whether a guess was right."""
-    name, key = deployment.name, deployment.key.job_key
-    job = step.job(key)
+    name = deployment.name
+    job = step.job_of(deployment)
     for device in step.devices_of(deployment):
-        expected = device.expected.pop(str(key), None)
+        expected = device.expected.pop(deployment.job_name, None)
         if expected is not None and op.ready_s > expected.ended_s:
             job.follows[expected.after] = key_of(deployment)
         if device.early == name:
@@ -82,7 +82,7 @@ def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
             continue
         open_s = max(
             expected.soonest_s - estimates.switch_s(step.state, target),
-            *(_free_s(step, node, i, target, expected) for i in target.devices),
+            *(_free_s(step, n, i, target, expected) for n, i in step.places_of(target)),
         )
         if open_s < expected.late_s:
             return target, open_s
@@ -99,7 +99,8 @@ def _target(step: Step, device: Device, name: str, expected: Expected) -> Deploy
     usual = [d for d in here if key_of(d) == job.follows.get(expected.after)]
     for deployment in [*queued, *usual]:
         is_up = deployment.state is WpgState.READY and deployment.retry_at_s <= step.now_s
-        return deployment if is_up and not deployment.epoch else None
+        is_here = deployment.moving is None and not deployment.epoch
+        return deployment if is_up and is_here else None
     return None
 
 
@@ -130,14 +131,14 @@ def opened(step: Step, deployment: Deployment) -> None:
     """An activation was opened for an operation that is only predicted."""
     for device in step.devices_of(deployment):
         device.early = deployment.name
-        expected = device.expected.get(str(deployment.key.job_key))
+        expected = device.expected.get(deployment.job_name)
         if expected is not None:
             expected.is_tried = True
 
 
 def try_skip(step: Step, deployment: Deployment) -> bool:
     """Whether this gap passes without a guess, after ones that were wrong."""
-    job = step.job(deployment.key.job_key)
+    job = step.job_of(deployment)
     if job.early_skips == 0:
         return False
     job.early_skips -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import KindEstimate
-from phaseloom.scheduler.core.state import Deployment, State
+from phaseloom.scheduler.core.state import Deployment, Job, State
 
 DEFAULT_DURATION_S = 0.1
 """Before a kind was ever measured: only the ratio to a switch matters then."""
@@ -12,7 +12,7 @@ DEFAULT_SWITCH_S = 0.02
 
 
 def duration_s(state: State, deployment: Deployment, kind: str) -> float:
-    trace = state.traces.get(str(deployment.key.job_key))
+    trace = state.traces.get(deployment.job_name)
     if trace is not None:
         for estimate in trace.estimates:
             if estimate.kind == kind and estimate.deployment == deployment.key.deployment:
@@ -42,7 +42,40 @@ def next_gap_s(state: State, job: JobKey, last: str) -> float:
     return -1.0 if estimate is None else estimate.next_gap_s
 
 
+def phase_s(state: State, deployment: Deployment) -> float:
+    """The longest segment of its job's cycle on its pool, as measured or declared; 0: not known."""
+    key, pool = deployment.key.job_key, deployment.spec.pool
+    trace = state.traces.get(str(key))
+    cycle = state.jobs[str(key)].spec.cycle
+    segments = trace.segments if trace is not None else cycle.segments if cycle else []
+    return max((s.duration_s for s in segments if s.pool == pool), default=0.0)
+
+
+def period_s(state: State, job: Job) -> float:
+    """Of the job's cycle alone: as measured, else as declared; 0: not known."""
+    trace = state.traces.get(str(job.key))
+    if trace is not None and trace.period_s:
+        return trace.period_s
+    return job.spec.cycle.period_s if job.spec.cycle else 0.0
+
+
+def worst_period_s(state: State, job: Job) -> float:
+    """Where every operation takes as long as it may; 0: not known."""
+    trace = state.traces.get(str(job.key))
+    measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
+    if job.spec.cycle is None:
+        return measured_s
+    more_s = sum(max(0.0, s.worst_s - s.duration_s) for s in job.spec.cycle.segments)
+    return max(measured_s, job.spec.cycle.period_s + more_s)
+
+
 def switch_s(state: State, deployment: Deployment) -> float:
-    """What switching this deployment in costs: the newest offload and load."""
+    """What switching this deployment in costs: the newest offload and load.
+
+    Before it was ever seen: as planned in the configuration.
+    """
     seen = state.switch_s.get(deployment.name)
-    return sum(seen) if seen else DEFAULT_SWITCH_S
+    if seen:
+        return sum(seen)
+    planned_s = state.config.switch_s if state.config else 0.0
+    return planned_s or DEFAULT_SWITCH_S

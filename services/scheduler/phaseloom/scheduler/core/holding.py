@@ -22,7 +22,7 @@ from __future__ import annotations
 from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import PhaseDeclared
 from phaseloom.scheduler.core import estimates, ready
-from phaseloom.scheduler.core.state import JOB_ENDED, Device, Job
+from phaseloom.scheduler.core.state import JOB_ENDED, Device, Job, Phase
 from phaseloom.scheduler.core.step import Step
 
 SOON = 2.0
@@ -46,14 +46,15 @@ def held_until_s(step: Step, device: Device) -> float:
 
 
 def _grace_until_s(step: Step, device: Device, job: Job) -> float:
+    grace_s = step.config.idle_grace_s
+    gap_s = estimates.next_gap_s(step.state, job.key, device.last)
+    until_s = device.idle_since_s + max(grace_s, OVERDUE * gap_s)
+    if gap_s > SOON * grace_s or until_s <= step.now_s:
+        return 0.0
     pool = _pool(step, device)
     if any(ready.waits_elsewhere(d) for d in step.deployments_of(job.key) if d.spec.pool == pool):
         return 0.0
-    grace_s = step.config.idle_grace_s
-    gap_s = estimates.next_gap_s(step.state, job.key, device.last)
-    if gap_s > SOON * grace_s:
-        return 0.0
-    return device.idle_since_s + max(grace_s, OVERDUE * gap_s)
+    return until_s
 
 
 def _phase_until_s(step: Step, device: Device) -> float:
@@ -87,9 +88,12 @@ def declare(step: Step, event: PhaseDeclared) -> None:
 
 def _mark(step: Step, job: JobKey, pool: str, *, is_let_go: bool) -> None:
     for deployment in step.deployments_of(job):
-        if deployment.spec.pool != pool or deployment.node is None:
+        if deployment.spec.pool != pool:
             continue
-        for index, device in zip(deployment.devices, step.devices_of(deployment), strict=True):
+        for node, index in step.places_of(deployment):
+            device = node.devices[index]
             if device.holder == str(job):
                 device.is_let_go = is_let_go
-                step.dirty.add((deployment.node, index))
+                if is_let_go:
+                    device.phase = Phase()
+                step.dirty.add((node.node, index))

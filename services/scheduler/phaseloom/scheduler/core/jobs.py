@@ -17,8 +17,10 @@ from phaseloom.common.messages import (
     ModelSpec,
 )
 from phaseloom.scheduler.core import (
+    admission,
     deployments,
     draining,
+    groups,
     operations,
     outputs,
     places,
@@ -26,13 +28,8 @@ from phaseloom.scheduler.core import (
     seals,
     wpgs,
 )
-from phaseloom.scheduler.core.state import (
-    JOB_ENDED,
-    Job,
-    JobState,
-    Node,
-    WpgState,
-)
+from phaseloom.scheduler.core.cluster import Decision, Member, Placed, Refused, Waits
+from phaseloom.scheduler.core.state import JOB_ENDED, Job, JobState, WpgState
 from phaseloom.scheduler.core.step import Step
 
 MIN_KEPT_S = 600.0
@@ -63,8 +60,8 @@ def submit(step: Step, event: JobSubmitted) -> None:
     step.changed_jobs.add(name)
     for spec in event.spec.deployments:
         deployments.add(step, job, spec)
-    step.state.waiting_jobs.append(name)
-    _try_place(step, job)
+    step.state.cluster.waiting.append(groups.member_of(job.key, event.spec, step.now_s))
+    _place_waiting(step, name)
     step.emit(outputs.Answer(event.request, status=status(step, job)))
 
 
@@ -94,45 +91,72 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
     step.emit(outputs.ForgetJob(job.key, sorted(names)))
 
 
-def _place_waiting(step: Step) -> None:
-    """Nodes or room have come: place what waits, the oldest first."""
-    for name in list(step.state.waiting_jobs):
-        _try_place(step, step.state.jobs[name])
+def place_waiting(step: Step) -> None:
+    if step.has_new_room:
+        step.has_new_room = False
+        _place_waiting(step)
 
 
-def _try_place(step: Step, job: Job) -> None:
-    chosen: dict[str, Node] = {}
-    for pool in sorted({spec.pool for spec in job.spec.deployments}):
-        num_devices = max(s.layout.num_ranks for s in job.spec.deployments if s.pool == pool)
-        error = places.too_small(step, pool, num_devices)
-        if error is not None:
+def _place_waiting(step: Step, only: str = "") -> None:
+    """Place what waits and has room now, the oldest first.
+
+    Args: only: nothing has changed for the others.
+    """
+    cluster = step.state.cluster
+    if not cluster.waiting:
+        return  # as before the log's first configuration
+    may_overtake = places.policy_of(step).may_overtake
+    blocked: set[str] = set()
+    for member in list(cluster.waiting):
+        job = step.state.jobs[member.job]
+        shared = sorted(blocked & member.needs.keys())
+        if only in ("", member.job):
+            if shared:
+                why = f"an older job waits for pool {', '.join(shared)}, and goes first"
+                _take(step, job, member, Waits(why))
+            else:
+                _take(step, job, member, places.seek(step, job, member))
+        is_first = not blocked.issuperset(member.needs)
+        if job.state is JobState.SUBMITTED and not may_overtake and is_first:
+            blocked |= admission.blocked_pools(cluster, member)
+
+
+def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
+    """What placement has decided."""
+    match decision:
+        case Placed():
+            job.error = None
+            group = places.put(step, job, member, decision)
+            step.move_job(job, JobState.PROFILING if group.is_closed else JobState.PLACED)
+        case Refused(error):
             _fail(step, job, error)
-            return
-        nodes = places.usable(step, pool, num_devices)
-        if not nodes:
-            _wait_for_pool(step, job, pool)
-            return
-        node = places.choose(step, nodes)
-        if node is None:
-            return
-        chosen[pool] = node
-    step.move_job(job, JobState.PLACED)
-    step.state.waiting_jobs.remove(str(job.key))
-    job.error = None
-    for deployment in step.deployments_of(job.key):
-        places.put(step, deployment, chosen[deployment.spec.pool])
+        case Waits(why) if not job.spec.may_wait:
+            _fail(step, job, _no_room(step, why))
+        case Waits(why):
+            _wait(step, job, why)
 
 
-def _wait_for_pool(step: Step, job: Job, pool: str) -> None:
+def _wait(step: Step, job: Job, why: str) -> None:
     error = ErrorInfo(
         Code.UNAVAILABLE,
-        f"the job waits for pool {pool!r}: {places.why_none(step, pool)}",
+        f"the job waits for a place: {why}",
         field="spec.deployments",
-        remedy=f"start a node of it, or finish the job; known pools: {places.known_pools(step)}",
+        remedy="start more nodes, or finish a job; "
+        f"known pools: {places.known_pools(step.state.cluster)}",
     )
     if job.error != error:
         job.error = error
         step.changed_jobs.add(str(job.key))
+
+
+def _no_room(step: Step, why: str) -> ErrorInfo:
+    return ErrorInfo(
+        Code.RESOURCE_EXHAUSTED,
+        f"there is no place for the job now, and it may not wait: {why}",
+        field="spec.may_wait",
+        remedy="let it wait, try again once a job has ended, or start more nodes; "
+        f"known pools: {places.known_pools(step.state.cluster)}",
+    )
 
 
 def settle(step: Step) -> None:
@@ -152,14 +176,13 @@ def settle(step: Step) -> None:
         _end_drained(step, job)
         up_or_gone = (WpgState.READY, WpgState.STOPPED)
         ready = all(d.state in up_or_gone for d in step.deployments_of(job.key))
-        if job.state is JobState.PLACED and ready:
+        if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
             step.move_job(job, JobState.ACTIVE)
         has_new_session = job.session > job.ended_session
         if job.state is JobState.ROLLED_BACK and ready and has_new_session:
             step.move_job(job, JobState.ACTIVE)
             job.error = None
-    if step.has_new_room:
-        _place_waiting(step)
+    place_waiting(step)
 
 
 def finish(step: Step, event: JobFinished) -> None:
@@ -192,7 +215,7 @@ def create_deployment(step: Step, event: DeploymentCreated) -> None:
     if job is not None:
         error = _closed(job) or deployments.create(step, job, event.spec)
         if job.state is JobState.SUBMITTED:
-            _try_place(step, job)
+            _place_waiting(step, str(job.key))
     _answer(step, event.request, job or event.job, error)
 
 
@@ -238,13 +261,11 @@ def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
     if job.state in JOB_ENDED:
         return
     job.error = error
-    never_ran = job.state in (JobState.SUBMITTED, JobState.PLACED)
+    never_ran = job.state in (JobState.SUBMITTED, JobState.PROFILING, JobState.PLACED)
     _end(step, job, JobState.REJECTED if never_ran else JobState.FAILED, error.message)
 
 
 def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
-    if job.state is JobState.SUBMITTED:
-        step.state.waiting_jobs.remove(str(job.key))
     step.move_job(job, state)
     step.tell(f"job {state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
@@ -259,7 +280,7 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
     job.spec = replace(job.spec, deployments=lean)
     kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)
     step.set_timer(f"forget/{job.key}/{job.submitted_sequence}", step.now_s + kept_s)
-    step.has_new_room = True
+    places.release(step, job)
 
 
 def status(step: Step, job: Job) -> JobStatus:
@@ -281,4 +302,5 @@ def status(step: Step, job: Job) -> JobStatus:
             )
             for d in step.deployments_of(job.key)
         ],
+        placement=places.describe(step, job),
     )

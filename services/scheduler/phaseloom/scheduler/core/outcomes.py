@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.messages import OperationFinished, Outcome
-from phaseloom.scheduler.core import early, gradients, operations, outputs, rollback, seals, wpgs
+from phaseloom.scheduler.core import (
+    early,
+    gradients,
+    operations,
+    outputs,
+    places,
+    rollback,
+    seals,
+    wpgs,
+)
 from phaseloom.scheduler.core.state import Deployment, Mutation, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
 
@@ -17,7 +26,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
-    in_this_life = event.incarnation == deployment.incarnation and deployment.node is not None
+    in_this_life = event.incarnation == deployment.incarnation and bool(deployment.spans)
     if in_this_life:
         if event.key in deployment.running:
             step.free(deployment, event.key, event.kind)
@@ -51,6 +60,8 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
         deployment.history.append(Mutation(seq, op.kind, op.num_bytes, op.version))
         deployment.applied = seq
         seals.mutated(step, deployment, op)
+        if op.kind == "optim_step":
+            places.stepped(step, deployment.key.job_key)
     else:
         step.emit(outputs.DeleteOperations([op.key]))
     was_refused = gradients.was_refused(deployment, op, event)

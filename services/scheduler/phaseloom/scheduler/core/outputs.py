@@ -7,6 +7,7 @@ import msgspec
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import JobKey, OperationKey
 from phaseloom.common.messages import Command, Completion, Explanation, JobStatus
+from phaseloom.scheduler.core.cluster import Cluster
 
 
 class SendCommand(msgspec.Struct, frozen=True):
@@ -78,6 +79,16 @@ class Answer(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
+class ComputeReplan(msgspec.Struct, frozen=True):
+    """Compute what is worth moving, beside the loop, and append it as a `ReplanComputed`."""
+
+    as_of: int
+    placement: str
+    """Policy."""
+    cluster: Cluster
+    """A copy, of what can be moved."""
+
+
 class Tell(msgspec.Struct, frozen=True):
     """A notice for people."""
 
@@ -96,5 +107,6 @@ Output = (
     | DropCheckpoint
     | ForgetJob
     | Answer
+    | ComputeReplan
     | Tell
 )

@@ -2,14 +2,16 @@
 
 Speaks of operations that wait for a device only: those that wait for other operations, or for
 their workers, are nowhere in a queue yet. Predictions add up estimates and know nothing of what is
-still to come.
+still to come. What other tenants run is counted and not named.
 """
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core import choice, devices, estimates, holding, ready
-from phaseloom.scheduler.core.ordering import POLICIES, Candidate
-from phaseloom.scheduler.core.state import Deployment, Device, Op
+from msgspec.structs import replace
+
+from phaseloom.scheduler.core import choice, devices, estimates, holding, ready, scenes
+from phaseloom.scheduler.core.ordering import Candidate, Wait
+from phaseloom.scheduler.core.state import Deployment, Device, Node, Op
 from phaseloom.scheduler.core.step import Step
 
 Queue = list[tuple[Candidate, str]]
@@ -18,7 +20,7 @@ Queue = list[tuple[Candidate, str]]
 
 def queue_of(step: Step, deployment: Deployment) -> Queue:
     """The queue of its device; of several, of the one where it is last."""
-    queues = [_queue_on(step, deployment, index) for index in deployment.devices]
+    queues = [_queue_on(step, node, index) for node, index in step.places_of(deployment)]
     return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
 
 
@@ -34,7 +36,8 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
         return 0, -1.0
     busy_s = max((_remaining_s(step, device) for device in step.devices_of(deployment)), default=0)
     wait_s = max(busy_s, _let_in_s(step, deployment) - step.now_s)
-    wait_s += sum(c.duration_s + c.switch_s for c, _ in queue[:ahead]) + queue[ahead][0].switch_s
+    plan = choice.policy_of(step).timeline([c for c, _ in queue], 0.0)
+    wait_s += plan[ahead].start_s
     batches = _batches_before(step, deployment, own, op)
     wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
     return 1 + ahead + own.index(op), wait_s
@@ -48,44 +51,78 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
     if not ready.is_reachable(step, deployment, op):
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.running and op.is_mutating:
-        return [f"{_running(step, deployment.name)}: it runs alone"]
+        return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
+    if deployment.moving is not None:
+        names = ", ".join(span.node for span in deployment.moving.spans)
+        return [f"the move of its deployment to {names}"]
+    if deployment.is_opening:
+        return [f"its activation, which is not open yet on {', '.join(deployment.awaited)}"]
     lines = []
-    for index in deployment.devices:
-        lines += _of_device(step, deployment, index)
+    for node, index in step.places_of(deployment):
+        lines += _of_device(step, deployment, node, index)
     return list(dict.fromkeys(lines))
 
 
-def _of_device(step: Step, deployment: Deployment, index: int) -> list[str]:
-    node = step.node_of(deployment)
+def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> list[str]:
     device, where = node.devices[index], f"device {index} of {node.node}"
     lines = []
     if device.running:
-        lines.append(f"{where}, which runs {_running(step, device.running)}")
+        lines.append(f"{where}, which runs {_running(step, deployment, device.running)}")
     claimant = devices.claimant(step, node, index)
     if claimant is not None and claimant is not deployment:
-        lines.append(f"{where}, which {claimant.name} has claimed")
+        lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
     until_s = _held_s(step, device, deployment)
     if until_s > step.now_s and not device.running:
         left_s = until_s - step.now_s
-        lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, device)}")
+        lines.append(
+            f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, device)}"
+        )
+    wait = _wait_on(step, node, index)
+    if wait is not None and wait.job != scenes.job_of(deployment):
+        left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
+        lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
     for name in device.resident:
         if step.state.deployments[name].sealing:
-            lines.append(f"{where}, while {name} is being sealed")
+            lines.append(f"{where}, while {_named(deployment, name)} is being sealed")
     return lines
 
 
-def _holder(step: Step, device: Device) -> str:
+def _named(asker: Deployment, name: str) -> str:
+    """Args: name: of a deployment, or of an operation."""
+    is_own = name.startswith(f"{asker.key.tenant}.")
+    return name if is_own else "one of another tenant"
+
+
+def _job(asker: Deployment, name: str) -> str:
+    is_own = name.startswith(f"{asker.key.tenant}.")
+    return f"job {name}" if is_own else "a job of another tenant"
+
+
+def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
+    """What the ordering policy leaves the device idle for."""
+    device = node.devices[index]
+    if device.running or devices.claimant(step, node, index) is not None:
+        return None
+    turn = choice.turn_on(step, device)
+    if not turn.options:
+        return None
+    preferred = choice.prefer(step, node, index, turn.options, may_wait=turn.may_wait)
+    return preferred if isinstance(preferred, Wait) else None
+
+
+def _holder(step: Step, asker: Deployment, device: Device) -> str:
     job = step.state.jobs[device.holder]
+    whom = _job(asker, device.holder)
     if ready.is_any_on(step, device, of_job=device.holder):
-        return f"job {job.key}, whose quantum is not over"
+        return f"{whom}, whose quantum is not over"
     if holding.has_phase(step, job, device):
-        return f"job {job.key}, which has declared a phase"
-    return f"job {job.key}, whose next operation may come"
+        return f"{whom}, which has declared a phase"
+    return f"{whom}, whose next operation may come"
 
 
 def _held_s(step: Step, device: Device, deployment: Deployment) -> float:
     """Until when the device is kept for another job than this deployment's."""
-    if device.holder in ("", choice.job_of(deployment)) or device.early:
+    if device.holder in ("", scenes.job_of(deployment)) or device.early:
         return 0.0
     if ready.is_any_on(step, device, of_job=device.holder):
         return device.held_since_s + step.config.quantum_s
@@ -93,42 +130,57 @@ def _held_s(step: Step, device: Device, deployment: Deployment) -> float:
 
 
 def _let_in_s(step: Step, deployment: Deployment) -> float:
-    free = [d for d in step.devices_of(deployment) if not d.running and not _has_own(step, d)]
-    return max((_held_s(step, device, deployment) for device in free), default=0.0)
+    until_s = 0.0
+    for node, index in step.places_of(deployment):
+        device = node.devices[index]
+        if not device.running and not _has_own(step, device):
+            until_s = max(until_s, _held_s(step, device, deployment))
+        wait = _wait_on(step, node, index)
+        if wait is not None:
+            until_s = max(until_s, wait.until_s)
+    return until_s
 
 
 def _has_own(step: Step, device: Device) -> bool:
     return ready.is_any_on(step, device, of_job=device.holder)
 
 
-def _running(step: Step, name: str) -> str:
+def _running(step: Step, asker: Deployment, name: str) -> str:
     keys = step.state.deployments[name].running
+    if not keys:
+        return f"{_named(asker, name)}, which is being switched in"
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{keys[0]}{more}"
+    return f"{_named(asker, str(keys[0]))}{more}"
 
 
-def _queue_on(step: Step, deployment: Deployment, index: int) -> Queue:
-    device = step.node_of(deployment).devices[index]
+def _queue_on(step: Step, node: Node, index: int) -> Queue:
+    device = node.devices[index]
     turn = choice.turn_on(step, device)
     every = list(ready.on(step, device))
     first = [*turn.options, *turn.rest]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
-    claimed = devices.claimant(step, step.node_of(deployment), index)
+    claimed = devices.claimant(step, node, index)
     queue: Queue = []
     for options, what in ((turn.options, ""), (turn.rest, "; its turn is over"), (later, "")):
-        left = [choice.candidate(step, d, op) for d, op in options if d is not claimed]
-        queue += [(c, why + what) for c, why in _ordered(step, left)]
+        left = [option for option in options if option[0] is not claimed]
+        queue += [(c, why + what) for c, why in _ordered(step, node, index, left)]
     if claimed is not None and (op := ready.first(step, claimed)) is not None:
-        queue.insert(0, (choice.candidate(step, claimed, op), "it has claimed its devices"))
+        first_of_all = scenes.candidate(step, node, index, claimed, op)
+        queue.insert(0, (first_of_all, "it has claimed its devices"))
     return queue
 
 
-def _ordered(step: Step, left: list[Candidate]) -> Queue:
-    policy = POLICIES[step.config.ordering]
-    queue: Queue = []
+def _ordered(step: Step, node: Node, index: int, options: list[scenes.Option]) -> Queue:
+    """In the order in which the policy would choose them now, each in its turn."""
+    if not options:
+        return []
+    policy = choice.policy_of(step)
+    scene = scenes.scene_of(step, node, index, options, policy, may_wait=False, is_plan=True)
+    left, queue = list(scene.candidates), []
     while left:
-        chosen = policy.choose(left, step.now_s)
-        queue.append((chosen, policy.why(chosen, step.now_s)))
+        chosen = policy.choose(replace(scene, candidates=left))
+        assert not isinstance(chosen, Wait), f"{step.config.ordering} waits unasked"
+        queue.append((chosen, policy.why(chosen, scene)))
         left.remove(chosen)
     return queue
 

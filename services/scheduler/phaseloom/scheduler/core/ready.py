@@ -23,12 +23,12 @@ def note(step: Step) -> None:
     """Book on their devices which of the touched deployments have a ready operation."""
     for name in sorted(step.touched):
         deployment = step.state.deployments.get(name)
-        if deployment is None or deployment.node is None:
+        if deployment is None:
             continue
         is_ready = next(operations(step, deployment), None) is not None
         for device in step.devices_of(deployment):
             if is_ready:
-                device.ready[name] = str(deployment.key.job_key)
+                device.ready[name] = deployment.job_name
             else:
                 device.ready.pop(name, None)
 
@@ -58,7 +58,7 @@ def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
         return iter(())
     if deployment.replay and deployment.state is WpgState.RECOVERING:
         return iter(() if deployment.running else (_replay_op(step, deployment),))
-    if deployment.state is not WpgState.READY:
+    if deployment.state is not WpgState.READY or deployment.moving is not None:
         return iter(())
     unordered = (op for op in deployment.unordered.values() if waits_for_device(op))
     if deployment.next_seq not in deployment.operations:

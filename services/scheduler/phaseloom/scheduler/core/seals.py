@@ -75,17 +75,17 @@ def is_orphan(step: Step, version: VersionKey) -> bool:
     return policy is None or version.seq < policy.first_seq
 
 
-def node_of(step: Step, version: VersionKey) -> NodeId | None:
-    """Where it was cut; None: nowhere that is known."""
+def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
+    """Where its parts were cut; none: nowhere that is known."""
     policy = step.deployment(version.policy)
     if policy is not None and version.seq >= policy.first_seq:
-        return policy.node
-    return step.job(version.policy.job_key).orphans.get(str(version))
+        return policy.nodes
+    return step.job(version.policy.job_key).orphans.get(str(version), [])
 
 
 def _own_needed(step: Step, deployment: Deployment) -> set[int]:
     """Seqs of the needed versions that this policy has published."""
-    needed = needed_versions(step, step.job(deployment.key.job_key))
+    needed = needed_versions(step, step.job_of(deployment))
     own = {version.seq for version in needed if version.policy == deployment.key}
     return {seq for seq in own if seq >= deployment.first_seq}
 
@@ -108,18 +108,19 @@ def release_all(step: Step, job: Job) -> None:
 def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
-    places = {d.node for d in step.deployments_of(job.key) if d.node is not None}
-    for name in sorted(places | {*job.orphans.values()}):
+    places = {node for d in step.deployments_of(job.key) for node in d.nodes}
+    places.update(node for nodes in job.orphans.values() for node in nodes)
+    for name in sorted(places):
         step.send(ReleaseVersions, step.node(name), versions=gone)
     job.published = [version for version in job.published if version not in gone]
     for version in gone:
-        node = job.orphans.pop(str(version), None)
+        nodes = job.orphans.pop(str(version), [])
         prefix = f"{version.policy}."
-        if node is not None and not any(name.startswith(prefix) for name in job.orphans):
-            _forget_policy(step, job, version.policy, node)
+        if nodes and not any(name.startswith(prefix) for name in job.orphans):
+            _forget_policy(step, job, version.policy, nodes)
 
 
-def _forget_policy(step: Step, job: Job, policy: DeploymentKey, node: NodeId) -> None:
+def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
     """Nothing of a deleted policy is needed any more: its seals may go, too.
 
     Where its name is used again, the next seal replaces them.
@@ -127,20 +128,22 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, node: NodeId) ->
     if step.deployment(policy) is not None:
         return
     incarnation = job.incarnations[policy.deployment]
-    step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
-    step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
+    for node in nodes:
+        step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
+        step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
 
 
 def release_restored(step: Step, deployment: Deployment) -> None:
     """A WPG came back with its seal's versions; some may have been released meanwhile, and what a
     dead incarnation was publishing when its job fell back is nobody's."""
-    needed = needed_versions(step, step.job(deployment.key.job_key))
+    needed = needed_versions(step, step.job_of(deployment))
     seqs = [*deployment.durable_versions, *deployment.unfinished_versions]
     deployment.unfinished_versions = []
     restored = [VersionKey(deployment.key, seq) for seq in seqs]
     gone = [version for version in restored if version not in needed]
     if gone:
-        step.send(ReleaseVersions, step.node_of(deployment), versions=gone)
+        for node in step.nodes_of(deployment):
+            step.send(ReleaseVersions, node, versions=gone)
 
 
 def is_outcome_needed(state: State, key: OperationKey) -> bool:
@@ -181,24 +184,32 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
 
 
 def seal(step: Step, deployment: Deployment) -> None:
-    deployment.sealing = deployment.applied
+    deployment.sealing = deployment.seal_asked = deployment.applied
+    deployment.seal_parts = {}
     versions = [seq for seq in _own_needed(step, deployment) if seq <= deployment.applied]
-    step.send(
-        SealState,
-        step.node_of(deployment),
-        deployment=deployment.key,
-        incarnation=deployment.incarnation,
-        seq=deployment.applied,
-        versions=sorted(versions),
-    )
+    for node in step.nodes_of(deployment):
+        step.send(
+            SealState,
+            node,
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            seq=deployment.applied,
+            versions=sorted(versions),
+        )
 
 
 def committed(step: Step, event: SealCommitted) -> None:
+    """A node has its part on disk; of several, the last one's makes the seal."""
     deployment = step.deployment(event.deployment)
-    if deployment is None or event.seq <= max(deployment.seal_seq, deployment.origin_seq):
+    if deployment is None or event.node not in deployment.nodes:
+        return
+    if event.seq <= max(deployment.seal_seq, deployment.origin_seq):
+        return
+    versions = _note_part(deployment, event)
+    if versions is None:
         return
     deployment.seal_seq = event.seq
-    deployment.durable_versions = event.versions
+    deployment.durable_versions = versions
     later = [m for m in deployment.history if m.seq > event.seq]
     deployment.since_seal = len(later)
     deployment.since_seal_bytes = sum(m.num_bytes for m in later)
@@ -208,14 +219,45 @@ def committed(step: Step, event: SealCommitted) -> None:
     floor = _floor(step, deployment)
     delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
     deployment.history = [m for m in deployment.history if m.seq > floor]
-    release_versions(step, step.job(deployment.key.job_key))
+    release_versions(step, step.job_of(deployment))
+    clear_left(step, deployment)
+
+
+def clear_left(step: Step, deployment: Deployment) -> None:
+    """Nodes that it was on have nothing any more that it could be rebuilt from."""
+    orphans = step.job_of(deployment).orphans
+    if any(name.startswith(f"{deployment.name}.") for name in orphans):
+        return  # of an earlier policy of its name: they go with its job
+    for node in deployment.left:
+        step.state.stopping.setdefault(node, {})[deployment.name] = deployment.incarnation
+        step.send(
+            StopWpg,
+            step.node(node),
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            forget=True,
+        )
+    deployment.left = []
+
+
+def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
+    """The weights versions that are durable with the seal; None: it has parts that are not yet."""
+    if len(deployment.spans) == 1:
+        return event.versions
+    if event.seq != deployment.seal_asked:
+        return None
+    parts = deployment.seal_parts
+    parts[event.node] = event.versions
+    if any(node not in parts for node in deployment.nodes):
+        return None
+    return sorted(set.intersection(*(set(versions) for versions in parts.values())))
 
 
 def failed(step: Step, event: SealFailed) -> None:
     deployment = step.deployment(event.deployment)
-    if deployment is None:
+    if deployment is None or event.node not in deployment.nodes:
         return
-    deployment.sealing = 0
+    deployment.sealing = deployment.seal_asked = 0
     # Not at once again: what filled the disk is likely still there.
     deployment.since_seal = deployment.since_seal_bytes = 0
     step.tell("seal failed, the previous one stands", event.error.message, deployment.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
@@ -23,10 +24,11 @@ from phaseloom.common.messages import (
     Residency,
     SchedulerConfig,
 )
+from phaseloom.scheduler.core.cluster import Cluster
 
-CORE_VERSION = 2
+CORE_VERSION = 3
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
-OLDEST_READABLE = 2
+OLDEST_READABLE = 3
 """Core version from which on a final snapshot has a shape that can be taken over."""
 
 
@@ -53,6 +55,8 @@ class WpgState(StrEnum):
 class JobState(StrEnum):
     SUBMITTED = "submitted"
     PLACED = "placed"
+    PROFILING = "profiling"
+    """Placed as well, alone: its cycle is not known, and is to be measured on nodes of its own."""
     ACTIVE = "active"
     DRAINING = "draining"
     """It takes no new operations; DONE once none is open."""
@@ -89,7 +93,16 @@ WPG_TRANSITIONS: dict[WpgState, frozenset[WpgState]] = {
 
 JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.SUBMITTED: frozenset(
-        {JobState.PLACED, JobState.REJECTED, JobState.DONE, JobState.FAILED}
+        {
+            JobState.PROFILING,
+            JobState.PLACED,
+            JobState.REJECTED,
+            JobState.DONE,
+            JobState.FAILED,
+        }
+    ),
+    JobState.PROFILING: frozenset(
+        {JobState.ACTIVE, JobState.DRAINING, JobState.REJECTED, JobState.DONE, JobState.FAILED}
     ),
     JobState.PLACED: frozenset(
         {JobState.ACTIVE, JobState.DRAINING, JobState.REJECTED, JobState.DONE, JobState.FAILED}
@@ -175,13 +188,35 @@ class Mutation(msgspec.Struct, frozen=True):
     """That it brought: it is needed as long as this may have to be run again."""
 
 
-class Deployment(msgspec.Struct):
+class Span(msgspec.Struct, frozen=True):
+    """What a deployment has of one node."""
+
+    node: NodeId
+    devices: list[int]
+    """One a rank, in order."""
+
+
+class Relocation(msgspec.Struct):
+    """A deployment is to go elsewhere."""
+
+    spans: list[Span]
+    is_sealed: bool = False
+    """Its seal was asked for: whether or not it came, once is enough."""
+
+
+class Deployment(msgspec.Struct, dict=True):
     key: DeploymentKey
     spec: DeploymentSpec
-    node: NodeId | None = None
-    devices: list[int] = []
-    """Of its node, one a rank."""
+    spans: list[Span] = []
+    """Where its ranks are, in their order: the first is the leader's. Empty: it has no place."""
+    moving: Relocation | None = None
+    left: list[NodeId] = []
+    """Nodes that it was on and that keep its seal for it, until it has made one where it is."""
     state: WpgState = WpgState.UNPLACED
+    awaited: list[NodeId] = []
+    """Of its nodes, those that have still to say so: that its ranks are up, while it is STARTING;
+    that they are dead, while it is LOST; of several, that its activation is open, while it has
+    one."""
     incarnation: int = 0
     state_bytes: int = 0
     epoch: int = 0
@@ -221,6 +256,10 @@ class Deployment(msgspec.Struct):
     seal_seq: int = 0
     sealing: int = 0
     """seq of the seal under way; 0: none."""
+    seal_asked: int = 0
+    """seq of the last seal that was asked for; 0: it failed."""
+    seal_parts: dict[NodeId, list[int]] = {}
+    """Of several nodes, those that have committed their part of it, and the weights versions."""
     since_seal: int = 0
     """Mutating operations that took effect since the last seal, or the last try."""
     since_seal_bytes: int = 0
@@ -241,9 +280,37 @@ class Deployment(msgspec.Struct):
     """Added to a job that was placed already, and not up yet: if it cannot start, it ends alone."""
     error: ErrorInfo | None = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         return str(self.key)
+
+    @cached_property
+    def job_name(self) -> str:
+        return str(self.key.job_key)
+
+    @property
+    def node(self) -> NodeId | None:
+        """Its leader's."""
+        return self.spans[0].node if self.spans else None
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        return [span.node for span in self.spans]
+
+    @property
+    def devices(self) -> list[int]:
+        """Of each rank, on its node."""
+        return [index for span in self.spans for index in span.devices]
+
+    @property
+    def places(self) -> list[tuple[NodeId, int]]:
+        """(node, device) of each rank."""
+        return [(span.node, index) for span in self.spans for index in span.devices]
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether its activation is not open yet on all of its nodes."""
+        return self.epoch > 0 and bool(self.awaited)
 
     def is_done(self, seq: int) -> bool:
         """Whether this ordered operation has an outcome."""
@@ -284,6 +351,12 @@ class Job(msgspec.Struct):
     """Pool → session whose controller declared a phase there that is open."""
     follows: dict[str, str] = {}
     """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
+    began_s: float = -1.0
+    """When its first operation was ready; -1: none has begun."""
+    round: int = 0
+    """Of its group's meta-iterations, under a policy that serves them: the last that it began."""
+    lag_s: float = 0.0
+    """For how long, since then, others or a switch kept its operations from running."""
     early_misses: int = 0
     """Activations opened early for it, in a row, that were displaced before their operation."""
     early_skips: int = 0
@@ -299,8 +372,10 @@ class Job(msgspec.Struct):
     used."""
     incarnations: dict[str, int] = {}
     """Deployment that was deleted, or of an earlier job of this name -> its last incarnation."""
-    orphans: dict[str, NodeId] = {}
-    """Weights version of a deleted policy that others need → the node that has it."""
+    orphans: dict[str, list[NodeId]] = {}
+    """Weights version of a deleted policy that others need → the nodes that have it."""
+    why_here: str = ""
+    """Why placement chose its place."""
     error: ErrorInfo | None = None
 
 
@@ -319,6 +394,15 @@ class Expected(msgspec.Struct):
     """An activation was opened for it, or deliberately not: once a gap is enough."""
 
 
+class Phase(msgspec.Struct):
+    """A run of one job's operations on a device."""
+
+    job: str = ""
+    kinds: list[str] = []
+    """`<deployment>.<kind>` of each that began in it."""
+    began_s: float = 0.0
+
+
 class Device(msgspec.Struct):
     memory_bytes: int
     resident: list[str] = []
@@ -331,7 +415,7 @@ class Device(msgspec.Struct):
     held_since_s: float = 0.0
     """When the holder took it."""
     running: str = ""
-    """Deployment whose operations run on it now."""
+    """Deployment whose operations run on it now, or will once its activation is open."""
     used_by: str = ""
     """Deployment that used it last, …"""
     used_since_s: float = 0.0
@@ -345,6 +429,12 @@ class Device(msgspec.Struct):
     last: str = ""
     """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""
     idle_since_s: float = 0.0
+    phase: Phase = msgspec.field(default_factory=Phase)
+    """That it is in, or was in last."""
+    served: dict[str, int] = {}
+    """Job → log sequence at which its operations last began here."""
+    rounds: dict[str, int] = {}
+    """Job → the last round of which it began a phase here."""
     timer: str = ""
 
 
@@ -358,7 +448,8 @@ class Node(msgspec.Struct):
     residency: Residency
     is_up: bool = True
     claims: list[str] = []
-    """Deployments that were chosen and wait until all of their devices are free, in that order."""
+    """Deployments that were chosen and wait until all of their devices are free, in that order:
+    any two are in the same one on every node that they share."""
 
 
 class State(msgspec.Struct):
@@ -375,8 +466,14 @@ class State(msgspec.Struct):
     """When each is due."""
     waiters: dict[str, list[str]] = {}
     """Operation key -> the operations that wait for it."""
-    waiting_jobs: list[str] = []
-    """Without a place, the oldest first."""
+    cluster: Cluster = msgspec.field(default_factory=Cluster)
+    """What placement knows: nodes, groups, and the jobs that have a place or wait for one."""
+    replanning: int = 0
+    """Sequence of the step that asked for moves and has no answer yet; 0: none."""
+    is_replan_due: bool = False
+    """A job has come or left since."""
+    moving: list[str] = []
+    """Deployments that are to go elsewhere, in the order in which that was decided."""
     stopping: dict[str, dict[str, int]] = {}
     """Node -> deployments of ended jobs that it has not confirmed to have forgotten, and in which
     incarnation it was told."""

@@ -91,16 +91,30 @@ class Step:
     def job(self, key: JobKey) -> Job:
         return self.state.jobs[str(key)]
 
+    def job_of(self, deployment: Deployment) -> Job:
+        return self.state.jobs[deployment.job_name]
+
     def node(self, node: NodeId) -> Node:
         return self.state.nodes[node]
 
     def node_of(self, deployment: Deployment) -> Node:
-        assert deployment.node is not None, deployment.name
-        return self.state.nodes[deployment.node]
+        """Its leader's."""
+        assert deployment.spans, deployment.name
+        return self.state.nodes[deployment.spans[0].node]
+
+    def nodes_of(self, deployment: Deployment) -> list[Node]:
+        """By rank."""
+        return [self.state.nodes[span.node] for span in deployment.spans]
+
+    def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
+        """The node and device of each rank."""
+        nodes = self.state.nodes
+        return [(nodes[span.node], i) for span in deployment.spans for i in span.devices]
 
     def devices_of(self, deployment: Deployment) -> list[Device]:
-        devices = self.node_of(deployment).devices
-        return [devices[index] for index in deployment.devices]
+        """Of each rank."""
+        nodes = self.state.nodes
+        return [nodes[span.node].devices[i] for span in deployment.spans for i in span.devices]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -112,8 +126,7 @@ class Step:
     def touch(self, deployment: Deployment) -> None:
         """Its devices must be looked at again before this step ends."""
         self.touched.add(deployment.name)
-        if deployment.node is not None:
-            self.dirty.update((deployment.node, index) for index in deployment.devices)
+        self.dirty.update(deployment.places)
 
     def move_op(self, op: Op, to: OpState) -> None:
         if to not in OP_TRANSITIONS[op.state]:
@@ -124,7 +137,7 @@ class Step:
         if to not in WPG_TRANSITIONS[deployment.state]:
             raise InvalidTransition(f"WPG {deployment.name}", deployment.state, to, self.sequence)
         deployment.state = to
-        self.changed_jobs.add(str(deployment.key.job_key))
+        self.changed_jobs.add(deployment.job_name)
 
     def move_job(self, job: Job, to: JobState) -> None:
         if to not in JOB_TRANSITIONS[job.state]:
@@ -134,21 +147,23 @@ class Step:
 
     def vacate(self, deployment: Deployment) -> None:
         """Its processes are gone: nothing of it is on a device, nothing of it runs."""
-        deployment.epoch = 0
-        if deployment.node is None:
-            return
         name = deployment.name
+        if deployment.epoch:
+            deployment.epoch = 0
+            deployment.awaited = []
         for key in list(deployment.running):
             self.free(deployment, key, "")
         for device in self.devices_of(deployment):
             if name in device.resident:
                 device.resident.remove(name)
+            if device.running == name:
+                device.running = ""
             if device.early == name:
                 device.early = ""
-            device.expected.pop(str(deployment.key.job_key), None)
-        claims = self.node_of(deployment).claims
-        if name in claims:
-            claims.remove(name)
+            device.expected.pop(deployment.job_name, None)
+        for node in self.nodes_of(deployment):
+            if name in node.claims:
+                node.claims.remove(name)
         self.touch(deployment)
 
     def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from phaseloom.common.ids import NodeId
+from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.state import (
+    JOB_ENDED,
     Deployment,
     Device,
     JobState,
@@ -21,9 +24,45 @@ def validate(state: State) -> None:
             _check_device(state, device, f"device {index} of {node.node}")
         _check_claims(state, node)
     waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
-    assert sorted(state.waiting_jobs) == sorted(waiting), "not every job that waits is known to"
+    known = [member.job for member in state.cluster.waiting]
+    assert sorted(known) == sorted(waiting), "not every job that waits is known to"
+    groups.validate(state.cluster)
+    _check_hosts(state)
+    _check_pins(state)
     for deployment in state.deployments.values():
         _check_deployment(state, deployment)
+
+
+def _check_hosts(state: State) -> None:
+    """What placement knows of the nodes is so."""
+    up = {name: node.is_up for name, node in state.nodes.items()}
+    assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, "up or down"
+    for name, host in state.cluster.hosts.items():
+        leaving = [d.name for d in state.deployments.values() if name in _nodes_left(d)]
+        assert sorted(host.leaving) == sorted(leaving), f"{name} waits for {host.leaving} to leave"
+
+
+def _nodes_left(deployment: Deployment) -> set[NodeId]:
+    if deployment.moving is None:
+        return set()
+    return set(deployment.nodes) - {span.node for span in deployment.moving.spans}
+
+
+def _check_pins(state: State) -> None:
+    """A job that lives and does not wait has a place, and its deployments are there."""
+    living = [n for n, job in state.jobs.items() if job.state not in JOB_ENDED]
+    placed = [name for name in living if state.jobs[name].state is not JobState.SUBMITTED]
+    assert sorted(placed) == sorted(state.cluster.placed), "jobs have other places than groups say"
+    for deployment in state.deployments.values():
+        job = str(deployment.key.job_key)
+        if job in state.cluster.placed and deployment.state is not WpgState.STOPPED:
+            pins = groups.group_of(state.cluster, job).members[job].nodes[deployment.spec.pool]
+            moving = deployment.moving
+            spans = deployment.spans if moving is None else moving.spans
+            nodes = {span.node for span in spans}
+            assert nodes <= set(pins), f"{deployment.name}: is or goes to {nodes}, beside {pins}"
+            is_known = deployment.name in state.moving
+            assert is_known == (moving is not None), f"{deployment.name}: its move is forgotten"
 
 
 def _check_device(state: State, device: Device, where: str) -> None:
@@ -33,9 +72,13 @@ def _check_device(state: State, device: Device, where: str) -> None:
     assert len(set(device.resident)) == len(device.resident), f"{where}: resident twice"
     assert set(device.resident) <= set(device.placed), f"{where}: resident but not placed"
     assert set(device.ready) <= set(device.placed), f"{where}: ready but not placed"
+    jobs = {str(state.deployments[name].key.job_key) for name in device.placed}
+    for seen in (device.served, device.rounds):
+        assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
     if device.running:
         deployment = state.deployments[device.running]
-        assert deployment.running, f"{where}: {device.running} runs nothing"
+        has_turn = deployment.running or deployment.is_opening
+        assert has_turn, f"{where}: {device.running} runs nothing"
         assert deployment.epoch, f"{where}: {device.running} runs without an activation"
         assert deployment.name in device.resident, f"{where}: {device.running} is not resident"
 
@@ -44,7 +87,9 @@ def _check_claims(state: State, node: Node) -> None:
     assert len(set(node.claims)) == len(node.claims), f"{node.node}: claimed twice"
     for name in node.claims:
         deployment = state.deployments[name]
-        assert deployment.node == node.node, f"{node.node}: claimed by {name} of another node"
+        assert node.node in deployment.nodes, f"{node.node}: claimed by {name} of another node"
+        for other in deployment.nodes:
+            assert name in state.nodes[other].claims, f"I3 {name}: claims a part of its devices"
         assert not deployment.running, f"{name}: runs, and waits for its devices"
 
 
@@ -95,6 +140,5 @@ def _check_order(deployment: Deployment, op: Op) -> None:
 
 
 def _devices(state: State, deployment: Deployment) -> list[Device]:
-    assert deployment.node is not None, f"{deployment.name}: active nowhere"
-    devices = state.nodes[deployment.node].devices
-    return [devices[index] for index in deployment.devices]
+    assert deployment.spans, f"{deployment.name}: active nowhere"
+    return [state.nodes[node].devices[index] for node, index in deployment.places]

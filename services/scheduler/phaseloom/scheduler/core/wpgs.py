@@ -1,9 +1,11 @@
 """Worker-process groups: started, lost, rebuilt.
 
-A WPG lives and dies whole. Each life has an incarnation; whatever an older one says about claims is
-ignored. A new life starts from the newest seal (or the seeds) and runs again, in order, what took
-effect after it; an operation that was permitted when the old life ended is run again too, as
-`replay`, since it may have had its outcome stored.
+A WPG lives and dies whole, on however many nodes: where it dies on one, it is killed on the others,
+and the next life begins once no rank of the last is alive and all of its nodes are there. Each life
+has an incarnation; whatever an older one says about claims is ignored. A new life starts from the
+newest seal (or the seeds) and runs again, in order, what took effect after it; an operation that
+was permitted when the old life ended is run again too, as `replay`, since it may have had its
+outcome stored.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
-from phaseloom.scheduler.core import operations, seals
+from phaseloom.scheduler.core import groups, moving, operations, phases, seals
 from phaseloom.scheduler.core.state import (
     Deployment,
     Node,
     Op,
+    Relocation,
+    Span,
     WpgState,
     new_devices,
 )
@@ -23,6 +27,7 @@ from phaseloom.scheduler.core.step import Step
 
 _REPLACES_STATE = frozenset({"sync_weights", "load_state"})
 _REBUILDING = frozenset({WpgState.STARTING, WpgState.RECOVERING})
+_ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
 
 def node_up(step: Step, event: NodeUp) -> None:
@@ -32,7 +37,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         return
     placed = [] if old is None else _placed(old)
     for name in placed:
-        _bury(step, step.state.deployments[name])
+        _lose(step, step.state.deployments[name], event.node)
     node = Node(
         node=event.node,
         pool=event.pool,
@@ -45,19 +50,36 @@ def node_up(step: Step, event: NodeUp) -> None:
     step.state.nodes[event.node] = node
     for name in placed:
         deployment = step.state.deployments[name]
-        if deployment.devices[-1] >= len(node.devices):
-            gone = f"device {deployment.devices[-1]} of {event.node} is gone"
-            error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
-            step.doomed[str(deployment.key.job_key)] = error
-            deployment.node = None
-            # `stop` finds no node to tell: it is told below to forget what it has of it.
+        span = next(span for span in deployment.spans if span.node == event.node)
+        if _has_lost_a_device(step, deployment, span):
+            groups.let_go(step.state.cluster, event.node, name)
+            deployment.spans = [other for other in deployment.spans if other is not span]
+            # `stop` does not find this node to tell: it is told below to forget what it has of it.
             step.state.stopping.setdefault(event.node, {})[name] = deployment.incarnation
             continue
-        for device in step.devices_of(deployment):
-            device.placed.append(name)
-        start(step, deployment)
+        for index in span.devices:
+            node.devices[index].placed.append(name)
+        _try_start(step, deployment)
+    for name in step.state.moving:
+        deployment = step.state.deployments[name]
+        spans = deployment.moving.spans if deployment.moving is not None else []
+        for span in spans:
+            if span.node == event.node:
+                _has_lost_a_device(step, deployment, span)
     _stop_again(step, node)
     step.has_new_room = True
+
+
+def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
+    """Whether a node has come back without what a deployment has, or is to get, of it: that ends
+    its job."""
+    last = max(span.devices)
+    if last < len(step.node(span.node).devices):
+        return False
+    gone = f"device {last} of {span.node} is gone"
+    error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
+    step.doomed[deployment.job_name] = error
+    return True
 
 
 def _placed(node: Node) -> list[str]:
@@ -96,18 +118,44 @@ def node_lost(step: Step, event: NodeLost) -> None:
     if node is None or node.revision != event.revision or not node.is_up:
         return
     for name in _placed(node):
-        _bury(step, step.state.deployments[name])
+        _lose(step, step.state.deployments[name], event.node)
     node.is_up = False
     step.tell("node lost", event.reason, event.node)
 
 
-def place(step: Step, deployment: Deployment, node: NodeId, devices: list[int]) -> None:
-    """Args: devices: of the node, one a rank, in order."""
-    deployment.node = node
-    deployment.devices = devices
+def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+    """Args: spans: a device for each rank, in order; the first is the leader's."""
+    deployment.spans = spans
     for device in step.devices_of(deployment):
         device.placed.append(deployment.name)
     start(step, deployment)
+
+
+def move(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+    """Have it go elsewhere, its state with it, as soon as what runs has ended.
+
+    Args: spans: as of `place`. Those where it is: it stays, whatever was decided before.
+    """
+    if deployment.state is not WpgState.STOPPED:
+        moving.begin(step, deployment, spans)
+
+
+def move_on(step: Step) -> None:
+    """Take every move as far as the step's event allows."""
+    for name in list(step.state.moving):
+        deployment = step.state.deployments.get(name)
+        if deployment is not None and deployment.moving is not None:
+            _move_on(step, deployment, deployment.moving)
+        if deployment is None or deployment.moving is None:
+            step.state.moving.remove(name)
+
+
+def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None:
+    if deployment.state is WpgState.LOST:
+        _try_start(step, deployment)
+    elif deployment.state is WpgState.READY and moving.may_leave(step, deployment, relocation):
+        _bury(step, deployment)
+        _kill(step, deployment)
 
 
 def start(step: Step, deployment: Deployment) -> None:
@@ -115,47 +163,90 @@ def start(step: Step, deployment: Deployment) -> None:
     deployment.incarnation += 1
     deployment.sealing = 0
     deployment.base = deployment.seal_seq
-    step.send(
-        StartWpg,
-        step.node_of(deployment),
-        deployment=deployment.key,
-        incarnation=deployment.incarnation,
-        spec=deployment.spec,
-        devices=deployment.devices,
-        seal_seq=deployment.seal_seq,
-        checkpoint="" if deployment.seal_seq else deployment.checkpoint,
-        applied=0 if deployment.seal_seq else deployment.origin_seq,
-    )
+    nodes = deployment.nodes
+    deployment.awaited = list(nodes)
+    rank_offset = 0
+    for span in deployment.spans:
+        step.send(
+            StartWpg,
+            step.node(span.node),
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            spec=deployment.spec,
+            devices=span.devices,
+            seal_seq=deployment.seal_seq,
+            checkpoint="" if deployment.seal_seq else deployment.checkpoint,
+            applied=0 if deployment.seal_seq else deployment.origin_seq,
+            rank_offset=rank_offset,
+            nodes=nodes if len(nodes) > 1 else [],
+        )
+        rank_offset += len(span.devices)
+
+
+def _try_start(step: Step, deployment: Deployment) -> None:
+    """Begin its next life, if no rank of the last can be alive and its nodes are there."""
+    if deployment.awaited:
+        return
+    if deployment.moving is not None:
+        if not moving.is_possible(step, deployment.moving):
+            return
+        moving.relocate(step, deployment, deployment.moving.spans)
+    if all(node.is_up for node in step.nodes_of(deployment)):
+        start(step, deployment)
 
 
 def restart(step: Step, deployment: Deployment) -> None:
     """Throw this life's state away and begin another from what the deployment's books say."""
-    if deployment.node is None:
+    if not deployment.spans:
         return
-    is_alive = deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY)
+    is_alive = deployment.state in _ALIVE
     _bury(step, deployment)
     if is_alive:
-        _stop_command(step, deployment, forget=False)  # `lost` starts the next
-    elif step.node_of(deployment).is_up:
-        start(step, deployment)
+        _kill(step, deployment)  # `lost` starts the next
+    else:
+        _try_start(step, deployment)
 
 
 def started(step: Step, event: WpgStarted) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.incarnation:
         return
-    if deployment.state is not WpgState.STARTING:
+    if deployment.state is not WpgState.STARTING or event.node not in deployment.awaited:
         return
-    deployment.state_bytes = event.state_bytes
+    is_first = len(deployment.awaited) == len(deployment.spans)
+    deployment.awaited.remove(event.node)
+    if is_first:
+        deployment.state_bytes = event.state_bytes
+        deployment.applied = event.applied
+    elif event.applied != deployment.applied:
+        _began_apart(step, deployment, event)
+        return
+    deployment.state_bytes = max(deployment.state_bytes, event.state_bytes)
+    if deployment.awaited:
+        return
     deployment.error = None
     deployment.is_trial = False
-    deployment.applied = event.applied
     deployment.replay = _to_replay(step, deployment, event.applied)
     step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
     seals.release_restored(step, deployment)
+    if not deployment.seal_seq:
+        seals.clear_left(step, deployment)
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
+
+
+def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
+    """Its nodes have begun with states that do not belong together."""
+    error = ErrorInfo(
+        Code.DATA_LOSS,
+        f"{event.node} has the state of {deployment.name} as of {event.applied}, "
+        f"others as of {deployment.applied}",
+    )
+    _bury(step, deployment)
+    _kill(step, deployment)
+    deployment.losses += 1
+    _cannot_be_rebuilt(step, deployment, error)
 
 
 def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
@@ -192,19 +283,21 @@ def _touch_job(step: Step, deployment: Deployment) -> None:
 
 
 def lost(step: Step, event: WpgLost) -> None:
-    """The ranks are dead and reaped. Start anew, unless the start itself cannot succeed."""
+    """The ranks on a node are dead and reaped. Start anew, unless the start itself cannot
+    succeed."""
     _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.incarnation:
         return
-    if deployment.state is WpgState.STOPPED:
+    if deployment.state is WpgState.STOPPED or event.node not in deployment.nodes:
         return
     if deployment.state is WpgState.LOST:  # it was being killed, to be rebuilt
-        start(step, deployment)
+        _lose(step, deployment, event.node)
+        _try_start(step, deployment)
         return
     before = deployment.state
     culprits = _running_ops(deployment)
-    _bury(step, deployment)
+    _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.error = event.error
     deployment.losses += 1
@@ -218,16 +311,16 @@ def lost(step: Step, event: WpgLost) -> None:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         elif before is WpgState.RECOVERING:
-            step.doomed[str(deployment.key.job_key)] = event.error
+            step.doomed[deployment.job_name] = event.error
             return
-    start(step, deployment)
+    _try_start(step, deployment)
 
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     if deployment.is_trial:
         step.stillborn[deployment.name] = error
     else:
-        step.doomed[str(deployment.key.job_key)] = error
+        step.doomed[deployment.job_name] = error
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -235,7 +328,7 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
     if deployment.is_trial:
         _cannot_start(step, deployment, error)
         return
-    job = step.job(deployment.key.job_key)
+    job = step.job_of(deployment)
     is_at_origin = not deployment.base and not deployment.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
     if is_at_origin and deployment.checkpoint == newest:
@@ -267,10 +360,27 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
     deployment.losses = 0
 
 
+def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """No rank on this node is alive: then the WPG is dead, and is killed on its others."""
+    if deployment.state in _ALIVE:
+        _bury(step, deployment)
+        _kill(step, deployment, but=node)
+    elif node in deployment.awaited:
+        deployment.awaited.remove(node)
+
+
+def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
+    """Have the ranks of a buried WPG killed; `lost` hears of it. Args: but: not on this node."""
+    nodes = step.nodes_of(deployment)
+    deployment.awaited = [node.node for node in nodes if node.is_up and node.node != but]
+    _stop_command(step, deployment, deployment.awaited, forget=False)
+
+
 def _bury(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
-    if deployment.state in (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY):
+    if deployment.state in _ALIVE:
         step.move_wpg(deployment, WpgState.LOST)
+        deployment.awaited = []
     for op in _running_ops(deployment):
         operations.requeue(step, op)
     step.vacate(deployment)
@@ -290,9 +400,9 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     deployment.losses += 1
     if deployment.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        step.doomed[str(deployment.key.job_key)] = error or failure
+        step.doomed[deployment.job_name] = error or failure
         return
-    _stop_command(step, deployment, forget=False)
+    _kill(step, deployment)
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
@@ -300,23 +410,31 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if deployment.state is WpgState.STOPPED:
         return
     step.vacate(deployment)
-    if deployment.node is not None:
-        if deployment.state is WpgState.LOST:
-            deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
-        if forget:
-            stopping = step.state.stopping.setdefault(deployment.node, {})
+    if deployment.spans and deployment.state is WpgState.LOST:
+        deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
+    nodes = [*deployment.nodes, *(deployment.left if forget else [])]
+    if forget:
+        for node in nodes:
+            stopping = step.state.stopping.setdefault(node, {})
             stopping[deployment.name] = deployment.incarnation
-        _stop_command(step, deployment, forget=forget)
-        for device in step.devices_of(deployment):
-            device.placed.remove(deployment.name)
+    _stop_command(step, deployment, nodes, forget=forget)
+    for device in step.devices_of(deployment):
+        device.placed.remove(deployment.name)
+        phases.left(step, device, deployment)
+    deployment.awaited = []
+    deployment.left = []
+    if deployment.moving is not None:
+        moving.let_go(step, deployment)
+        deployment.moving = None
     step.move_wpg(deployment, WpgState.STOPPED)
 
 
-def _stop_command(step: Step, deployment: Deployment, *, forget: bool) -> None:
-    step.send(
-        StopWpg,
-        step.node_of(deployment),
-        deployment=deployment.key,
-        incarnation=deployment.incarnation,
-        forget=forget,
-    )
+def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
+    for node in nodes:
+        step.send(
+            StopWpg,
+            step.node(node),
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            forget=forget,
+        )

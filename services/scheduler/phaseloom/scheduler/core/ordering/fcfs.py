@@ -1,19 +1,21 @@
-"""First come, first served."""
+"""First come, first served: on every device a queue in the order of arrival.
+
+This is the FIFO execution of co-execution groups, too: a phase joins its node's queue when what it
+comes after has ended, and runs when it is at the head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from phaseloom.scheduler.core.ordering.candidate import Candidate, Ordering
+from phaseloom.scheduler.core.ordering.scene import Candidate, Ordering, Scene
 
 
-def _choose(candidates: Sequence[Candidate], now_s: float) -> Candidate:
+def _choose(scene: Scene) -> Candidate:
     """The earliest arrival; ties: the earlier log entry, then the key."""
-    return min(candidates, key=lambda c: (c.arrival_s, c.arrival, c.operation))
+    return min(scene.candidates, key=lambda c: c.by_arrival)
 
 
-def _why(candidate: Candidate, now_s: float) -> str:
-    return f"first come, first served: it came {now_s - candidate.arrival_s:.2f} s ago"
+def _why(candidate: Candidate, scene: Scene) -> str:
+    return f"first come, first served: it came {candidate.waited_s(scene.now_s):.2f} s ago"
 
 
-fcfs = Ordering(_choose, _why)
+fcfs = Ordering(_choose, _why, weighs=False)

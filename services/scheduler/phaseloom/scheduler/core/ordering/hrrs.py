@@ -1,34 +1,46 @@
 """Highest response ratio with setup (PlexRL §4.4, eq. 3-4).
 
 Deviation: Algorithm 1 as printed charges the switch to every waiting operation; here, as eq. 3
-says, only to those that would switch. A running operation is no candidate: it is not preempted.
+says, only to those that would switch (`hrrs_literal` is the printed form). What runs is scored with
+what is left of it, and is not preempted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from phaseloom.scheduler.core.ordering.candidate import Candidate, Ordering
+from phaseloom.scheduler.core.ordering.scene import Candidate, Ordering, Scene
 
 _SHORTEST_S = 1e-6
 
 
+def response_ratio(waited_s: float, service_s: float) -> float:
+    """(W + S) / S: 1 for what has not waited, whatever it takes."""
+    service_s = max(service_s, _SHORTEST_S)
+    return (waited_s + service_s) / service_s
+
+
 def score(candidate: Candidate, now_s: float) -> float:
     """(W + S) / S with S = E + [switch]·(T_offload + T_load)."""
-    service_s = max(candidate.duration_s + candidate.switch_s, _SHORTEST_S)
-    return (now_s - candidate.arrival_s + service_s) / service_s
+    service_s = candidate.duration_s + candidate.switch_s
+    return response_ratio(candidate.waited_s(now_s), service_s)
 
 
-def _choose(candidates: Sequence[Candidate], now_s: float) -> Candidate:
-    """The highest score; ties: earlier arrival, then log entry, then key."""
-    return min(candidates, key=lambda c: (-score(c, now_s), c.arrival_s, c.arrival, c.operation))
+def highest(candidates: Iterable[Candidate], now_s: float) -> Candidate:
+    """The highest score; ties: earlier arrival, the running one, then log entry, then key."""
+    return min(candidates, key=lambda c: (-score(c, now_s), c.by_arrival))
 
 
-def _why(candidate: Candidate, now_s: float) -> str:
+def _choose(scene: Scene) -> Candidate:
+    return highest(scene.candidates, scene.now_s)
+
+
+def why(candidate: Candidate, scene: Scene) -> str:
     return (
-        f"response ratio {score(candidate, now_s):.2f}: waited {now_s - candidate.arrival_s:.2f} s"
-        f" for {candidate.duration_s:.2f} s of work and {candidate.switch_s:.2f} s of switching"
+        f"response ratio {score(candidate, scene.now_s):.2f}: waited "
+        f"{candidate.waited_s(scene.now_s):.2f} s for {candidate.duration_s:.2f} s of work"
+        f" and {candidate.switch_s:.2f} s of switching"
     )
 
 
-hrrs = Ordering(_choose, _why)
+hrrs = Ordering(_choose, why)

@@ -1,0 +1,1 @@
+"""When nodes are free in the coming hours: a ring of slots, a capacity tree, free ranges a node."""

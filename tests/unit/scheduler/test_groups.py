@@ -1,0 +1,214 @@
+"""Node groups: whatever comes and goes, every node and every job is where the books say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.ids import JobKey, NodeId
+from phaseloom.common.messages import Cycle, DeploymentSpec, JobSpec, Layout, ModelSpec, Segment
+from phaseloom.scheduler.core import groups
+from phaseloom.scheduler.core.cluster import Cluster, Host, Limits, Member, Need, Placed
+
+POOLS = ("rollout", "train")
+CYCLE = Cycle(100.0, [Segment("rollout", 0, 60), Segment("train", 60, 40)])
+
+
+def host(name: str, pool: str, price: float = 1.0, *, can_move: bool = False) -> Host:
+    return Host(NodeId(name), pool, 1, 1000, price, can_move=can_move)
+
+
+def cluster_of(num_nodes: int = 4, *, can_move: bool = False) -> Cluster:
+    cluster = Cluster(now_s=50.0)
+    for pool in POOLS:
+        for number in range(num_nodes):
+            groups.host_up(cluster, host(f"{pool[0]}{number}", pool, can_move=can_move))
+    return cluster
+
+
+def member(job: str, cycle: Cycle | None = CYCLE, **num_nodes: int) -> Member:
+    needs = {pool: Need(num_nodes.get(pool, 1)) for pool in POOLS}
+    return Member(job=f"t.{job}", slo=0.0, needs=needs, cycle=cycle)
+
+
+def on(*names: str, group: str = "") -> Placed:
+    return Placed(
+        group,
+        {pool: [NodeId(n) for n in names if n[0] == pool[0]] for pool in POOLS},
+    )
+
+
+def nodes(group: str, cluster: Cluster) -> set[str]:
+    return {name for names in cluster.groups[group].nodes.values() for name in names}
+
+
+# --- what a job needs ----------------------------------------------------------------------------
+
+
+def test_needs_are_the_most_of_each_pool_and_host_memory_adds_up() -> None:
+    def spec(name: str, pool: str, num_nodes: int, ranks: int, host_bytes: int) -> DeploymentSpec:
+        return DeploymentSpec(
+            name,
+            pool,
+            "noop",
+            ModelSpec({}),
+            layout=Layout(dp=ranks),
+            num_nodes=num_nodes,
+            host_bytes=host_bytes,
+        )
+
+    specs = [
+        spec("sampler", "rollout", 2, 16, 100),
+        spec("reference", "rollout", 1, 4, 30),
+        spec("policy", "train", 1, 8, 500),
+    ]
+    made = groups.member_of(JobKey("t", "a"), JobSpec(1.5, specs, CYCLE), 7.0)
+    assert (made.job, made.slo, made.cycle, made.submitted_s) == ("t.a", 1.5, CYCLE, 7.0)
+    assert made.needs == {"rollout": Need(2, 8, 130), "train": Need(1, 8, 500)}
+
+
+@pytest.mark.parametrize(("slo", "ends_s"), [(0.0, 250.0), (1.5, 200.0)])
+def test_latest_end_allows_for_the_wait_that_may_be(slo: float, ends_s: float) -> None:
+    cluster = Cluster(now_s=50.0, limits=Limits(duty_limit=0.5))
+    job = member("a")
+    job.slo = slo
+    groups.set_end(cluster, job, 100.0)
+    assert job.ends_s == ends_s
+    groups.set_end(cluster, job, 0.0)
+    assert job.ends_s == 0.0, "not known"
+
+
+# --- coming and going ----------------------------------------------------------------------------
+
+
+def test_join_takes_free_nodes_and_leave_gives_back_what_nobody_else_uses() -> None:
+    cluster = cluster_of()
+    groups.join(cluster, member("a", rollout=2), on("r1", "r0", "t0"))
+    groups.join(cluster, member("b"), on("r1", "t3", group="g1"))
+    groups.validate(cluster)
+    assert nodes("g1", cluster) == {"r0", "r1", "t0", "t3"}
+    assert cluster.free == {"rollout": ["r2", "r3"], "train": ["t1", "t2"]}
+    assert sorted(groups.leave(cluster, "t.a")) == ["r0", "t0"]
+    groups.validate(cluster)
+    assert nodes("g1", cluster) == {"r1", "t3"}
+    assert groups.leave(cluster, "t.a") == [], "it has left"
+    groups.leave(cluster, "t.b")
+    assert cluster.groups == {}
+    assert cluster.free == cluster_of().free
+
+
+def test_cost_is_of_the_nodes_that_belong_to_groups() -> None:
+    cluster = Cluster()
+    for name, pool, price in (("r0", "rollout", 2.0), ("t0", "train", 5.0), ("t1", "train", 7.0)):
+        groups.host_up(cluster, host(name, pool, price))
+    assert groups.cost(cluster) == 0
+    groups.join(cluster, member("a"), on("r0", "t1"))
+    assert groups.cost(cluster) == 9.0
+
+
+def test_group_of_a_job_without_a_cycle_is_closed_until_it_is_measured_or_shared() -> None:
+    cluster = cluster_of()
+    assert groups.join(cluster, member("a", None), on("r0", "t0")).is_closed
+    assert groups.join(cluster, member("b", None), on("r1", "t1")).is_closed
+    groups.set_cycle(cluster, "t.a", CYCLE)
+    assert not groups.group_of(cluster, "t.a").is_closed
+    assert not groups.join(cluster, member("c", None), on("r1", "t1", group="g2")).is_closed
+    assert not groups.join(cluster, member("d"), on("r2", "t2")).is_closed
+    groups.validate(cluster)
+
+
+def test_node_that_is_down_keeps_its_group_and_is_free_only_once_it_is_back() -> None:
+    cluster = cluster_of(1)
+    groups.join(cluster, member("a"), on("r0", "t0"))
+    groups.host_down(cluster, NodeId("r0"))
+    assert groups.group_of(cluster, "t.a").nodes["rollout"] == ["r0"]
+    groups.leave(cluster, "t.a")
+    groups.validate(cluster)
+    assert cluster.free["rollout"] == []
+    groups.host_up(cluster, host("r0", "rollout"))
+    assert cluster.free["rollout"] == ["r0"]
+    groups.validate(cluster)
+
+
+def test_member_that_takes_fewer_nodes_releases_the_rest() -> None:
+    cluster = cluster_of()
+    groups.join(cluster, member("a", rollout=2), on("r0", "r1", "t0"))
+    fewer = {"rollout": Need(1)}
+    assert groups.repin(cluster, "t.a", fewer, {"rollout": [NodeId("r1")]}) == ["r0", "t0"]
+    groups.validate(cluster)
+    groups.repin(cluster, "t.a", {"train": Need(1)}, {"train": [NodeId("t2")]})
+    groups.validate(cluster)
+    assert nodes("g1", cluster) == {"t2"}
+
+
+def test_copy_and_movable_part_know_nothing_of_one_another() -> None:
+    cluster = cluster_of(2, can_move=True)
+    groups.host_up(cluster, host("r9", "rollout"))
+    groups.join(cluster, member("a"), on("r0", "t0"))
+    groups.join(cluster, member("b"), on("r9", "t1"))
+    before = groups.copy(cluster)
+    part = groups.movable(cluster)
+    groups.validate(part)
+    assert part.placed == {"t.a": "g1"}, "b is on a node of which nothing moves"
+    assert set(part.hosts) == {"r0", "r1", "t0"}
+    assert part.free == {"rollout": ["r1"], "train": []}
+    groups.leave(part, "t.a")
+    groups.leave(before, "t.b")
+    groups.validate(cluster)
+    assert cluster.placed == {"t.a": "g1", "t.b": "g2"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_cluster_stays_consistent_whatever_comes_and_goes(data: st.DataObject) -> None:
+    cluster = cluster_of(3)
+    serial = 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        step = data.draw(st.sampled_from(["join", "join", "leave", "repin", "down", "up"]))
+        placed = sorted(cluster.placed)
+        name = NodeId(data.draw(st.sampled_from(sorted(cluster.hosts))))
+        if step == "join":
+            group = data.draw(st.sampled_from(["", *cluster.groups]))
+            chosen = _some_nodes(data, cluster, group)
+            if chosen is not None:
+                serial += 1
+                counts = {pool: len(names) for pool, names in chosen.items()}
+                cycle = data.draw(st.sampled_from([None, CYCLE]))
+                job = member(str(serial), cycle, **counts)
+                groups.join(cluster, job, Placed(group, chosen))
+        elif step == "leave" and placed:
+            groups.leave(cluster, data.draw(st.sampled_from(placed)))
+        elif step == "repin" and placed:
+            job_name = data.draw(st.sampled_from(placed))
+            chosen = _some_nodes(data, cluster, cluster.placed[job_name])
+            if chosen is not None:
+                needs = {pool: Need(len(names)) for pool, names in chosen.items()}
+                groups.repin(cluster, job_name, needs, chosen)
+        elif step == "down":
+            groups.host_down(cluster, name)
+        elif step == "up":
+            groups.host_up(cluster, host(name, cluster.hosts[name].pool))
+        groups.validate(cluster)
+    for job_name in sorted(cluster.placed):
+        groups.leave(cluster, job_name)
+    for name in sorted(cluster.hosts):
+        groups.host_up(cluster, host(name, cluster.hosts[name].pool))
+    groups.validate(cluster)
+    assert cluster.free == cluster_of(3).free, "nothing is lost"
+    assert not cluster.groups
+
+
+def _some_nodes(
+    data: st.DataObject, cluster: Cluster, group: str
+) -> dict[str, list[NodeId]] | None:
+    """One or two of each pool, of the group and of the free ones."""
+    chosen = {}
+    for pool in POOLS:
+        own = cluster.groups[group].nodes.get(pool, []) if group else []
+        names = [*own, *cluster.free[pool]]
+        if not names:
+            return None
+        picks = st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)
+        chosen[pool] = data.draw(picks)
+    return chosen

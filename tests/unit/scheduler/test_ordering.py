@@ -1,0 +1,361 @@
+"""Ordering policies as functions: golden cases, ties, no starvation, no dependence on order."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.scheduler.core.ordering import (
+    POLICIES,
+    Candidate,
+    Member,
+    Resident,
+    Scene,
+    Wait,
+)
+from phaseloom.scheduler.core.ordering.hrrn import hrrn
+from phaseloom.scheduler.core.ordering.hrrs import hrrs, score
+from phaseloom.scheduler.core.ordering.hrrs_anticipatory import LEEWAY, STARVED
+from phaseloom.scheduler.core.ordering.hrrs_literal import hrrs_literal
+from phaseloom.scheduler.core.ordering.sjf import STARVED as SJF_STARVED
+from phaseloom.scheduler.core.ordering.sjf import sjf
+from phaseloom.scheduler.core.ordering.timeline import timeline
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+SWITCH_S = 20.0
+
+
+def golden(name: str) -> list[Any]:
+    """(setup in seconds, case) of each case of a file."""
+    document = json.loads((GOLDEN / f"{name}.json").read_text())
+    setup_s = document["setup"]["t_load"] + document["setup"]["t_offload"]
+    return [pytest.param(setup_s, case, id=case["name"]) for case in document["cases"]]
+
+
+def of_case(case: dict[str, Any], setup_s: float) -> list[Candidate]:
+    running = case["running"]
+    resident = running["job"] if running else case.get("resident")
+    made = [
+        Candidate(
+            operation=request["id"],
+            deployment=request["id"],
+            job=request["job"],
+            arrival_s=request["arrival"],
+            arrival=0,
+            duration_s=request["exec"],
+            switch_s=0.0 if request["job"] == resident else setup_s,
+            setup_s=setup_s,
+        )
+        for request in case["reqs"]
+    ]
+    if running:
+        left_s = running["remaining"]
+        going_on = Candidate(
+            *(running["id"], running["id"], running["job"], running["arrival"], 0, left_s, 0.0),
+            setup_s=setup_s,
+            is_running=True,
+        )
+        made.append(going_on)
+    return made
+
+
+def ordered(policy: str, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
+    left, order = list(candidates), []
+    while left:
+        chosen = POLICIES[policy].choose(Scene(now_s, left))
+        assert isinstance(chosen, Candidate)
+        order.append(chosen)
+        left.remove(chosen)
+    return order
+
+
+# --- Golden ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setup_s", "case"), golden("hrrs"))
+def test_hrrs_orders_and_scores_as_derived_by_hand(setup_s: float, case: dict[str, Any]) -> None:
+    order = ordered("hrrs", of_case(case, setup_s), case["now"])
+    assert [c.operation for c in order] == case["order"]
+    assert [score(c, case["now"]) for c in order] == pytest.approx(case["scores"])
+
+
+@pytest.mark.parametrize(("setup_s", "case"), golden("hrrs_timeline"))
+def test_timelines_are_as_derived_by_hand(setup_s: float, case: dict[str, Any]) -> None:
+    candidates = of_case(case, setup_s)
+    for policy, name in (("hrrs", "fixed"), ("hrrs_literal", "literal")):
+        order = ordered(policy, candidates, case["now"])
+        plan = POLICIES[policy].timeline(order, case["now"])
+        assert [[e.operation, e.start_s, e.end_s] for e in plan] == case[name]
+        is_stopped = case["running"] is not None and not order[0].is_running
+        assert is_stopped is case["stop"]
+
+
+def test_literal_form_draws_nothing_to_the_resident_job() -> None:
+    """Charged to both, the switch does not favour the one that needs none."""
+    resident = made("resident", arrival_s=90, duration_s=20, switch_s=0.0)
+    other = made("other", arrival_s=86, duration_s=20)
+    scene = Scene(100.0, [resident, other])
+    assert hrrs.choose(scene) is resident
+    assert hrrs_literal.choose(scene) is other
+    assert hrrn.choose(scene) is other
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+def made(name: str, **fields: Any) -> Candidate:
+    given: dict[str, Any] = {
+        "arrival_s": 0.0,
+        "arrival": 0,
+        "duration_s": 10.0,
+        "switch_s": SWITCH_S,
+        "setup_s": SWITCH_S,
+    }
+    job = fields.pop("job", name)
+    return Candidate(operation=f"{name}.1", deployment=name, job=job, **{**given, **fields})
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    times = st.sampled_from([0.0, 1.0, 5.0, 50.0, 99.0])
+    candidates = []
+    for index in range(draw(st.integers(1, 5))):
+        is_resident = draw(st.booleans())
+        candidates.append(
+            made(
+                f"d{index}",
+                job=draw(st.sampled_from("abc")),
+                arrival_s=draw(times),
+                arrival=draw(st.integers(1, 2)),
+                duration_s=draw(st.sampled_from([0.0, 0.1, 10.0, 60.0])),
+                switch_s=0.0 if is_resident else SWITCH_S,
+                back_s=0.0 if is_resident else draw(st.sampled_from([0.0, SWITCH_S])),
+                slack_s=draw(st.sampled_from([math.inf, 5.0, 0.0])),
+                served=draw(st.integers(0, 2)),
+                continues=draw(st.booleans()),
+            )
+        )
+    resident = Resident(
+        job=draw(st.sampled_from("abcd")),
+        since_s=draw(times),
+        idle_since_s=draw(times),
+        at_s=draw(st.sampled_from([99.0, 101.0, 120.0, math.inf])),
+        late_s=draw(st.sampled_from([103.0, 150.0, math.inf])),
+        phase_until_s=draw(st.sampled_from([0.0, 110.0])),
+    )
+    members = [Member(job, draw(st.sampled_from([0.0, 130.0]))) for job in "cabd"]
+    return Scene(
+        now_s=100.0,
+        candidates=candidates,
+        resident=draw(st.sampled_from([None, resident])),
+        members=members,
+        may_wait=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(scene=scenes(), data=st.data())
+def test_answer_does_not_depend_on_the_order_of_the_candidates(
+    policy: str, scene: Scene, data: st.DataObject
+) -> None:
+    shuffled = data.draw(st.permutations(list(scene.candidates)))
+    other = Scene(
+        scene.now_s, shuffled, scene.resident, members=scene.members, may_wait=scene.may_wait
+    )
+    assert POLICIES[policy].choose(scene) == POLICIES[policy].choose(other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(scene=scenes())
+def test_answer_is_a_candidate_or_a_wait_with_an_end(policy: str, scene: Scene) -> None:
+    answer = POLICIES[policy].choose(scene)
+    if isinstance(answer, Wait):
+        assert scene.may_wait
+        assert POLICIES[policy].may_wait
+        assert scene.now_s < answer.until_s < math.inf
+        assert answer.job not in {c.job for c in scene.candidates}
+    else:
+        assert answer in scene.candidates
+        assert POLICIES[policy].why(answer, scene)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=20, deadline=None)
+@given(
+    durations_s=st.lists(st.sampled_from([5.0, 10.0, 60.0]), min_size=2, max_size=5),
+    sibling_s=st.sampled_from([5.0, 60.0]),
+)
+def test_every_candidate_is_chosen_within_a_bound(
+    policy: str, durations_s: list[float], sibling_s: float
+) -> None:
+    """Each deployment has its next operation ready as soon as one has ended, for ever; the first
+    two are of one job."""
+    kinds = [(f"d{i}", "d0" if i == 1 else f"d{i}", s) for i, s in enumerate(durations_s)]
+    kinds[1] = ("d1", "d0", sibling_s)
+    arrivals = {name: 0.0 for name, _, _ in kinds}
+    chosen: dict[str, int] = {name: 0 for name, _, _ in kinds}
+    served: dict[str, int] = {}
+    holder, since_s, now_s, turn = "", 0.0, 0.0, 0
+    phase: set[str] = set()
+    bound_s = 2 * (SJF_STARVED + len(kinds)) * (max(s for _, _, s in kinds) + 2 * SWITCH_S)
+    while min(chosen.values()) < 2:
+        turn += 1
+        candidates = [
+            made(
+                name,
+                job=job,
+                arrival_s=arrivals[name],
+                arrival=turn,
+                duration_s=duration_s,
+                switch_s=0.0 if job == holder else SWITCH_S,
+                back_s=0.0 if job == holder else SWITCH_S,
+                served=served.get(job, 0),
+                continues=job == holder and name not in phase,
+            )
+            for name, job, duration_s in kinds
+        ]
+        jobs = sorted({job for _, job, _ in kinds})
+        last = max(range(len(jobs)), key=lambda i: (served.get(jobs[i], 0), i))
+        answer = POLICIES[policy].choose(
+            Scene(
+                now_s,
+                candidates,
+                Resident(holder, since_s, now_s) if holder else None,
+                members=[Member(job, 0.0) for job in [*jobs[last + 1 :], *jobs[: last + 1]]],
+                may_wait=True,
+            )
+        )
+        assert isinstance(answer, Candidate)
+        if answer.job != holder:
+            holder, since_s = answer.job, now_s
+        phase = phase | {answer.deployment} if answer.continues else {answer.deployment}
+        now_s += answer.switch_s + answer.duration_s
+        arrivals[answer.deployment] = now_s
+        served[answer.job] = turn
+        chosen[answer.deployment] += 1
+        waiting_s = now_s - min(arrivals.values())
+        assert waiting_s <= bound_s, f"{policy}: {chosen} after {now_s} s"
+
+
+# --- Each -----------------------------------------------------------------------------------------
+
+
+def test_fcfs_and_sjf_choose_by_arrival_and_by_duration() -> None:
+    early = made("early", arrival_s=1.0, duration_s=50.0)
+    short = made("short", arrival_s=2.0, duration_s=1.0)
+    scene = Scene(10.0, [short, early])
+    assert POLICIES["fcfs"].choose(scene) is early
+    assert sjf.choose(scene) is short
+    later = Scene(SJF_STARVED * 50.0 + 1.0, [made("short", arrival_s=1e4, duration_s=1.0), early])
+    assert sjf.choose(later) is early, "it has waited for long enough"
+
+
+def test_least_recently_served_goes_by_jobs() -> None:
+    a, b = made("a", served=7), made("b", served=3, arrival_s=9.0)
+    new = made("new", served=0, arrival_s=9.5)
+    assert POLICIES["lrs"].choose(Scene(10.0, [a, b, new])) is new
+    assert POLICIES["lrs"].choose(Scene(10.0, [a, b])) is b
+
+
+def resident_of(**fields: Any) -> Resident:
+    given: dict[str, Any] = {"job": "a", "since_s": 0.0, "idle_since_s": 100.0}
+    return Resident(**{**given, **fields})
+
+
+RIVAL = made("b", arrival_s=95.0, back_s=SWITCH_S)
+
+
+def anticipates(resident: Resident, *candidates: Candidate, now_s: float = 100.0) -> Any:
+    scene = Scene(now_s, candidates, resident, may_wait=True)
+    return POLICIES["hrrs_anticipatory"].choose(scene)
+
+
+def test_anticipation_waits_while_that_is_cheaper_than_leaving() -> None:
+    """Away and back is 40 s."""
+    answer = anticipates(resident_of(at_s=120.0, late_s=135.0), RIVAL)
+    assert answer == Wait(135.0, "a", answer.why)
+    assert anticipates(resident_of(at_s=141.0, late_s=150.0), RIVAL) is RIVAL
+    assert anticipates(resident_of(), RIVAL) is RIVAL, "nothing is known"
+
+
+def test_anticipation_gives_up_when_the_prediction_is_overdue_or_too_dear() -> None:
+    leeway_s = LEEWAY * 2 * SWITCH_S
+    soon = resident_of(at_s=100.0, late_s=100.0)
+    assert anticipates(soon, RIVAL).until_s == 100.0 + leeway_s
+    assert anticipates(soon, RIVAL, now_s=100.0 + leeway_s) is RIVAL
+    long = resident_of(at_s=130.0, late_s=1000.0)
+    assert anticipates(long, RIVAL).until_s == 140.0, "as long as the two switches take"
+
+
+def test_anticipation_waits_for_nobody_whose_leaving_costs_nothing() -> None:
+    beside = made("b", arrival_s=95.0, back_s=0.0)
+    assert anticipates(resident_of(at_s=101.0, late_s=105.0), beside) is beside
+
+
+def test_anticipation_ends_where_an_slo_has_no_more_room() -> None:
+    awaited = resident_of(at_s=105.0, late_s=110.0)
+    tight = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S + 3.0)
+    assert anticipates(awaited, tight) is tight, "it would come too late"
+    looser = made("b", arrival_s=95.0, back_s=SWITCH_S, slack_s=SWITCH_S + 7.0)
+    assert anticipates(awaited, looser).until_s == 107.0
+
+
+def test_anticipation_lets_the_resident_job_go_on_until_others_starve() -> None:
+    own = made("a", arrival_s=100.0, switch_s=0.0)
+    assert hrrs.choose(Scene(100.0, [own, RIVAL])) is RIVAL, "HRRS: it has not waited yet"
+    turn = resident_of(since_s=90.0)
+    assert anticipates(turn, own, RIVAL) is own
+    starved_s = 95.0 + (STARVED - 1) * (10.0 + SWITCH_S)
+    fresh = made("a", arrival_s=starved_s, switch_s=0.0)
+    assert anticipates(turn, fresh, RIVAL, now_s=starved_s) is RIVAL
+    assert anticipates(resident_of(since_s=200.0), fresh, RIVAL, now_s=starved_s) is fresh, (
+        "only what it waited in this turn counts"
+    )
+
+
+def test_anticipation_prefers_the_rival_to_an_operation_longer_than_leaving() -> None:
+    long = made("a", arrival_s=100.0, switch_s=0.0, duration_s=51.0)
+    assert anticipates(resident_of(), long, RIVAL) is RIVAL
+    shorter = made("a", arrival_s=100.0, switch_s=0.0, duration_s=49.0)
+    assert anticipates(resident_of(), shorter, RIVAL) is shorter
+
+
+def test_round_robin_waits_for_the_next_in_order() -> None:
+    choose = POLICIES["round_robin"].choose
+    a, c = made("a"), made("c", arrival_s=5.0)
+    members = [Member("b", 130.0), Member("c", 0.0), Member("a", 130.0)]
+    answer = choose(Scene(100.0, [a, c], members=members, may_wait=True))
+    assert answer == Wait(130.0, "b", answer.why)  # type: ignore[union-attr]
+    assert choose(Scene(130.0, [a, c], members=members, may_wait=True)) is c, "b is passed over"
+    b = made("b", arrival_s=99.0)
+    assert choose(Scene(100.0, [a, b, c], members=members, may_wait=True)) is b
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "fifo_lock"])
+def test_phase_is_not_broken_into(policy: str) -> None:
+    choose = POLICIES[policy].choose
+    going_on = made("a", arrival_s=99.0, continues=True)
+    members = [Member("b", 0.0), Member("a", 0.0)]
+    turn = resident_of(phase_until_s=110.0)
+    assert choose(Scene(100.0, [RIVAL, going_on], turn, members, may_wait=True)) is going_on
+    wait = choose(Scene(100.0, [RIVAL], turn, members, may_wait=True))
+    assert isinstance(wait, Wait)
+    assert (wait.until_s, wait.job) == (110.0, "a")
+    assert choose(Scene(110.0, [RIVAL], turn, members, may_wait=True)) is RIVAL
+    next_phase = made("a", arrival_s=99.0)
+    assert choose(Scene(100.0, [RIVAL, next_phase], turn, members, may_wait=True)) is RIVAL
+
+
+def test_timeline_brings_back_what_a_foreign_one_displaced() -> None:
+    here = made("a", switch_s=0.0)
+    plan = timeline([here, RIVAL, made("a2", job="a", switch_s=0.0)], 0.0)
+    assert [(e.start_s, e.end_s) for e in plan] == [(0, 10), (30, 40), (60, 70)]

@@ -1,0 +1,638 @@
+"""Deployments over several nodes: one order, all claims at once, one life; and their moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.messages import (
+    CloseActivation,
+    Cycle,
+    JobFinished,
+    JobSpec,
+    JobSubmitted,
+    NodeLost,
+    OpenActivation,
+    Outcome,
+    PlannedMove,
+    ReplanComputed,
+    SealCommitted,
+    SealFailed,
+    SealState,
+    Segment,
+    StartWpg,
+    StopWpg,
+    WpgStarted,
+)
+from phaseloom.scheduler.core import explain, placement
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.placement.view import Cluster, Decision, Member, Placed, Placement
+from phaseloom.scheduler.core.state import Deployment, JobState, WpgState
+from phaseloom.scheduler.core.step import Step
+from tests.support.world import CONFIG, STATE_BYTES, TENANT, World, deployment, spec
+
+POOLS = ("rollout", "train")
+NODES = {f"{pool[0]}{index}": pool for pool in POOLS for index in range(5)}
+CYCLE = Cycle(10.0, [Segment("rollout", 0.0, 5.0), Segment("train", 5.0, 5.0)])
+SAMPLER, POLICY = deployment("a01", "sampler"), deployment("a01", "policy")
+
+
+def on(digits: str) -> dict[str, list[NodeId]]:
+    """Nodes of each pool: those of these numbers."""
+    return {pool: [NodeId(f"{pool[0]}{digit}") for digit in digits] for pool in POOLS}
+
+
+def by_name(cluster: Cluster, member: Member) -> Decision:
+    """Every job is of one group, and on the nodes that its name tells: `a01` on 0 and 1."""
+    digits = member.job.rpartition(".")[2][1:]
+    return Placed(next(iter(cluster.groups), ""), on(digits))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fixture_placement() -> Iterator[None]:
+    placement.POLICIES["by_name"] = Placement(by_name)
+    yield
+    del placement.POLICIES["by_name"]
+
+
+def world_of(*jobs: str, seed: int = 0, **changes: object) -> World:
+    """Jobs that are up on the nodes that they name, and have nothing to do."""
+    config = msgspec.structs.replace(CONFIG, placement="by_name", **changes)
+    world = World(config=config, seed=seed, node_names=dict(NODES))
+    for job in jobs:
+        num_nodes = len(job) - 1
+        specs = [
+            spec("sampler", "rollout", num_ranks=num_nodes, num_nodes=num_nodes),
+            spec("policy", "train", trainable=True, num_ranks=num_nodes, num_nodes=num_nodes),
+        ]
+        key = JobKey(TENANT, job)
+        job_spec = JobSpec(deployments=specs, cycle=CYCLE)
+        world.later(0, JobSubmitted(key, job_spec, f"submit-{job}"))
+    world.run()
+    return world
+
+
+def of(world: World, key: DeploymentKey) -> Deployment:
+    return world.core.state.deployments[str(key)]
+
+
+Told = StartWpg | StopWpg | OpenActivation | CloseActivation | SealState
+
+
+def told(world: World, kind: type[Told], key: DeploymentKey) -> list[str]:
+    """Nodes that were told so, in order."""
+    of_kind = [c for c in world.commands if isinstance(c, kind)]
+    return [c.node for c in of_kind if c.deployment == key]
+
+
+def run_of(world: World, operation: str) -> tuple[float, float]:
+    """(start, end) of an operation's last run."""
+    return next((start, end) for start, end, op in reversed(world.runs) if op == f"t.{operation}")
+
+
+def advance(world: World, seconds: float) -> None:
+    until_s = world.now_s + seconds
+    world.run(until_s=until_s)
+    world.now_s = max(world.now_s, until_s)
+
+
+def run_until(world: World, is_so: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_so():
+            return
+        world.run(until_s=world.next_s)
+    raise AssertionError("it never comes to that")
+
+
+def replays(world: World) -> None:
+    """I7: the log alone gives every output again, also from a snapshot of the middle."""
+    again = Core()
+    for sequence, (time_s, event) in enumerate(world.log, start=1):
+        assert again.step(sequence, time_s, event) == world.outputs[sequence - 1]
+        if sequence % 50 == 0:
+            again = Core.restore(again.snapshot())
+    assert again.snapshot() == world.core.snapshot()
+
+
+def train(world: World, job: str, steps: int, *, first: int = 1) -> None:
+    """Rollout, step, publish, sync: `steps` times."""
+    for step in range(first - 1, first - 1 + steps):
+        policy, sampler = 3 * step, 2 * step
+        before = (("policy", policy),) if step else ()
+        version = policy if step else None
+        kind = "sync_weights" if step else "generate"
+        world.queue(job, "sampler", sampler + 1, kind, after=before, version=version)
+        world.queue(job, "sampler", sampler + 2, "generate")
+        rollout = (("sampler", sampler + 2),)
+        world.queue(job, "policy", policy + 1, "forward_backward", after=rollout)
+        world.queue(job, "policy", policy + 2, "optim_step")
+        world.queue(job, "policy", policy + 3, "publish_weights")
+
+
+def undisturbed(job: str, steps: int) -> World:
+    world = world_of(job)
+    train(world, job, steps)
+    world.run()
+    return world
+
+
+# --- One life -------------------------------------------------------------------------------------
+
+
+def test_every_node_starts_its_own_ranks_and_the_job_is_up_with_the_last() -> None:
+    world = world_of("a10")
+    policy = deployment("a10", "policy")
+    starts = [c for c in world.commands if isinstance(c, StartWpg) and c.deployment == policy]
+    assert [(c.node, c.rank_offset, c.devices, c.nodes) for c in starts] == [
+        ("t1", 0, [0], ["t1", "t0"]),
+        ("t0", 1, [0], ["t1", "t0"]),
+    ]
+    assert of(world, policy).node == "t1", "the first leads"
+    job = world.core.state.jobs["t.a10"]
+    assert job.state is JobState.ACTIVE
+    replays(world)
+
+
+def test_wpg_is_up_once_all_of_its_nodes_say_so() -> None:
+    world = world_of("a01")
+    policy = of(world, POLICY)
+    world.kill(POLICY)
+    run_until(world, lambda: policy.state is WpgState.STARTING)
+    run_until(world, lambda: len(policy.awaited) == 1)
+    assert str(policy.state) == "starting"
+    run_until(world, lambda: not policy.awaited)
+    assert str(policy.state) == "ready"
+
+
+def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
+    """The world asserts it of each; here it is told why an operation waits meanwhile."""
+    world = world_of("a01")
+    world.queue("a01", "policy", 1, "forward_backward")
+    policy = of(world, POLICY)
+    run_until(world, lambda: policy.is_opening)
+    assert sorted(told(world, OpenActivation, POLICY)) == ["t0", "t1"]
+    run_until(world, lambda: len(policy.awaited) == 1)
+    assert not policy.running
+    state = world.core.state
+    step = Step(state, state.sequence, world.now_s)
+    why = explain.explain(step, policy, policy.operations[1])
+    assert why.waits_for == [f"its activation, which is not open yet on {policy.awaited[0]}"]
+    world.run()
+    assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
+    replays(world)
+
+
+def test_what_was_opened_for_may_be_cancelled_meanwhile() -> None:
+    """The devices are nobody's then, and others go on."""
+    world = world_of("a01", "b0")
+    world.queue("a01", "policy", 1, "forward_backward")
+    policy = of(world, POLICY)
+    run_until(world, lambda: policy.is_opening)
+    world.cancel("a01", "policy", 1)
+    world.queue("b0", "policy", 1, "forward_backward")
+    world.run()
+    assert world.done == {
+        "t.a01.policy.1": Outcome.CANCELLED,
+        "t.b0.policy.1": Outcome.COMPLETED,
+    }
+
+
+def test_nobody_takes_a_device_whose_deployment_is_being_switched_in_elsewhere() -> None:
+    """Or two could switch each other out for ever."""
+    world = world_of("a01", "b12", quantum_s=0.0)
+    for seq in range(1, 21):
+        for job in ("a01", "b12"):
+            world.queue(job, "policy", seq, "load_state")
+    world.run()
+    assert len(world.done) == 40
+    replays(world)
+
+
+def test_state_that_one_node_must_give_up_stays_on_the_others() -> None:
+    world = world_of("a01", "b1")
+    world.queue("a01", "policy", 1, "load_state")
+    world.run()
+    world.queue("b1", "policy", 1, "load_state")
+    world.run()
+    policy = of(world, POLICY)
+    assert policy.epoch == 0, "an activation ends whole"
+    nodes = world.core.state.nodes
+    assert nodes["t0"].devices[0].resident == [str(POLICY)]
+    assert nodes["t1"].devices[0].resident == ["t.b1.policy"]
+    world.queue("a01", "policy", 2, "load_state")
+    world.run()
+    assert world.done["t.a01.policy.2"] is Outcome.COMPLETED
+
+
+# --- Refused on one node --------------------------------------------------------------------------
+
+
+def opens_of(world: World, key: DeploymentKey) -> list[OpenActivation]:
+    return [c for c in world.commands if isinstance(c, OpenActivation) and c.deployment == key]
+
+
+def test_one_refusal_aborts_the_activation_on_every_node() -> None:
+    world = world_of("a01", "b0")
+    world.queue("b0", "policy", 1, "load_state")
+    world.run()
+    world.queue("a01", "policy", 1, "forward_backward")
+    policy = of(world, POLICY)
+    run_until(world, lambda: len(policy.awaited) == 1)
+    refusing = policy.awaited[0]
+    (command,) = [c for c in opens_of(world, POLICY) if c.node == refusing]
+    world.refuse(command)
+    others = [node for node in policy.nodes if node != refusing]
+    assert told(world, CloseActivation, POLICY) == others
+    assert policy.epoch == 0
+    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    world.run()
+    assert world.done["t.a01.policy.1"] is Outcome.COMPLETED
+    assert len(opens_of(world, POLICY)) == 4
+    replays(world)
+
+
+def test_late_word_of_an_aborted_activation_opens_nothing() -> None:
+    world = world_of("a01")
+    world.queue("a01", "policy", 1, "forward_backward")
+    policy = of(world, POLICY)
+    run_until(world, lambda: policy.is_opening)
+    assert len(policy.awaited) == 2
+    world.refuse(opens_of(world, POLICY)[0])
+    run_until(world, lambda: "t1" in world.ranks[POLICY].opened)
+    assert not policy.running
+    world.run()
+    assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
+
+
+def test_operation_fails_after_refusals_on_whichever_node() -> None:
+    world = world_of("a01")
+    world.queue("a01", "policy", 1, "forward_backward")
+    world.queue("a01", "policy", 2, "optim_step")
+    policy = of(world, POLICY)
+    for attempt in range(3):
+        run_until(world, lambda: policy.is_opening)
+        world.refuse(opens_of(world, POLICY)[2 * attempt + attempt % 2])
+    world.run()
+    assert world.done["t.a01.policy.1"] is Outcome.FAILED
+    assert "t.a01.policy.2" in world.done
+
+
+# --- One node dies --------------------------------------------------------------------------------
+
+
+def test_ranks_killed_on_one_node_end_the_life_on_all() -> None:
+    world = world_of("a01")
+    train(world, "a01", 3)
+    run_until(world, lambda: "t.a01.policy.4" in world.done)
+    policy = of(world, POLICY)
+    incarnation = policy.incarnation
+    world.kill(POLICY, on=NodeId("t1"))
+    assert policy.state is WpgState.LOST
+    assert told(world, StopWpg, POLICY) == ["t0"]
+    assert policy.awaited == ["t0"], "its death is to be confirmed"
+    assert policy.incarnation == incarnation
+    world.run()
+    assert policy.incarnation == incarnation + 1
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == undisturbed("a01", 3).states()
+    replays(world)
+
+
+@pytest.mark.parametrize("name", ["t0", "t1"], ids=["leader's", "another"])
+def test_lost_node_is_waited_for_and_the_whole_is_rebuilt(name: str) -> None:
+    world = world_of("a01")
+    train(world, "a01", 3)
+    run_until(world, lambda: "t.a01.policy.4" in world.done)
+    world.lose_node(name)
+    world.feed(NodeLost(NodeId(name), 1, "its lease ran out"))
+    (other,) = {"t0", "t1"} - {name}
+    assert told(world, StopWpg, POLICY) == [other]
+    num_starts = len(told(world, StartWpg, POLICY))
+    world.run()
+    policy = of(world, POLICY)
+    assert (policy.state, policy.awaited) == (WpgState.LOST, [])
+    assert len(told(world, StartWpg, POLICY)) == num_starts, "started without a node"
+    world.bring_back(name)
+    world.run()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == undisturbed("a01", 3).states()
+    replays(world)
+
+
+def test_node_that_comes_back_waits_for_the_dead_on_the_others() -> None:
+    """Its agent was restarted at once: the other node's ranks are still to be killed."""
+    world = world_of("a01")
+    world.lose_node("t1")
+    num_starts = len(told(world, StartWpg, POLICY))
+    world.bring_back("t1")
+    policy = of(world, POLICY)
+    assert policy.awaited == ["t0"]
+    assert len(told(world, StartWpg, POLICY)) == num_starts
+    world.run()
+    assert policy.state is WpgState.READY
+
+
+def test_nodes_that_begin_with_other_states_are_not_taken_for_one() -> None:
+    world = world_of("a01")
+    world.kill(POLICY)
+    policy = of(world, POLICY)
+    run_until(world, lambda: policy.state is WpgState.STARTING)
+    world.drop(lambda event: isinstance(event, WpgStarted))
+    for node, applied in (("t0", 0), ("t1", 3)):
+        started = WpgStarted(POLICY, policy.incarnation, NodeId(node), STATE_BYTES, applied)
+        world.feed(started)
+    job = world.core.state.jobs["t.a01"]
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error.code is Code.DATA_LOSS
+
+
+def test_ended_job_is_forgotten_on_every_node() -> None:
+    world = world_of("a01")
+    world.feed(JobFinished(JobKey(TENANT, "a01"), "end"))
+    assert told(world, StopWpg, POLICY) == ["t0", "t1"]
+    world.run()
+    assert world.core.state.stopping == {}
+    assert not world.ranks
+    replays(world)
+
+
+# --- Seals ----------------------------------------------------------------------------------------
+
+
+def sealed_once(world: World) -> Deployment:
+    """Up to the commands of the first seal."""
+    train(world, "a01", 2)
+    run_until(world, lambda: bool(told(world, SealState, POLICY)))
+    return of(world, POLICY)
+
+
+def test_seal_counts_once_every_node_has_committed_its_part() -> None:
+    world = world_of("a01", seal_every=1)
+    policy = sealed_once(world)
+    assert told(world, SealState, POLICY) == ["t0", "t1"]
+    run_until(world, lambda: len(policy.seal_parts) == 1)
+    assert policy.seal_seq == 0
+    run_until(world, lambda: policy.seal_seq > 0)
+    assert policy.sealing == 0
+    world.run()
+    replays(world)
+
+
+def test_seal_that_failed_on_one_node_is_none() -> None:
+    world = world_of("a01", seal_every=1)
+    policy = sealed_once(world)
+    seq = policy.sealing
+    world.drop(lambda event: isinstance(event, SealCommitted))
+    full = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
+    world.feed(SealFailed(POLICY, seq, NodeId("t0"), full))
+    world.feed(SealCommitted(POLICY, seq, NodeId("t1"), []))
+    assert (policy.seal_seq, policy.sealing) == (0, 0)
+    world.run()
+
+
+def test_part_that_is_committed_after_a_loss_completes_the_seal() -> None:
+    """All parts are on disk: the seal is as good as any."""
+    world = world_of("a01", seal_every=1)
+    policy = sealed_once(world)
+    seq = policy.sealing
+    run_until(world, lambda: len(policy.seal_parts) == 1)
+    world.kill(POLICY)
+    assert policy.sealing == 0
+    run_until(world, lambda: policy.seal_seq == seq)
+    world.run()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == undisturbed("a01", 2).states()
+
+
+# --- Moves ----------------------------------------------------------------------------------------
+
+
+def move(world: World, job: str, digits: str) -> None:
+    """What a plan for the whole cluster would say: to free nodes, in a group of its own."""
+    cluster = world.core.state.cluster
+    name = cluster.placed[f"t.{job}"]
+    planned = PlannedMove(JobKey(TENANT, job), "", on(digits), "cheaper")
+    versions = {name: cluster.groups[name].version}
+    world.feed(ReplanComputed(0, [planned], cluster.num_groups, versions))
+
+
+def homes(world: World, job: str) -> dict[str, list[NodeId]]:
+    return {name: of(world, deployment(job, name)).nodes for name in ("sampler", "policy")}
+
+
+@pytest.mark.parametrize("moment", [f"policy.{seq}" for seq in range(3, 9)])
+@pytest.mark.parametrize(("job", "target"), [("a01", "23"), ("a0", "3")], ids=["two", "one"])
+def test_deployment_moves_under_load_and_nothing_is_lost(
+    job: str, target: str, moment: str
+) -> None:
+    world = world_of(job)
+    train(world, job, 4)
+    run_until(world, lambda: f"t.{job}.{moment}" in world.done)
+    move(world, job, target)
+    world.run()
+    assert homes(world, job) == {"sampler": on(target)["rollout"], "policy": on(target)["train"]}
+    assert len(world.done) == 20
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == undisturbed(job, 4).states()
+    devices = [d for digit in job[1:] for d in world.core.state.nodes[f"t{digit}"].devices]
+    assert not any(d.placed or d.resident or d.ready or d.holder for d in devices)
+    replays(world)
+
+
+def test_move_seals_what_trains_and_replays_nothing_then() -> None:
+    world = world_of("a0")
+    policy = of(world, deployment("a0", "policy"))
+    train(world, "a0", 1)
+    world.run()
+    move(world, "a0", "3")
+    world.run()
+    assert told(world, SealState, policy.key) == ["t0"]
+    (*_, start) = [
+        c for c in world.commands if isinstance(c, StartWpg) and c.deployment == policy.key
+    ]
+    assert (start.node, start.seal_seq) == ("t3", 3)
+    assert [op for _, _, op in world.runs if op.startswith("t.a0.policy")] == [
+        f"t.a0.policy.{seq}" for seq in (1, 2, 3)
+    ]
+
+
+def test_gradients_are_made_again_and_not_sealed() -> None:
+    """A seal would bring them back after a step was refused and had thrown them away."""
+    world = world_of("a0")
+    policy = of(world, deployment("a0", "policy"))
+    world.queue("a0", "policy", 1, "forward_backward")
+    world.run()
+    move(world, "a0", "3")
+    world.run()
+    assert told(world, SealState, policy.key) == []
+    runs = [op for _, _, op in world.runs]
+    assert runs == ["t.a0.policy.1"] * 2
+    world.queue("a0", "policy", 2, "optim_step")
+    world.run()
+    assert world.ranks[policy.key].state == (1, 2)
+
+
+def test_what_runs_ends_and_what_comes_waits_and_is_told_why() -> None:
+    world = world_of("a0")
+    sampler = of(world, deployment("a0", "sampler"))
+    world.queue("a0", "sampler", "rone", "generate")
+    run_until(world, lambda: bool(sampler.running))
+    move(world, "a0", "3")
+    world.queue("a0", "sampler", "rtwo", "generate")
+    run_until(world, lambda: "rtwo" in sampler.unordered)
+    assert sampler.nodes == ["r0"], "what runs has not ended"
+    assert len(sampler.running) == 1, "it would have run beside the other"
+    state = world.core.state
+    step = Step(state, state.sequence, world.now_s)
+    why = explain.explain(step, sampler, sampler.unordered["rtwo"])
+    assert why.waits_for == ["the move of its deployment to r3"]
+    world.run()
+    assert [op for _, _, op in world.runs] == ["t.a0.sampler.rone", "t.a0.sampler.rtwo"]
+    assert sampler.nodes == ["r3"]
+
+
+def test_old_node_keeps_the_seal_until_there_is_one_where_it_is_now() -> None:
+    world = world_of("a01")
+    train(world, "a01", 1)
+    world.run()
+    policy = of(world, POLICY)
+    move(world, "a01", "23")
+    world.run()
+    assert policy.left == ["t0", "t1"]
+    world.kill(POLICY)
+    world.run()
+    assert policy.state is WpgState.READY, "it is rebuilt from it once more"
+    train(world, "a01", 1, first=2)
+    world.run()
+    move(world, "a01", "40")
+    world.run()
+    stops = [c for c in world.commands if isinstance(c, StopWpg) and c.forget]
+    assert [c.node for c in stops if c.deployment == POLICY] == ["t0", "t1"]
+    assert (policy.nodes, policy.left) == (["t4", "t0"], ["t2", "t3"])
+    assert policy.state is WpgState.READY
+    assert world.core.state.stopping == {}
+    world.feed(JobFinished(JobKey(TENANT, "a01"), "end"))
+    world.run()
+    assert world.core.state.stopping == {}
+    assert world.seals.get(POLICY, {}) == {}
+    replays(world)
+
+
+def test_seal_that_fails_does_not_keep_it() -> None:
+    world = world_of("a0")
+    policy = of(world, deployment("a0", "policy"))
+    train(world, "a0", 1)
+    world.run()
+    move(world, "a0", "3")
+    assert policy.sealing == 3
+    world.drop(lambda event: isinstance(event, SealCommitted))
+    world.feed(SealFailed(policy.key, 3, NodeId("t0"), ErrorInfo(Code.INTERNAL, "torn")))
+    world.run()
+    assert policy.nodes == ["t3"]
+    assert told(world, SealState, policy.key) == ["t0"], "once is enough"
+    assert world.ranks[policy.key].state == undisturbed("a0", 1).ranks[policy.key].state
+
+
+def test_node_that_is_down_is_waited_for_and_meanwhile_nothing_is_lost() -> None:
+    world = world_of("a0")
+    policy = of(world, deployment("a0", "policy"))
+    train(world, "a0", 2)
+    run_until(world, lambda: "t.a0.policy.2" in world.done)
+    move(world, "a0", "3")
+    world.lose_node("t3")
+    world.feed(NodeLost(NodeId("t3"), 1, "its lease ran out"))
+    world.run()
+    assert policy.moving is not None
+    assert len(world.done) < 10
+    world.bring_back("t3")
+    world.run()
+    assert policy.nodes == ["t3"]
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == undisturbed("a0", 2).states()
+    replays(world)
+
+
+def test_job_that_ends_on_the_way_is_forgotten_wherever_it_was() -> None:
+    for seconds in (0.0, 0.05, 0.3, 0.6, 2.0):
+        world = world_of("a01")
+        train(world, "a01", 1)
+        world.run()
+        move(world, "a01", "23")
+        advance(world, seconds)
+        world.feed(JobFinished(JobKey(TENANT, "a01"), "end"))
+        world.run()
+        assert world.core.state.stopping == {}
+        assert world.core.state.moving == []
+        assert not world.ranks
+        assert world.seals.get(POLICY, {}) == {}
+
+
+# --- Whatever happens -----------------------------------------------------------------------------
+
+JOBS = ("a01", "b12", "c20", "d0", "e210")
+"""Of which any two that share a node could wait for each other."""
+
+DISTURBANCES = ("kill", "refuse", "lose", "move", "none")
+
+
+def disturb(world: World, what: str, chance: random.Random) -> None:
+    alive = sorted(world.ranks, key=str)
+    key = chance.choice(alive) if alive else None
+    if what == "kill" and key is not None:
+        world.kill(key, on=chance.choice(of(world, key).nodes), after_done=chance.random() < 0.5)
+    elif what == "refuse":
+        opening = [of(world, k) for k in alive if of(world, k).is_opening]
+        for d in opening[:1]:
+            node = chance.choice(d.awaited)
+            (*_, command) = [c for c in opens_of(world, d.key) if c.node == node]
+            world.refuse(command)
+    elif what == "lose":
+        name = chance.choice(["t0", "t1", "r0", "r2"])
+        world.lose_node(name)
+        world.bring_back(name)
+    elif what == "move" and "t.d0" in world.core.state.cluster.placed:
+        here = of(world, deployment("d0", "policy"))
+        if here.moving is None:
+            move(world, "d0", "4" if here.nodes == ["t3"] else "3")
+
+
+def play(seed: int, events: list[tuple[str, float]]) -> World:
+    world = world_of(*JOBS, seed=seed, seal_every=3)
+    for job in JOBS:
+        train(world, job, 2)
+    chance = random.Random(seed)
+    for what, seconds in events:
+        advance(world, seconds)
+        disturb(world, what, chance)
+    world.run()
+    return world
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    events=st.lists(st.tuples(st.sampled_from(DISTURBANCES), st.floats(0.0, 1.0)), max_size=8),
+)
+@example(seed=0, events=[("move", 0.0), ("refuse", 0.0)])
+def test_nothing_deadlocks_and_nothing_is_lost_whatever_happens(
+    seed: int, events: list[tuple[str, float]]
+) -> None:
+    """`validate` runs after each step, and the world asserts what nodes would: permits alone on
+    their devices and open everywhere, no life before the death of the last is confirmed."""
+    world = play(seed, events)
+    assert len(world.done) == 10 * len(JOBS)
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert world.states() == play(seed, []).states()
+    state = world.core.state
+    assert not any(node.claims for node in state.nodes.values())
+    assert not any(d.running for node in state.nodes.values() for d in node.devices)
+    assert state.moving == []
+    replays(world)
