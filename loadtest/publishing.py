@@ -19,8 +19,12 @@ from loadtest.load import LoadReport
 from loadtest.machine import Machine
 from loadtest.peering import PeerReport
 from loadtest.records import Records
+from phaseloom.simulator.scenarios import SCENARIOS
+from phaseloom.simulator.scenarios.report import markdown, read
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+SIMULATED = Path("measured/simulated")
+SIMULATIONS_PAGE = "scheduling.md"
 _MEGABYTE = 2**20
 
 
@@ -36,9 +40,28 @@ def publish(runs: Path, docs: Path = DOCS) -> list[Path]:
         text = (docs / page).read_text()
         (docs / page).write_text(replaced(text, name, table(report)))
         written += [target, docs / page]
+    written += publish_simulations(runs.parent / "simulate", docs)
     if (runs / "load.png").exists():
         shutil.copyfile(runs / "load.png", docs / "images" / "load.png")
         written.append(docs / "images" / "load.png")
+    return written
+
+
+def publish_simulations(runs: Path, docs: Path) -> list[Path]:
+    """Take over every scenario's report and picture; returns the files written."""
+    written = []
+    for name in SCENARIOS:
+        source = runs / f"{name}.json"
+        if not source.exists():
+            continue
+        folder = docs / SIMULATED
+        folder.mkdir(parents=True, exist_ok=True)
+        page = docs / SIMULATIONS_PAGE
+        page.write_text(replaced(page.read_text(), name, markdown(read(source))))
+        for suffix in (".json", ".png"):
+            shutil.copyfile(source.with_suffix(suffix), folder / f"{name}{suffix}")
+            written.append(folder / f"{name}{suffix}")
+        written.append(page)
     return written
 
 
@@ -136,5 +159,6 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "load": ("load.json", "performance.md", LoadReport, load_table),
     "peers": ("peers.json", "performance.md", PeerReport, peers_table),
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
+    "state": ("state.json", "state.md", Records, bench_table),
 }
 """Name in docs/measured and of the markers → file in the runs, page, type, table."""

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from phaseloom.cli.jobs import cancel, drain, explain, jobs
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.client import DeploymentSpec, ModelSpec
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.client import Cycle, DeploymentSpec, ModelSpec, Segment
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.messages import After, Operation, PublishWeights
 from tests.support.jobs import Wire, tenant
 
@@ -39,6 +39,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             listed = await asyncio.to_thread(shown, jobs, run=run)
             assert "demo.mine" in listed
             assert "train-0" in listed
+            assert "g1" in listed, "where it is"
             async with Wire.connected(mesh) as wire:
                 waiting = Operation("w", job.session, PublishWeights(), [After("policy", 9)])
                 await wire.send("mine.policy.11", waiting)
@@ -62,6 +63,25 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                     await asyncio.to_thread(shown, call, "demo.nobody", run=run)
                 with pytest.raises(CallerError, match="is not <tenant>"):
                     call("nobody", run=run)
+
+
+async def test_job_that_may_not_wait_is_refused_and_a_place_is_told_in_words(
+    tmp_path: Path,
+) -> None:
+    async with Mesh(MeshConfig(placement="isolated"), tmp_path) as mesh:
+        await mesh.ready()
+        async with tenant(mesh) as connection:
+            spec = DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
+            cycle = Cycle(10.0, [Segment("train", 0.0, 5.0)])
+            first = await connection.submit_job("first", [spec], slo=1.5, cycle=cycle)
+            placement = (await first.status()).placement
+            assert placement.startswith("group g1, train: train-0, alone")
+            with pytest.raises(ResourceError, match=r"it may not wait: .* 0 are free") as caught:
+                await connection.submit_job("second", [spec], may_wait=False)
+            assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+            with pytest.raises(CallerError) as wrong:
+                await connection.submit_job("third", [spec], cycle=Cycle(1.0, cycle.segments))
+            assert wrong.value.info.field == "spec.cycle.segments[0].offset_s"
 
 
 def explain_until_known(run: Path, key: str) -> str:

@@ -12,11 +12,39 @@ from pathlib import Path
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.messages import NodeUp, SealCommitted
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common import streams
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
+from phaseloom.common.ids import NodeId
+from phaseloom.common.messages import (
+    After,
+    Args,
+    Attached,
+    Command,
+    Explanation,
+    Generate,
+    JobRequest,
+    JobSpec,
+    JobStatus,
+    NodeUp,
+    Operation,
+    OperationRequest,
+    Outcome,
+    Permits,
+    Prompt,
+    PublishWeights,
+    SamplingParams,
+    SaveState,
+    SaveStateResult,
+    SealCommitted,
+    SubmitJob,
+    SyncWeights,
+)
 from tests.support.jobs import (
     TASKS,
     Log,
+    Wire,
     kill_rank,
     oracle,
     policy_seq,
@@ -25,6 +53,7 @@ from tests.support.jobs import (
     short,
     tenant,
 )
+from tests.support.node import STEP, VOCAB, lesson, policy_spec, sampler_spec
 from tests.support.processes import until_gone
 
 STEPS = 6
@@ -136,3 +165,95 @@ async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir
         assert (await synced).digest == digest
         await sampler.generate([client.Prompt([1])], client.SamplingParams(1))
         assert log.failures() == []
+
+
+LONG = 33
+"""Of the sampler's operations: it runs until it is cancelled, and those behind it wait."""
+LAST = 65
+FOR_EVER = 60_000
+TINY = [policy_spec(), sampler_spec(positions=FOR_EVER + 10)]
+
+
+async def send_batch(wire: Wire, log: Log, job: str) -> None:
+    """Updates of a policy, and 64 reading operations that may all begin at once."""
+    await wire.call("job.submit", SubmitJob(job, JobSpec(deployments=TINY)), JobStatus)
+    session = (await wire.call("session.attach", JobRequest(job), Attached)).session
+
+    async def send(deployment: str, seq: int, args: Args, *after: After) -> None:
+        operation = Operation(f"{deployment}{seq}", session, args, after=list(after))
+        assert "error" not in await wire.send(f"{job}.{deployment}.{seq}", operation)
+
+    async with asyncio.TaskGroup() as group:
+        for seq in range(2, LAST + 1):
+            sampling = SamplingParams(FOR_EVER if seq == LONG else 4, ignore_eos=True)
+            generate = Generate([Prompt([seq % VOCAB, 2, 3], seed=seq)], sampling)
+            group.create_task(send("sampler", seq, generate))
+    await send("sampler", 1, SyncWeights("policy", 3), After("policy", 3))
+    for seq in range(1, LAST + 1):
+        await log.until_queued(f"{job}.sampler.{seq}")
+    training: list[Args] = [lesson(), STEP, PublishWeights(), lesson(1), STEP, SaveState("last")]
+    for seq, args in enumerate(training, 1):
+        await send("policy", seq, args, *([After("sampler", LAST)] if seq > 3 else []))
+
+
+async def half_done(mesh: Mesh, log: Log, job: str) -> None:
+    """Returns when half of the batch has ended, and the rest is in the hands of the node."""
+    await log.until_finished(f"{job}.sampler.{LONG - 1}")
+    bus = await Bus.open(mesh.credentials.bus, "test")
+    try:
+        subject = streams.permit_subject(NodeId("rollout-0"))
+        permits = await bus.get_stored(streams.PERMITS, subject)
+        assert permits is not None
+        command = decode(permits.payload, Command)
+        assert isinstance(command, Permits)
+        assert [permit.operation.seq for permit in command.permits] == [*range(2, LAST + 1)]
+    finally:
+        await bus.close()
+
+
+async def end_batch(wire: Wire, job: str) -> list[tuple[Outcome, object]]:
+    """Its outcomes, once the long one is cancelled; the policy's last one has its weights."""
+    request = OperationRequest(job, "sampler", str(LONG))
+    await wire.call("operation.cancel", request, Explanation)
+    names = [f"sampler.{seq}" for seq in range(1, LAST + 1)] + [f"policy.{s}" for s in range(1, 7)]
+    done = [await wire.outcome(f"{job}.{name}") for name in names]
+    return [(one.outcome, _without_path(one.result)) for one in done]
+
+
+def _without_path(result: object) -> object:
+    return result.weights_sha256 if isinstance(result, SaveStateResult) else result
+
+
+async def test_each_operation_of_a_batch_counts_once_whoever_is_killed_in_its_middle(
+    short_dir: Path,
+) -> None:
+    nodes = [
+        NodeConfig("rollout-0", "rollout", [64 * 2**20]),
+        NodeConfig("train-0", "train", [16 * 2**20]),
+    ]
+    async with (
+        running_mesh(MeshConfig(nodes=nodes), short_dir) as (mesh, log),
+        Wire.connected(mesh) as wire,
+    ):
+        await send_batch(wire, log, "calm")
+        await half_done(mesh, log, "calm")
+        expected = await end_batch(wire, "calm")
+        assert [outcome for outcome, _ in expected].count(Outcome.COMPLETED) == len(expected) - 1
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send_batch(wire, log, "rank"))
+            await log.until_queued("rank.sampler.9")
+            mesh.kill("router-0")
+        await half_done(mesh, log, "rank")
+        kill_rank(mesh, "rank.sampler")
+        assert await end_batch(wire, "rank") == expected
+
+        await send_batch(wire, log, "agent")
+        await half_done(mesh, log, "agent")
+        mesh.kill("worker-rollout-0")
+        assert await end_batch(wire, "agent") == expected
+
+        for job in ("calm", "rank", "agent"):
+            await log.until_finished(f"{job}.policy.6")
+            ended = log.finished(f"{job}.sampler")
+            assert sorted(ended) == [*range(1, LAST + 1)], "not once each"

@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load_file
 
+from phaseloom.common import streams
 from phaseloom.common.arrays import float32s, int32s
+from phaseloom.common.codec import decode
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import (
@@ -29,6 +31,7 @@ from phaseloom.common.messages import (
     GenerateResult,
     Layout,
     LoadState,
+    Notice,
     OptimStep,
     OptimStepResult,
     Outcome,
@@ -134,6 +137,24 @@ async def test_version_of_two_ranks_is_whole_and_comes_to_one_and_to_two(node: T
         synced = await node.run(sampler, 1, SyncWeights("policy", 3))
         assert synced.result == SyncWeightsResult(3, published.result.digest)
         assert (await saved(node, sampler, "got"))[0] == sha
+
+
+async def test_sync_that_changed_nothing_is_told(node: TestNode) -> None:
+    """A policy that no longer learns looks like one that does, from the sampler's side."""
+    policy, _ = await node.start_wpg(policy_spec(), devices=[0])
+    sampler, _ = await node.start_wpg(sampler_spec(), devices=[1])
+    notices = await node.bus.client.subscribe(streams.event_subject("worker"))
+    await node.bus.client.flush()
+    for seq in (1, 2):
+        await node.run(policy, seq, PublishWeights(), seq - 1)
+        await node.run(sampler, seq, SyncWeights("policy", seq), seq - 1)
+    notice = decode((await notices.next_msg(10)).data, Notice)
+    assert notice == Notice(
+        "worker",
+        "sync changed nothing",
+        "version 2 has the weights of version 1",
+        f"{sampler}.2",
+    )
 
 
 def sampler_spec_of_two() -> DeploymentSpec:

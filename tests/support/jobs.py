@@ -31,6 +31,7 @@ from phaseloom.common.messages import (
     Operation,
     OperationFinished,
     Outcome,
+    QueuedOperation,
     ResultReply,
     ResultRequest,
     WpgStarted,
@@ -150,6 +151,17 @@ class Log:
         """Until an operation (`<job>.<deployment>.<seq>`) has run and has its outcome."""
         key = f"{TENANT}.{operation}"
         await self.until(lambda e: isinstance(e, OperationFinished) and str(e.key) == key)
+
+    async def until_queued(self, operation: str) -> None:
+        """Until an operation (`<job>.<deployment>.<seq>`) has its place in the order."""
+        key = f"{TENANT}.{operation}"
+        await self.until(lambda e: isinstance(e, QueuedOperation) and str(e.key) == key)
+
+    def finished(self, deployment: str) -> list[int]:
+        """The seqs of a deployment's operations in the order of their ends, replays left out."""
+        ends = [e for e in self.events if isinstance(e, OperationFinished) and not e.replay]
+        key = f"{TENANT}.{deployment}"
+        return [e.key.seq or 0 for e in ends if str(e.key.deployment_key) == key]
 
     def starts(self, deployment: str) -> list[WpgStarted]:
         """The lives of a deployment (`<job>.<name>`), in order."""

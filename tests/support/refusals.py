@@ -53,6 +53,7 @@ AREAS = {
     "libs/client": "Controllers (client library)",
     "libs/common": "Messages, names, configuration, connections (all services)",
     "libs/cli": "Running a mesh (command line)",
+    "libs/simulator": "Simulation (simulator)",
     "services/profiler": "Profiles (profiler)",
     "services/statemgr": "State (state manager)",
 }

@@ -38,6 +38,8 @@ class Daemon:
     directory: Path
     environment: dict[str, str]
     tasks: asyncio.TaskGroup
+    launcher: tuple[str, ...] = ()
+    """Command that runs the process's."""
     process: asyncio.subprocess.Process = field(init=False)
     agent: AgentStateClient = field(init=False)
     ranks: list[RankStateClient] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Daemon:
     async def launch(self) -> None:
         """Start the process; returns when it serves."""
         process = await asyncio.create_subprocess_exec(
+            *self.launcher,
             sys.executable,
             "-m",
             "phaseloom.statemgr.main",
@@ -99,6 +102,7 @@ async def daemon(
     devices: list[int] | None = None,
     host_bytes: int = 256 * MiB,
     reconnect_s: float = 30.0,
+    launcher: tuple[str, ...] = (),
     **extra: str,
 ) -> AsyncIterator[Daemon]:
     """A running state manager; at the end its books must agree and it must stop cleanly."""
@@ -117,7 +121,7 @@ async def daemon(
         for name, value in settings.items()
     }
     async with asyncio.TaskGroup() as tasks:
-        running = Daemon(directory, environment, tasks)
+        running = Daemon(directory, environment, tasks, launcher)
         await running.launch()
         running.agent = await AgentStateClient.connect(
             running.socket, SECRET, reconnect_s=reconnect_s

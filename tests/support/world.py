@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -22,6 +23,8 @@ from phaseloom.common.messages import (
     ActivationRefused,
     After,
     CancelOperation,
+    CancelRequested,
+    CloseActivation,
     Command,
     DeploymentSpec,
     DeviceSpec,
@@ -49,7 +52,7 @@ from phaseloom.common.messages import (
     WpgLost,
     WpgStarted,
 )
-from phaseloom.scheduler.core import outputs
+from phaseloom.scheduler.core import outputs, repack
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Output
 from phaseloom.scheduler.core.validate import validate
@@ -85,10 +88,17 @@ class Ranks:
     state: State
     applied: int
     node: NodeId
-    devices: list[int]
-    epoch: int = 0
+    """The leader's."""
+    devices: dict[NodeId, list[int]] = field(default_factory=dict)
+    epochs: dict[NodeId, int] = field(default_factory=dict)
+    opened: dict[NodeId, int] = field(default_factory=dict)
+    """Epochs that nodes have said are open."""
     running: dict[str, str] = field(default_factory=dict)
     """Operation → kind."""
+
+    @property
+    def places(self) -> set[tuple[NodeId, int]]:
+        return {(node, index) for node, indices in self.devices.items() for index in indices}
 
 
 @dataclass
@@ -103,7 +113,13 @@ class World:
     done: dict[str, Outcome] = field(default_factory=dict)
     payloads: dict[str, QueuedOperation] = field(default_factory=dict)
     ranks: dict[DeploymentKey, Ranks] = field(default_factory=dict)
+    alive: dict[tuple[DeploymentKey, NodeId], int] = field(default_factory=dict)
+    """Incarnation of which a node has ranks that it has not told are dead."""
+    homes: dict[DeploymentKey, list[NodeId]] = field(default_factory=dict)
+    """Nodes of the last life."""
     seals: dict[DeploymentKey, dict[int, State]] = field(default_factory=dict)
+    parts: dict[tuple[DeploymentKey, int], set[NodeId]] = field(default_factory=dict)
+    """Of each seal: the nodes that have written theirs."""
     versions: dict[VersionKey, State] = field(default_factory=dict)
     """In the memory of the policies' node, or on its disk."""
     durable_versions: set[VersionKey] = field(default_factory=set)
@@ -111,6 +127,8 @@ class World:
     """Whose state is where, as the state managers have it."""
     num_devices: int = 1
     """Of each node."""
+    replan_s: float | None = None
+    """How long it takes to compute what is worth moving; None: it is never answered."""
     was_refused: bool = False
     """An activation was: what it should have displaced may be on its devices, or not."""
     checkpoints: dict[tuple[DeploymentKey, str], State] = field(default_factory=dict)
@@ -121,8 +139,10 @@ class World:
     runs: list[tuple[float, float, str]] = field(default_factory=list)
     """(start, end, operation) as executed."""
     commands: list[Command] = field(default_factory=list)
-    revision: int = 1
-    """Of the train node's lease."""
+    node_names: dict[str, str] = field(default_factory=lambda: {"r0": "rollout", "t0": "train"})
+    """Nodes that are up from the start, and their pools."""
+    revisions: dict[str, int] = field(default_factory=dict)
+    """Of the nodes' leases."""
     _pending: list[tuple[float, int, Event]] = field(default_factory=list)
     kinds: dict[tuple[DeploymentKey, object], str] = field(default_factory=dict)
     """Of every operation that was queued, by its slot."""
@@ -131,8 +151,8 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.later(0, SchedulerConfigured(self.config))
-        for name, pool in (("r0", "rollout"), ("t0", "train")):
-            self.later(0, node_up(name, pool, num_devices=self.num_devices))
+        for name in self.node_names:
+            self.later(0, self._node_up(name))
 
     # --- driving --------------------------------------------------------------------------------
 
@@ -151,6 +171,12 @@ class World:
             self.feed(event)
         assert steps > 0, "the world does not come to rest"
 
+    @property
+    def next_s(self) -> float:
+        """When the next event is due."""
+        assert self._pending, "nothing is pending"
+        return self._pending[0][0]
+
     def _is_stillborn(self, event: Event) -> bool:
         """What a process that has died meanwhile would have said."""
         if isinstance(event, OperationFinished) and event.incarnation == 0:
@@ -165,6 +191,10 @@ class World:
         self.log.append((self.now_s, event))
         if isinstance(event, OperationFinished) and event.incarnation:
             self._effect(event)
+        if isinstance(event, WpgLost):
+            self._bury(event.deployment, event.incarnation, event.node)
+        if isinstance(event, ActivationOpened) and event.deployment in self.ranks:
+            self.ranks[event.deployment].opened[event.node] = event.epoch
         made = self.core.step(len(self.log), self.now_s, event)
         validate(self.core.state)
         self.outputs.append(made)
@@ -188,6 +218,8 @@ class World:
                 error = None if outcome is Outcome.COMPLETED else completion.error
                 settled = OperationFinished(key, kind, outcome, 0, 0, self.now_s, 0.0, error=error)
                 self.later(0.01, settled)
+            case outputs.ComputeReplan() if self.replan_s is not None:
+                self.later(self.replan_s, repack.compute(output))
             case outputs.DeleteOperations(keys):
                 for key in keys:
                     self.payloads.pop(str(key), None)
@@ -197,39 +229,15 @@ class World:
     def _obey(self, command: Command) -> None:
         match command:
             case StartWpg():
-                seals = self.seals.get(command.deployment, {})
-                state = seals.get(command.seal_seq, ())
-                applied = command.seal_seq or command.applied
-                if command.seal_seq:
-                    assert command.seal_seq in seals, "started from a seal that was never taken"
-                elif command.checkpoint:
-                    state = self.checkpoints[command.deployment, command.checkpoint]
-                self.ranks[command.deployment] = Ranks(
-                    command.incarnation, state, applied, command.node, command.devices
-                )
-                started = WpgStarted(
-                    command.deployment,
-                    command.incarnation,
-                    command.node,
-                    STATE_BYTES,
-                    applied,
-                )
-                self.later(0.5, started)
+                self._start(command)
             case OpenActivation():
                 self._open(command)
             case Permit():
                 self._permit(command)
             case SealState():
-                ranks = self.ranks[command.deployment]
-                assert ranks.applied == command.seq, "sealed at another seq than the state's"
-                self.seals.setdefault(command.deployment, {})[command.seq] = ranks.state
-                self.durable_versions |= {
-                    VersionKey(command.deployment, seq) for seq in command.versions
-                }
-                sealed = SealCommitted(
-                    command.deployment, command.seq, command.node, command.versions
-                )
-                self.later(self.random.uniform(0.01, 0.2), sealed)
+                self._seal(command)
+            case CloseActivation():
+                self._take_off(command.deployment, command.node)
             case CancelOperation():
                 self._cancel(command)
             case ReleaseVersions():
@@ -237,27 +245,78 @@ class World:
                     self.versions.pop(version, None)
                     self.durable_versions.discard(version)
             case StopWpg():
-                self._die(command.deployment)
+                ranks = self.ranks.get(command.deployment)
+                if ranks is not None and command.node in ranks.devices:
+                    self._die(command.deployment)
                 if command.forget:
-                    self._forget(command.deployment)
+                    self._forget(command.deployment, command.node)
                 self.later(0.05, lost(command.deployment, command.incarnation, command.node))
             case _:
                 pass
 
+    def _start(self, command: StartWpg) -> None:
+        key = command.deployment
+        seals = self.seals.get(key, {})
+        state = seals.get(command.seal_seq, ())
+        applied = command.seal_seq or command.applied
+        if command.seal_seq:
+            assert command.seal_seq in seals, "started from a seal that was never taken"
+        elif command.checkpoint:
+            state = self.checkpoints[key, command.checkpoint]
+        nodes = command.nodes or [command.node]
+        for (other, node), incarnation in self.alive.items():
+            # A node by itself does one thing after the other.
+            is_dead = other != key or node == command.node or incarnation == command.incarnation
+            assert is_dead, f"{key}: started while {incarnation} lives on {node}"
+        self.alive[key, command.node] = command.incarnation
+        ranks = self.ranks.get(key)
+        if ranks is None or ranks.incarnation != command.incarnation:
+            assert command.node == nodes[0], "started by another than the leader's node"
+            if self.homes.setdefault(key, nodes) != nodes:
+                self._leave(key)
+                self.homes[key] = nodes
+            ranks = self.ranks[key] = Ranks(command.incarnation, state, applied, command.node)
+        assert command.rank_offset == sum(len(indices) for indices in ranks.devices.values())
+        ranks.devices[command.node] = command.devices
+        started = WpgStarted(key, command.incarnation, command.node, STATE_BYTES, applied)
+        jitter_s = self.random.uniform(0.0, 0.5) if command.nodes else 0.0
+        self.later(0.5 + jitter_s, started)
+
+    def _leave(self, key: DeploymentKey) -> None:
+        """Versions in the memory of the nodes that it was on are not on those where it goes."""
+        for version in [v for v in self.versions if v.policy == key]:
+            if version not in self.durable_versions:
+                del self.versions[version]
+
+    def _seal(self, command: SealState) -> None:
+        key = command.deployment
+        ranks = self.ranks[key]
+        assert ranks.applied == command.seq, "sealed at another seq than the state's"
+        parts = self.parts.setdefault((key, command.seq), set())
+        parts.add(command.node)
+        if parts >= set(ranks.devices):
+            self.seals.setdefault(key, {})[command.seq] = ranks.state
+            self.durable_versions |= {VersionKey(key, seq) for seq in command.versions}
+        sealed = SealCommitted(key, command.seq, command.node, command.versions)
+        self.later(self.random.uniform(0.01, 0.2), sealed)
+
     def _open(self, command: OpenActivation) -> None:
         ranks = self.ranks[command.deployment]
         assert ranks.incarnation == command.incarnation
-        assert command.epoch > ranks.epoch, "an epoch that is not newer"
-        ranks.epoch = command.epoch
+        epoch = ranks.epochs.get(command.node, 0)
+        assert command.epoch > epoch, "an epoch that is not newer"
+        ranks.epochs[command.node] = command.epoch
         for key in command.displaces:
-            is_there = any(key in here for here in self.on_device.values())
+            on_node = [on for (node, _), on in self.on_device.items() if node == command.node]
+            is_there = any(key in on for on in on_node)
             assert is_there or self.was_refused, f"{key} displaced, and is on no device"
-            self._take_off(key)
-        for device in ranks.devices:
+            self._take_off(key, command.node)
+        for device in ranks.devices[command.node]:
             here = self.on_device.setdefault((command.node, device), set())
             here.add(command.deployment)
             memory_bytes = self.core.state.nodes[command.node].devices[device].memory_bytes
-            assert len(here) * STATE_BYTES <= memory_bytes, f"I3: {here} on device {device}"
+            used_bytes = len(here) * STATE_BYTES
+            assert used_bytes <= memory_bytes, f"I3: {here} on device {device}"
         opened = ActivationOpened(
             deployment=command.deployment,
             epoch=command.epoch,
@@ -269,11 +328,13 @@ class World:
             bytes_in=1,
             early=command.early,
         )
-        self.later(0.02, opened)
+        self.later(0.02 if len(ranks.devices) == 1 else self.random.uniform(0.01, 0.2), opened)
 
-    def _take_off(self, key: DeploymentKey) -> None:
-        for here in self.on_device.values():
-            here.discard(key)
+    def _take_off(self, key: DeploymentKey, on: NodeId | None = None) -> None:
+        """Args: on: this node only."""
+        for (node, _), here in self.on_device.items():
+            if on in (None, node):
+                here.discard(key)
 
     def _check_alone(self, key: OperationKey, kind: str) -> None:
         """Mutating operations run alone, and one deployment at a time uses a device."""
@@ -282,12 +343,10 @@ class World:
         is_alone = not others if kind in MUTATING_KINDS else not others & MUTATING_KINDS
         assert is_alone, f"I1 {key}: permitted beside {ranks.running}"
         assert len(ranks.running) < self.config.max_reading
-        for device in ranks.devices:
-            here = self.on_device[ranks.node, device]
-            assert key.deployment_key in here, f"{key}: its state is not on device {device}"
+        for place in ranks.places:
+            assert key.deployment_key in self.on_device[place], f"{key}: it is not on {place}"
         for name, other in self.ranks.items():
-            shares = other.node == ranks.node and set(other.devices) & set(ranks.devices)
-            if name != key.deployment_key and shares:
+            if name != key.deployment_key and other.places & ranks.places:
                 assert not other.running, f"I3 {key}: permitted beside {other.running}"
 
     def _permit(self, command: Permit) -> None:
@@ -295,7 +354,11 @@ class World:
         ranks = self.ranks[key.deployment_key]
         self._check_alone(key, command.kind)
         assert command.incarnation == ranks.incarnation
-        assert command.epoch == ranks.epoch, f"{key}: permitted in epoch {command.epoch}"
+        assert command.node == ranks.node, f"{key}: permitted elsewhere than at its leader"
+        for node in ranks.devices:
+            assert command.epoch == ranks.epochs[node], f"{key}: permitted in another epoch"
+            is_ready = len(ranks.devices) == 1 or ranks.opened.get(node) == command.epoch
+            assert is_ready, f"{key}: permitted before it was open on {node}"
         assert str(key) in self.payloads, f"{key}: its payload is gone"
         if command.kind in MUTATING_KINDS:
             assert command.prev == ranks.applied, f"{key}: prev {command.prev}"
@@ -365,24 +428,40 @@ class World:
 
     # --- disturbing -----------------------------------------------------------------------------
 
-    def kill(self, key: DeploymentKey, *, after_done: bool = False) -> None:
-        """kill -9 of the ranks; with `after_done`, just after DONE was stored, before its word."""
+    def kill(
+        self, key: DeploymentKey, *, after_done: bool = False, on: NodeId | None = None
+    ) -> None:
+        """kill -9 of the ranks; with `after_done`, just after DONE was stored, before its word.
+
+        Args: on: the node that they are killed on, of several.
+        """
         ranks = self._die(key)
         if ranks is None:
             return
         for operation in list(ranks.running)[:1]:
             if after_done:
                 self.done.setdefault(operation, Outcome.COMPLETED)
-        self.feed(lost(key, ranks.incarnation, ranks.node))
+        self.feed(lost(key, ranks.incarnation, on or ranks.node))
 
-    def _forget(self, key: DeploymentKey) -> None:
-        """Its node drops all that it has of it, in memory and on disk."""
-        if key in self.ranks:
+    def _forget(self, key: DeploymentKey, node: NodeId) -> None:
+        """The node drops all that it has of it, in memory and on disk."""
+        ranks = self.ranks.get(key)
+        if ranks is not None and node in ranks.devices:
             return  # of the same name, and newer
+        for (other, seq), nodes in self.parts.items():
+            if other == key and node in nodes:
+                nodes.remove(node)
+                self.seals.get(key, {}).pop(seq, None)
+        if ranks is not None or node not in self.homes.get(key, [node]):
+            return  # it has moved away
         self.seals.pop(key, None)
         for version in [v for v in self.versions if v.policy == key]:
             del self.versions[version]
             self.durable_versions.discard(version)
+
+    def _bury(self, key: DeploymentKey, incarnation: int, node: NodeId) -> None:
+        if self.alive.get((key, node)) == incarnation:
+            del self.alive[key, node]
 
     def _die(self, key: DeploymentKey) -> Ranks | None:
         self._take_off(key)
@@ -407,24 +486,49 @@ class World:
         self.was_refused = True
         key = command.deployment
         self.ranks[key].running.clear()
-        self._take_off(key)
-        is_of_it = [
-            isinstance(event, OperationFinished) and event.key.deployment_key == key
-            for _, _, event in self._pending
-        ]
-        self._pending = [e for e, drop in zip(self._pending, is_of_it, strict=True) if not drop]
-        heapq.heapify(self._pending)
+        self._take_off(key, command.node)
+        self.drop(
+            lambda event: (
+                (isinstance(event, OperationFinished) and event.key.deployment_key == key)
+                or (
+                    isinstance(event, ActivationOpened)
+                    and (event.deployment, event.epoch, event.node)
+                    == (key, command.epoch, command.node)
+                )
+            )
+        )
         error = ErrorInfo(Code.UNAVAILABLE, "rolled back")
         self.feed(ActivationRefused(key, command.epoch, command.node, error))
 
+    def drop(self, is_dropped: Callable[[Event], bool]) -> None:
+        """What would have been said is not."""
+        self._pending = [entry for entry in self._pending if not is_dropped(entry[2])]
+        heapq.heapify(self._pending)
+
     def lose_train_node(self) -> None:
         """kill -9 of its state manager: ranks and memory go, the disk stays; it comes back."""
-        for key in [key for key, ranks in self.ranks.items() if ranks.node == "t0"]:
+        self.lose_node("t0")
+        self.bring_back("t0")
+
+    def lose_node(self, name: str) -> None:
+        """What is on its disk comes back with it, if it does."""
+        node = NodeId(name)
+        for key in [key for key, ranks in self.ranks.items() if node in ranks.devices]:
             self._die(key)
-        self.versions = {v: s for v, s in self.versions.items() if v in self.durable_versions}
-        self.revision += 1
-        up = node_up("t0", "train", revision=self.revision, num_devices=self.num_devices)
-        self.feed(up)
+        for key, home in [place for place in self.alive if place[1] == node]:
+            del self.alive[key, home]
+        for version in [v for v in self.versions if node in self.homes.get(v.policy, [])]:
+            if version not in self.durable_versions:
+                del self.versions[version]
+
+    def bring_back(self, name: str) -> None:
+        self.revisions[name] = self.revisions.get(name, 1) + 1
+        self.feed(self._node_up(name))
+
+    def _node_up(self, name: str) -> NodeUp:
+        revision = self.revisions.setdefault(name, 1)
+        pool = self.node_names[name]
+        return node_up(name, pool, revision=revision, num_devices=self.num_devices)
 
     # --- what controllers do --------------------------------------------------------------------
 
@@ -461,14 +565,26 @@ class World:
         self.later(0, event)
         return event
 
+    def cancel(self, job: str, name: str, slot: int | str) -> None:
+        key = OperationKey(TENANT, job, name, str(slot))
+        self.feed(CancelRequested(key, f"cancel-{key}"))
+
     def states(self) -> dict[DeploymentKey, State]:
         return {key: ranks.state for key, ranks in self.ranks.items()}
 
 
-def spec(name: str, pool: str, *, trainable: bool = False, num_ranks: int = 1) -> DeploymentSpec:
-    backend = "fsdp" if trainable else "sampler"
-    layout = Layout(dp=num_ranks)
-    return DeploymentSpec(name, pool, backend, ModelSpec({}), trainable=trainable, layout=layout)
+def spec(
+    name: str, pool: str, *, trainable: bool = False, num_ranks: int = 1, num_nodes: int = 1
+) -> DeploymentSpec:
+    return DeploymentSpec(
+        name,
+        pool,
+        "fsdp" if trainable else "sampler",
+        ModelSpec({}),
+        trainable=trainable,
+        layout=Layout(dp=num_ranks),
+        num_nodes=num_nodes,
+    )
 
 
 def node_up(
@@ -481,7 +597,9 @@ def node_up(
     num_devices: int = 1,
 ) -> NodeUp:
     devices = [DeviceSpec(memory_bytes)] * num_devices
-    return NodeUp(NodeId(name), pool, devices, 1000, revision, f"{name}:1", residency)
+    return NodeUp(
+        NodeId(name), pool, devices, 1000, revision, f"{name}:1", residency, can_move=True
+    )
 
 
 def lost(key: DeploymentKey, incarnation: int, node: NodeId) -> WpgLost:

@@ -110,6 +110,15 @@ def test_client_imports_common_and_itself_only() -> None:
                 assert not is_under(module, f"phaseloom.{service}"), (file, module)
 
 
+def test_simulator_imports_the_schedulers_core_only() -> None:
+    """It is a second shell of that core: of no service does it take anything else."""
+    allowed = ("phaseloom.common", "phaseloom.simulator", "phaseloom.scheduler.core")
+    for file in sources("libs", "simulator"):
+        for module in imports_of(file):
+            is_ours = is_under(module, "phaseloom") and module != "phaseloom"
+            assert not is_ours or any(is_under(module, name) for name in allowed), (file, module)
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_core_is_pure(service: str) -> None:
     """No clock, log, randomness, environment or I/O: the same input gives the same output."""
@@ -122,8 +131,8 @@ def test_core_is_pure(service: str) -> None:
 @pytest.mark.parametrize(
     ("package", "registered", "shared"),
     [
-        (ordering, ordering.POLICIES, {"candidate"}),
-        (placement, placement.POLICIES, {"view", "legacy"}),
+        (ordering, ordering.POLICIES, {"scene", "timeline"}),
+        (placement, placement.POLICIES, {"view"}),
     ],
 )
 def test_every_policy_is_registered(

@@ -10,6 +10,7 @@ from rich.console import Console
 from phaseloom.cli import doctor
 from phaseloom.cli.doctor import Finding, Verdict
 from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.statewire import DiskMethod, DiskPath
 
 BAD = {
     "python": doctor.check_python((3, 10, 4)),
@@ -20,6 +21,7 @@ BAD = {
     "disk": doctor.check_disk(2**20, Path("/")),
     "clock": doctor.check_clock(5),
     "GPU": doctor.check_gpu(2, True, False),
+    "NVMe path": doctor.check_nvme(DiskPath(DiskMethod.BUFFERED, 1, "not supported")),
     "kvikio": doctor.check_kvikio(False, has_gpu=True),
     "server version": doctor.check_server_version("2.9.1"),
     "max_payload": doctor.check_payload(2**20),
@@ -34,6 +36,7 @@ GOOD = {
     "disk": doctor.check_disk(2**40, Path("/")),
     "clock": doctor.check_clock(0),
     "GPU": doctor.check_gpu(2, True, True),
+    "NVMe path": doctor.check_nvme(DiskPath(DiskMethod.DIRECT, 512, "kvikio is not installed")),
     "kvikio": doctor.check_kvikio(True, has_gpu=True),
     "server version": doctor.check_server_version("2.15.1"),
     "max_payload": doctor.check_payload(2**23),
@@ -61,7 +64,7 @@ def test_this_machine_passes(
     monkeypatch.delenv("PHASELOOM_BUS_URL", raising=False)
     assert doctor.doctor(runs=tmp_path / "runs", console=Console(width=200)) == 0
     shown = capsys.readouterr().out
-    for check in ("python", "nats-server", "file descriptors", "direct I/O", "kvikio"):
+    for check in ("python", "nats-server", "file descriptors", "NVMe path", "kvikio"):
         assert check in shown
     assert not list(tmp_path.iterdir())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import (
     ChildSpec,
     Ended,
@@ -49,6 +50,25 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
     for environment in by_name.values():
         assert environment["PHASELOOM_BUS_PASSWORD"] == "word"
         assert environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_policies_are_chosen_by_name() -> None:
+    settings = with_policies(MeshConfig(placement="isolated"), None, "fcfs")
+    assert (settings.placement, settings.ordering) == ("isolated", "fcfs")
+    assert with_policies(settings, "pack", None).placement == "pack"
+
+
+@pytest.mark.parametrize(
+    ("placement", "ordering", "field", "known"),
+    [("packed", None, "placement", "pack"), (None, "first", "ordering", "hrrs")],
+)
+def test_policy_that_there_is_not_is_refused_with_those_that_there_are(
+    placement: str | None, ordering: str | None, field: str, known: str
+) -> None:
+    with pytest.raises(CallerError) as caught:
+        with_policies(MeshConfig(), placement, ordering)
+    assert caught.value.info.field == field
+    assert known in (caught.value.info.remedy or "")
 
 
 def test_metrics_give_each_child_a_port_of_its_own() -> None:

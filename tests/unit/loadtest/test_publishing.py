@@ -8,8 +8,17 @@ import msgspec
 import pytest
 
 from loadtest.machine import describe
-from loadtest.publishing import DOCS, PUBLISHED, publish, replaced
+from loadtest.publishing import (
+    DOCS,
+    PUBLISHED,
+    SIMULATED,
+    SIMULATIONS_PAGE,
+    publish,
+    replaced,
+)
 from loadtest.records import Record, record
+from phaseloom.simulator.scenarios import SCENARIOS
+from phaseloom.simulator.scenarios.report import markdown, read
 
 
 def test_table_takes_the_place_between_its_markers() -> None:
@@ -43,3 +52,11 @@ def test_table_in_the_docs_is_that_of_the_report_beside_it(name: str) -> None:
     report = msgspec.json.decode((DOCS / "measured" / f"{name}.json").read_bytes(), type=kind)
     text = (DOCS / page).read_text()
     assert replaced(text, name, table(report)) == text
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_table_of_a_scenario_in_the_docs_is_that_of_its_report(name: str) -> None:
+    report = read(DOCS / SIMULATED / f"{name}.json")
+    text = (DOCS / SIMULATIONS_PAGE).read_text()
+    assert replaced(text, name, markdown(report)) == text
+    assert (DOCS / SIMULATED / f"{name}.png").exists()

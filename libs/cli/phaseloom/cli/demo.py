@@ -19,6 +19,7 @@ from rich.console import Console
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
+from phaseloom.cli.policies import with_policies
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_events
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
@@ -52,6 +53,8 @@ async def demo(
     seed: int = 0,
     run_dir: Path | None = None,
     jobs: tuple[str, ...] = TASKS,
+    placement: str | None = None,
+    ordering: str | None = None,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -59,17 +62,20 @@ async def demo(
             steps: GRPO steps of each job; None: the example's default.
             run_dir: where to leave the results; None: `runs/<time>`, which becomes `runs/latest`.
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
-    Raises: CallerError: the example or its packages are not there; says what to do.
+            placement: policy: which nodes a job is pinned to, and with whom; None: the default.
+            ordering: policy: which ready operation a device runs next; None: the default.
+    Raises: CallerError: the example or its packages are not there, or a policy; says what to do.
     """
     console = Console(highlight=False)
     check_prerequisites()
+    settings = with_policies(MeshConfig(), placement, ordering)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
     try:
-        alone = await _run_alone(specs, run_dir, console) if baseline else []
-        shared = await _run(specs, run_dir, console, "Both jobs, sharing the devices")
+        alone = await _run_alone(specs, settings, run_dir, console) if baseline else []
+        shared = await _run(specs, settings, run_dir, console, "Both jobs, sharing the devices")
     except* PhaseloomError as failed:
         failures = _leaves(failed)
     if failures:
@@ -105,18 +111,22 @@ def check_prerequisites() -> None:
 
 
 async def _run_alone(
-    specs: Sequence[ControllerSpec], run_dir: Path, console: Console
+    specs: Sequence[ControllerSpec], settings: MeshConfig, run_dir: Path, console: Console
 ) -> list[AloneRun]:
     runs = []
     for spec in specs:
         directory = run_dir / f"alone-{spec.job}"
-        finished = await _run([spec], directory, console, f"{spec.job} alone")
+        finished = await _run([spec], settings, directory, console, f"{spec.job} alone")
         runs.append(AloneRun(finished.results[0], finished.log))
     return runs
 
 
 async def _run(
-    specs: Sequence[ControllerSpec], run_dir: Path, console: Console, title: str
+    specs: Sequence[ControllerSpec],
+    settings: MeshConfig,
+    run_dir: Path,
+    console: Console,
+    title: str,
 ) -> FinishedRun:
     """One mesh, its controllers, and the record of both.
 
@@ -126,7 +136,7 @@ async def _run(
     logs.mkdir(parents=True, exist_ok=True)
     events = run_dir / "events.jsonl"
     with Progress(console, title, [spec.job for spec in specs]) as progress:
-        async with Mesh(MeshConfig(), run_dir) as mesh:
+        async with Mesh(settings, run_dir) as mesh:
             await mesh.ready()
             environment = {
                 "PHASELOOM_URL": mesh.url,

@@ -1,7 +1,7 @@
 """`phaseloom doctor`: can this machine run the mesh, and what to do where it cannot.
 
-Looks and changes nothing (but one probe file in the runs directory, which it removes). A check that
-fails ends the command with exit code 1; a warning does not.
+Looks and changes nothing (but probe files beside the runs directory, which it removes). A check
+that fails ends the command with exit code 1; a warning does not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +33,7 @@ from rich.table import Table
 from phaseloom.common import config, natsserver, streams
 from phaseloom.common.bus import MIN_SERVER_VERSION, BusConfig, connect
 from phaseloom.common.errors import PhaseloomError, ResourceError
+from phaseloom.common.statewire import DiskMethod, DiskPath
 from phaseloom.common.streams import MAX_PAYLOAD_BYTES
 
 T = TypeVar("T")
@@ -43,7 +44,6 @@ _MIN_SHM_BYTES = 64 * 2**20
 _MIN_DISK_BYTES = 2 * 2**30
 _MIN_MEMORY_BYTES = 4 * 2**30
 _MAX_CLOCK_OFFSET_S = 1.0
-_DIRECT_BYTES = 4096
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
@@ -185,7 +185,7 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
 def _disk(runs: Path) -> Iterator[Finding]:
     existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     yield check_disk(shutil.disk_usage(existing).free, existing)
-    yield _direct_io(existing)
+    yield _nvme(existing)
 
 
 def check_disk(free_bytes: int, where: Path) -> Finding:
@@ -196,16 +196,23 @@ def check_disk(free_bytes: int, where: Path) -> Finding:
     return Finding("disk", Verdict.OK, found)
 
 
-def _direct_io(directory: Path) -> Finding:
-    """Whether files there can bypass the page cache, as the NVMe tier does."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as probe:
-            descriptor = os.open(probe.name, os.O_WRONLY | os.O_DIRECT)
-            os.close(descriptor)
-    except OSError as error:
-        remedy = "works without; seals go through the page cache then"
-        return Finding("direct I/O", Verdict.WARNING, error.strerror or str(error), remedy)
-    return Finding("direct I/O", Verdict.OK, f"possible, blocks of {_DIRECT_BYTES} bytes")
+def _nvme(directory: Path) -> Finding:
+    """What the state manager would find there: its own probe, as a process."""
+    command = [sys.executable, "-m", "phaseloom.statemgr.disk.probing", str(directory)]
+    probed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if probed.returncode:
+        remedy = "reinstall phaseloom: its state manager does not run"
+        return Finding("NVMe path", Verdict.FAILED, probed.stderr.strip()[-200:], remedy)
+    return check_nvme(msgspec.json.decode(probed.stdout, type=DiskPath))
+
+
+def check_nvme(path: DiskPath) -> Finding:
+    """Args: path: of seals, weights versions and spilled state."""
+    if path.method is DiskMethod.BUFFERED:
+        remedy = "works without; state goes through the page cache, slower and beside the arena"
+        return Finding("NVMe path", Verdict.WARNING, f"buffered: {path.why}", remedy)
+    found = f"{path.method}, blocks of {path.alignment_bytes} bytes"
+    return Finding("NVMe path", Verdict.OK, f"{found}; {path.why}")
 
 
 def _clock() -> Finding:
@@ -247,7 +254,7 @@ def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
     if is_installed:
         return Finding("kvikio", Verdict.OK, "installed")
     if has_gpu:
-        remedy = "install kvikio: state then moves between NVMe and GPU without a host copy"
+        remedy = "pip install 'phaseloom[gds]': state files then go through NVIDIA's own library"
         return Finding("kvikio", Verdict.WARNING, "not installed", remedy)
     return Finding("kvikio", Verdict.OK, "not installed; only matters with a GPU")
 

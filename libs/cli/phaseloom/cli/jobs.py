@@ -1,5 +1,5 @@
-"""What the mesh knows of a job (`phaseloom jobs`) and of one operation (`phaseloom explain`), and
-ending a job from outside (`phaseloom cancel`, `phaseloom drain`)."""
+"""What the mesh knows of its jobs (`phaseloom jobs`), and of a job or an operation (`phaseloom
+explain`); ending a job from outside (`phaseloom cancel`, `phaseloom drain`)."""
 
 from __future__ import annotations
 
@@ -49,19 +49,24 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
     uvloop.run(_jobs(bus_config(run), profile, console or Console()))
 
 
-def explain(operation: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Say what an operation waits for, its place, its predicted start, and why.
+def explain(what: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Say why a job waits for a place or is where it is, or what an operation waits for.
 
     Parameters
     ----------
-    operation
-        `<tenant>.<job>.<deployment>.<seq>`.
+    what
+        `<tenant>.<job>`, or `<tenant>.<job>.<deployment>.<seq>`: its place in the order, its
+        predicted start, and why.
     run
         As for `phaseloom jobs`.
     """
-    key = parse_operation_key(operation)
-    explanation = uvloop.run(_explain(bus_config(run), key))
-    (console or Console()).print(explained(explanation), soft_wrap=True, markup=False)
+    settings = bus_config(run)
+    if what.count(".") < len(JobKey.__struct_fields__):
+        key = _job_key(what)
+        text = job_explained(key, uvloop.run(_status(settings, key)))
+    else:
+        text = explained(uvloop.run(_explain(settings, parse_operation_key(what))))
+    (console or Console()).print(text, soft_wrap=True, markup=False)
 
 
 def cancel(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
@@ -132,6 +137,8 @@ async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
         views = await _all(bus, Bucket.VIEW, JobStatus)
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
     console.print(job_table(views))
+    if lines := place_lines(views):
+        console.print("", *lines, sep="\n", soft_wrap=True)
     for name in sorted(traces):
         console.print()
         console.print(*profile_tables(name, traces[name]), sep="\n")
@@ -145,6 +152,13 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
             found[key] = _decoded(stored.payload, kind, content_type)
     return found
+
+
+async def _status(settings: BusConfig, key: JobKey) -> JobStatus:
+    async with _bus(settings) as bus:
+        request = JobRequest(key.job)
+        status: JobStatus = await call_api(bus.client, key.tenant, "job.status", request, JobStatus)
+        return status
 
 
 async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
@@ -166,11 +180,21 @@ def job_table(views: dict[str, JobStatus]) -> Table:
         for index, deployment in enumerate(rows):
             first = [name, status.state] if index == 0 else ["", ""]
             table.add_row(*first, *_deployment_cells(deployment))
-        if status.error:
-            table.add_row("", "", Text(f"{status.error.code}: {status.error.message}", "red"))
     if not views:
         table.add_row("none yet")
     return table
+
+
+def place_lines(views: dict[str, JobStatus]) -> list[Text]:
+    """Where each job is and why; else what keeps it from running."""
+    lines = []
+    for name, status in views.items():
+        if status.placement:
+            lines.append(Text.assemble((name, "bold"), f": {status.placement}"))
+        if status.error:
+            error = f": {status.error.code}: {status.error.message}"
+            lines.append(Text.assemble((name, "bold"), (error, "red")))
+    return lines
 
 
 def _deployment_cells(deployment: DeploymentStatus | None) -> list[str]:
@@ -214,6 +238,19 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
         _seconds(estimate.next_gap_s) if has_gap else _UNKNOWN,
         f"{_seconds(estimate.gap_p10_s)}–{_seconds(estimate.gap_p90_s)}" if has_gap else _UNKNOWN,
     ]
+
+
+def job_explained(key: JobKey, status: JobStatus) -> str:
+    """A line for the job, one for where it is and with whom, one for each error."""
+    lines = [f"{key}: {status.state}"]
+    if status.placement:
+        lines.append(f"  in {status.placement}")
+    errors = [("", status.error), *((f"{d.name}: ", d.error) for d in status.deployments)]
+    for name, error in errors:
+        if error is not None:
+            lines.append(f"  {name}{error.code}: {error.message}")
+            lines += [f"  remedy: {error.remedy}"] * bool(error.remedy)
+    return "\n".join(lines)
 
 
 def explained(explanation: Explanation) -> str:

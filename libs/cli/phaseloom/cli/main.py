@@ -30,6 +30,11 @@ def application() -> App:
         name="doctor",
         help="Check that this machine, and its NATS server, can run a mesh.",
     )
+    app.command(
+        "phaseloom.cli.state:state",
+        name="state",
+        help="Show which state lies where on each node: device memory, host memory, NVMe.",
+    )
     app.command("phaseloom.cli.top:top", name="top", help="Watch the mesh, live.")
     app.command(
         "phaseloom.cli.trace:trace", name="trace", help="Show where an operation's time went."
@@ -38,10 +43,17 @@ def application() -> App:
         "phaseloom.cli.jobs:jobs", name="jobs", help="List the jobs, and what was learned of them."
     )
     app.command(
-        "phaseloom.cli.jobs:explain", name="explain", help="Say what an operation waits for."
+        "phaseloom.cli.jobs:explain",
+        name="explain",
+        help="Say why a job is where it is, or what an operation waits for.",
     )
     app.command("phaseloom.cli.jobs:cancel", name="cancel", help="End a job now.")
     app.command("phaseloom.cli.jobs:drain", name="drain", help="End a job once it has run dry.")
+    app.command(
+        "phaseloom.cli.simulate:simulate",
+        name="simulate",
+        help="Try the scheduler's policies on a workload, under a virtual clock.",
+    )
     return app
 
 

@@ -2,14 +2,15 @@
 
     {"sequence": 7, "time_unix_s": 1700000000.123, "event": {"type": "queued_operation", ...}}
 
-The file is the run as the scheduler saw it; everything in a run's summary and pictures is computed
-from it. A line is written whole, so a file cut off by a crash is readable up to its last newline.
+The file is the run as the scheduler saw it, events that one append brought on one line; everything
+in a run's summary and pictures is computed from it. A line is written whole, so a file cut off by a
+crash is readable up to its last newline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import msgspec
 
 from phaseloom.common.bus import Bus, LogEntry
 from phaseloom.common.errors import CallerError, InternalError
-from phaseloom.common.messages import Event
+from phaseloom.common.messages import Event, parts
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -32,7 +33,7 @@ class Recorder:
     """Follows the log from its first entry.
 
     Args: path: of the file, which is written anew.
-          watch: called with each entry after it is written; must not block.
+          watch: called with each event after it is written; must not block.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Recorder:
 
     async def run(self) -> None:
         """Record until cancelled."""
-        async with aclosing(self._bus.read_log()) as entries:
+        async with aclosing(self._bus.read_entries()) as entries:
             await self._record(entries)
         raise InternalError("the decision log's subscription ended")
 
@@ -56,7 +57,8 @@ class Recorder:
                 recorded = Recorded(entry.sequence, entry.time_s, entry.event)
                 file.write(msgspec.json.encode(recorded) + b"\n")
                 if self._watch:
-                    self._watch(recorded)
+                    for one in _parts(recorded):
+                        self._watch(one)
                 async with self._advanced:
                     self._sequence = entry.sequence
                     self._advanced.notify_all()
@@ -72,18 +74,23 @@ class Recorder:
             await self._advanced.wait_for(seen)
 
 
+def _parts(entry: Recorded) -> Iterator[Recorded]:
+    for event in parts(entry.event):
+        yield Recorded(entry.sequence, entry.time_unix_s, event)
+
+
 def read_events(path: Path) -> list[Recorded]:
-    """The entries of an `events.jsonl`, in log order.
+    """The events of an `events.jsonl`, in log order; several of one entry have its sequence.
 
     Raises: CallerError: a line is no recorded entry; names the line.
     """
-    entries = []
+    entries: list[Recorded] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                entries.append(_decoder.decode(line))
+                entries += _parts(_decoder.decode(line))
             except msgspec.DecodeError as error:
                 raise CallerError(
                     f"{path}:{number} is no recorded event: {error}",

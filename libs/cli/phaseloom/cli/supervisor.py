@@ -71,6 +71,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Budget of the state manager's host arena."""
     exclusive_residency: Residency = Residency.JOB
     """`job`: opening an activation offloads whatever another job left on the device."""
+    price_per_hour: float = 0.0
+    """Placement prefers what costs less; 0: what its pool usually costs."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -92,9 +94,15 @@ class MeshConfig(msgspec.Struct, frozen=True):
     schedulers: int = 1
     """One leads, the others stand by."""
     placement: str = "pack"
-    """Policy: which node of each pool a job is pinned to."""
+    """Policy: which nodes of each pool a job is pinned to, and with whom it shares them."""
     ordering: str = "hrrs"
     """Policy: which ready operation a device runs next."""
+    max_group_jobs: int = 5
+    """Of one node group."""
+    duty_limit: float = 0.5
+    """Share of its time that a job may be predicted to wait for those it shares nodes with."""
+    switch_s: float = 0.0
+    """Planned for each phase on shared nodes, by placement that promises an SLO."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
     seal_every: int = 60
@@ -174,6 +182,9 @@ def _schedulers(config: MeshConfig) -> list[ChildSpec]:
             "NAME": name,
             "PLACEMENT": config.placement,
             "ORDERING": config.ordering,
+            "MAX_GROUP_JOBS": config.max_group_jobs,
+            "DUTY_LIMIT": config.duty_limit,
+            "SWITCH_S": config.switch_s,
             "IDLE_GRACE_S": config.idle_grace_s,
             "SEAL_EVERY": config.seal_every,
             "MAX_LOSSES": config.max_losses,
@@ -212,6 +223,7 @@ def _node(node: NodeConfig, run_dir: Path, sockets: Path, secret: str) -> list[C
         "DEVICES": node.devices,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
+        "PRICE_PER_HOUR": node.price_per_hour,
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,
         "RUNTIME_DIRECTORY": sockets,

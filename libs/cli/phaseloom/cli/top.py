@@ -68,9 +68,10 @@ async def catch_up(bus: Bus, board: Board) -> None:
     """Read what is there now."""
     end = await bus.log_end()
     if end:
-        async with aclosing(bus.read_log()) as entries:
+        async with aclosing(bus.read_entries()) as entries:
             async for entry in entries:
-                board.take(entry)
+                for one in entry.apart():
+                    board.take(one)
                 if entry.sequence >= end:
                     break
     for key in await bus.kv_keys(Bucket.VIEW):

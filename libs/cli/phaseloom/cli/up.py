@@ -10,13 +10,20 @@ from pathlib import Path
 
 import uvloop
 
+from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
 from phaseloom.common import config
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def up(*, mesh_file: Path | None = None, runs: Path = Path("runs")) -> None:
+def up(
+    *,
+    mesh_file: Path | None = None,
+    runs: Path = Path("runs"),
+    placement: str | None = None,
+    ordering: str | None = None,
+) -> None:
     """Run a nats-server and every service on this machine until Ctrl-C, for your own controllers.
 
     Parameters
@@ -26,12 +33,17 @@ def up(*, mesh_file: Path | None = None, runs: Path = Path("runs")) -> None:
         device, both emulated, and the tenant `demo`.
     runs
         Where the run's directory is made: logs, spans, credentials, the server's store.
+    placement
+        Policy: which nodes a job is pinned to, and with whom. Goes before the file's.
+    ordering
+        Policy: which ready operation a device runs next. Goes before the file's.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )
     settings = config.load(MeshConfig, "mesh", file=mesh_file)
     settings.check()
+    settings = with_policies(settings, placement, ordering)
     uvloop.run(_up(settings, new_run_dir(runs)))
 
 

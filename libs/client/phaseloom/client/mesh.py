@@ -38,6 +38,7 @@ from phaseloom.common.messages import (
     Beat,
     Checkpoint,
     CreateDeployment,
+    Cycle,
     DeploymentRequest,
     DeploymentSpec,
     DeploymentStatus,
@@ -206,17 +207,29 @@ class Mesh:
         self._outboxes: list[Outbox] = []
 
     async def submit_job(
-        self, name: str, deployments: Iterable[DeploymentSpec], *, slo: float = 0.0
+        self,
+        name: str,
+        deployments: Iterable[DeploymentSpec],
+        *,
+        slo: float = 0.0,
+        cycle: Cycle | None = None,
+        duration_s: float = 0.0,
+        may_wait: bool = True,
     ) -> MeshJob:
         """Submit a job and attach to it when all its deployments are ready.
 
         Waits as long as the scheduler has no place for it. Who gives up waiting leaves the job
         submitted: `attach` to it later, or `finish` it.
 
-        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why it failed.
+        Args:   slo: slowdown over running alone that it tolerates; 0: best effort.
+                cycle: what it does again and again, where that is known; else it is profiled.
+                duration_s: how long it would run alone; 0: not known.
+                may_wait: else it is refused where there is no place for it now.
+        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; ResourceError:
+                RESOURCE_EXHAUSTED, there is no place for it; PhaseloomError: why it failed.
         """
         check_name(name, "name")
-        spec = JobSpec(slo=slo, deployments=list(deployments))
+        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait)
         await self._once("job.submit", SubmitJob(name, spec))
 
         def is_active(status: JobStatus) -> bool:

@@ -13,6 +13,7 @@ operations of the devices concerned) a switch.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -117,10 +118,14 @@ class Activity:
     _busy: dict[Device, list[Interval]] = field(default_factory=dict)
 
     def step(  # noqa: PLR0912 - one arm an event
-        self, time_s: float, event: Event
+        self, time_s: float, event: Event, ready: Sequence[OperationKey] | None = None
     ) -> list[Observation]:
-        """Take one entry of the log; its time in Unix seconds."""
-        ready = self._readiness.step(event)
+        """Take one entry of the log; its time in Unix seconds.
+
+        Args: ready: operations that it made ready, where the caller has a `Readiness` at hand.
+        """
+        if ready is None:
+            ready = self._readiness.step(event)
         seen: list[Observation] = []
         match event:
             case NodeUp():
@@ -213,7 +218,13 @@ class Activity:
         return self.pools.get(place[0][0], UNKNOWN_POOL) if place else UNKNOWN_POOL
 
     def _occupy(self, device: Device, stretch: Interval) -> float:
-        busy = self._busy.get(device, [])
+        busy = self._busy.setdefault(device, [])
+        start_s, end_s = stretch
+        if not busy or busy[-1][1] < start_s:  # nearly always
+            if start_s < end_s:
+                busy.append(stretch)
+                del busy[:-_MAX_BUSY]
+            return max(0.0, end_s - start_s)
         fresh = subtract(merge([stretch]), busy)
         self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
         return total(fresh)

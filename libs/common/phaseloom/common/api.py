@@ -8,12 +8,12 @@ subjects only.
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -158,5 +158,5 @@ def _error_of(message: Msg, content_type: str, headers: Mapping[str, str]) -> Er
 
 def pub_ack(message: Msg) -> dict[str, Any]:
     """A JetStream PubAck: `{"stream": …, "seq": …}` or `{"error": {…}}`."""
-    answer: dict[str, Any] = json.loads(message.data)
+    answer: dict[str, Any] = msgspec.json.decode(message.data)
     return answer

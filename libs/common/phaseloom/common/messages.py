@@ -20,6 +20,7 @@ loss is a plain sum over positions. With lp the learner's log-probability of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from enum import StrEnum
 from typing import Any
 
@@ -444,7 +445,7 @@ class NodeLost(Message, frozen=True):
 
 
 class WpgStarted(Message, frozen=True):
-    """agent → scheduler. All ranks are up; state is in host memory, as of `applied`."""
+    """agent → scheduler. All ranks on it are up; state is in host memory, as of `applied`."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -457,7 +458,7 @@ class WpgStarted(Message, frozen=True):
 
 
 class WpgLost(Message, frozen=True):
-    """agent → scheduler. The WPG is dead and reaped (a failed start included)."""
+    """agent → scheduler. The WPG's ranks on it are dead and reaped (a failed start included)."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -588,6 +589,15 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 
 
+class OperationsQueued(Message, frozen=True, omit_defaults=True):
+    """router → scheduler, profiler. Several that one append brought; each counts as one of its
+    own, in this order."""
+
+    operations: list[QueuedOperation]
+    traceparents: list[str] = []
+    """Of each operation; an empty list: none of them is traced."""
+
+
 class OperationFinished(Message, frozen=True, omit_defaults=True):
     """WPG leader → scheduler, profiler. Its DONE is stored."""
 
@@ -606,6 +616,13 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
     checkpoints: dict[str, str] = {}
     """Of a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
+
+
+class OperationsFinished(Message, frozen=True):
+    """WPG leader → scheduler, profiler. Several that one append brought; each counts as one of its
+    own, in this order."""
+
+    operations: list[OperationFinished]
 
 
 class ActivationOpened(Message, frozen=True):
@@ -643,7 +660,8 @@ class PermitReturned(Message, frozen=True):
 
 
 class SealCommitted(Message, frozen=True):
-    """agent → scheduler. A whole-state copy at `seq` survives the loss of every process."""
+    """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
+    on several nodes, this one's part of it."""
 
     deployment: DeploymentKey
     seq: int
@@ -692,6 +710,31 @@ class PhaseTrace(Message, frozen=True):
     """Relative change of the period against the one that was told before; 0: none to speak of."""
 
 
+class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job of a node group goes to another."""
+
+    job: JobKey
+    group: str
+    """Empty: a new one."""
+    nodes: dict[str, list[NodeId]]
+    """By pool: those that it is pinned to there; free ones among them join the group."""
+    why: str = ""
+    shift_s: float = 0.0
+
+
+class ReplanComputed(Message, frozen=True):
+    """scheduler's shell → scheduler. What is worth moving, of the groups as they were."""
+
+    as_of: int
+    """Sequence of the log's entry after which this was asked."""
+    moves: list[PlannedMove]
+    """In order: each may build on those before it."""
+    num_groups: int
+    """Ever made until then: the k-th of the moves to a new group makes `g<num_groups + k>`."""
+    versions: dict[str, int]
+    """Of the groups that the moves touch: one that has changed since is left alone."""
+
+
 class TimerFired(Message, frozen=True):
     """scheduler's shell → scheduler."""
 
@@ -714,15 +757,25 @@ Event = (
     | PhaseDeclared
     | CancelRequested
     | QueuedOperation
+    | OperationsQueued
     | OperationFinished
+    | OperationsFinished
     | ActivationOpened
     | ActivationRefused
     | PermitReturned
     | SealCommitted
     | SealFailed
     | PhaseTrace
+    | ReplanComputed
     | TimerFired
 )
+
+
+def parts(event: Event) -> Seq[Event]:
+    """What an entry of the decision log stands for: one event, or several in order."""
+    if isinstance(event, OperationsQueued | OperationsFinished):
+        return event.operations
+    return (event,)
 
 
 # --- Commands to a node: scheduler → PERMITS → agent ---------------------------------------------
@@ -752,13 +805,17 @@ class StartWpg(NodeCommand, frozen=True):
     incarnation: int
     spec: DeploymentSpec
     devices: list[int]
-    """Of each rank."""
+    """Of each rank on this node."""
     seal_seq: int
     """Start from the seal at this seq; 0: from the checkpoint, or the spec's seeds."""
     checkpoint: str = ""
     """Where the job fell back to one."""
     applied: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
+    rank_offset: int = 0
+    """Of this node's first rank; rank 0 leads."""
+    nodes: list[NodeId] = []
+    """Of the whole WPG, by rank, where it is spread over several; each starts its own ranks."""
 
 
 class StopWpg(NodeCommand, frozen=True):
@@ -767,8 +824,8 @@ class StopWpg(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     forget: bool
-    """Its job has ended, or it was deleted: seals and weights versions go too (checkpoints
-    stay)."""
+    """Its job has ended, it was deleted, or it has moved away: seals and weights versions go too
+    (checkpoints stay)."""
 
 
 class OpenActivation(NodeCommand, frozen=True):
@@ -798,6 +855,19 @@ class Permit(NodeCommand, frozen=True):
     """Of `sync_weights`: endpoints of the state managers that have the version."""
     partial: bool = False
     """Of `optim_step`: a `forward_backward` since the last one was not completed."""
+
+
+class Permits(NodeCommand, frozen=True):
+    """Leave to run several reading operations of one deployment within one activation; each counts
+    as one of its own. Its id is the first one's."""
+
+    permits: list[Permit]
+    traceparents: list[str]
+    """Of each permit; an empty list: none of them is traced."""
+
+    def __post_init__(self) -> None:
+        if self.traceparents and len(self.traceparents) != len(self.permits):
+            raise ValueError(f"{len(self.permits)} permits, {len(self.traceparents)} traceparents")
 
 
 class CancelOperation(NodeCommand, frozen=True):
@@ -830,15 +900,26 @@ class ReleaseVersions(NodeCommand, frozen=True):
     versions: list[VersionKey]
 
 
+class PrefetchState(NodeCommand, frozen=True):
+    """A hint: bring a deployment's host copies up from NVMe, and keep what is used sooner."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    in_s: float | None
+    """Seconds from now to its predicted use; None: the hint before is withdrawn."""
+
+
 Command = (
     StartWpg
     | StopWpg
     | OpenActivation
     | Permit
+    | Permits
     | CancelOperation
     | CloseActivation
     | SealState
     | ReleaseVersions
+    | PrefetchState
 )
 
 
@@ -892,6 +973,8 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     deployments: list[DeploymentStatus] = []
     error: ErrorInfo | None = None
+    placement: str = ""
+    """Where it is, with whom and why, in words; empty: it has no place."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -353,8 +353,8 @@ TRANSFER_DURATION = Metric(
     "s",
     ("node", "direction"),
     "statemgr",
-    "Copies of a rank's heap, checksum included; direction is `offload`, `load`, or `copy` for a "
-    "seal of resident state",
+    "Copies of a rank's heap, checksum included; direction is `offload`, `load`, `copy` for a "
+    "seal of resident state, or `spill` and `lift` between host memory and NVMe",
 )
 TRANSFER_MOVED = Metric(
     "phaseloom.transfer.moved",
@@ -409,13 +409,16 @@ def timed(metric: Metric, **labels: str) -> Iterator[None]:
 
 
 def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
-    """Let a gauge be read at every scrape, on the event loop."""
+    """Let a gauge, or a counter's total, be read at every scrape, on the event loop."""
 
     def callback(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(value, labels) for value, labels in read()]
 
     meter = otel.get_meter_provider().get_meter("phaseloom")
-    meter.create_observable_gauge(metric.name, [callback], metric.unit, metric.meaning)
+    if metric.kind is Kind.COUNTER:
+        meter.create_observable_counter(metric.name, [callback], metric.unit, metric.meaning)
+    else:
+        meter.create_observable_gauge(metric.name, [callback], metric.unit, metric.meaning)
 
 
 def before_scrape(refresh: Refresh) -> None:

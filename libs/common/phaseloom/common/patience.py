@@ -103,7 +103,8 @@ class PatientLog:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
-        return self._bus.read_log(start_sequence)
+        """Entries as they are stored, and not their events one by one."""
+        return self._bus.read_entries(start_sequence)
 
     async def log_end(self) -> int:
         return await until_done(self._bus.log_end, "the log's end")

@@ -100,7 +100,10 @@ class Readiness:
         return []
 
     def _deployment(self, key: DeploymentKey) -> _Deployment:
-        return self._deployments.setdefault(key, _Deployment())
+        deployment = self._deployments.get(key)
+        if deployment is None:
+            deployment = self._deployments[key] = _Deployment()
+        return deployment
 
     def _queue(self, operation: QueuedOperation) -> None:
         key, seq = operation.key, operation.key.seq

@@ -30,10 +30,13 @@ from phaseloom.common.messages import (
     NodeLost,
     NodeUp,
     OperationFinished,
+    OperationsFinished,
+    OperationsQueued,
     PermitReturned,
     PhaseDeclared,
     PhaseTrace,
     QueuedOperation,
+    ReplanComputed,
     SchedulerConfigured,
     SealCommitted,
     SealFailed,
@@ -97,6 +100,11 @@ def permit_subject(node: NodeId) -> str:
     return f"{PREFIX}.permit.{node}"
 
 
+def state_subject(node: NodeId) -> str:
+    """Where a node's agent answers people's requests for its `StatusReport`."""
+    return f"{PREFIX}.state.{node}"
+
+
 def dead_subject(source: str) -> str:
     return f"{PREFIX}.dead.{source}"
 
@@ -111,8 +119,11 @@ def api_subject(tenant: str, call: str) -> str:
 
 LOG_SUBJECTS: dict[type, str] = {
     QueuedOperation: f"{PREFIX}.sched.queued",
+    OperationsQueued: f"{PREFIX}.sched.queued",
     OperationFinished: f"{PREFIX}.sched.finished",
+    OperationsFinished: f"{PREFIX}.sched.finished",
     PhaseTrace: f"{PREFIX}.sched.trace",
+    ReplanComputed: f"{PREFIX}.sched.job",
     NodeUp: f"{PREFIX}.sched.node",
     NodeLost: f"{PREFIX}.sched.node",
     WpgStarted: f"{PREFIX}.sched.node",

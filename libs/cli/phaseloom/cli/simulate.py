@@ -1,0 +1,94 @@
+"""`phaseloom simulate`: the scheduler's own code on a workload, under a virtual clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from phaseloom.common.errors import CallerError
+
+FILE_WIDTH = 240
+"""Of a table that is written to a file or a pipe."""
+
+
+def simulate(
+    scenario: str = "",
+    *,
+    policy: tuple[str, ...] = (),
+    seed: tuple[int, ...] = (),
+    workload: Path | None = None,
+    virtual_cluster: tuple[str, ...] = (),
+    start_h: float | None = None,
+    out: Path = Path("runs/simulate"),
+    processes: int = 0,
+) -> None:
+    """Reproduce a figure, or try a workload of your own; without a scenario: list them.
+
+    Leaves SCENARIO.json and SCENARIO.png in a folder, and prints the table.
+
+    Parameters
+    ----------
+    scenario
+        Which one.
+    policy
+        Only this one; may be given several times.
+    seed
+        Instead of the scenario's own seeds; may be given several times.
+    workload
+        CSV file to run instead of the scenario's workloads; its columns are in docs/scheduling.md.
+    virtual_cluster
+        Of `philly`: only jobs of this one; may be given several times.
+    start_h
+        Of `philly`: where the window of 580 hours begins.
+    out
+        Folder for the results.
+    processes
+        Runs at once; 0: one a core.
+    """
+    from phaseloom.simulator.scenarios import SCENARIOS
+    from phaseloom.simulator.scenarios.report import table, targets_table, write
+    from phaseloom.simulator.scenarios.scenario import Options
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    if not scenario:
+        for name, found in SCENARIOS.items():
+            console.print(f"{name:15} {found.about}")
+        return
+    if scenario not in SCENARIOS:
+        raise CallerError(
+            f"scenario {scenario!r} is not known",
+            field="scenario",
+            remedy=f"one of {', '.join(SCENARIOS)}",
+        )
+    chosen = SCENARIOS[scenario]
+    options = Options(policy, seed, workload, virtual_cluster, start_h, processes)
+    chosen.check(scenario, options)
+    with _bar(console) as progress:
+        task = progress.add_task(scenario, total=None, what="")
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, what=what)
+
+        report = chosen.run(options, advance)
+    path = write(report, out)
+    chosen.draw(report, path.with_suffix(".png"))
+    console.print(table(report))
+    if report.targets:
+        console.print(targets_table(report))
+    console.print(f"wrote {path} and {path.with_suffix('.png')}")
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,273 @@
+"""Emulated controllers: they submit their job, publish its operations, and end it.
+
+A controller reacts as a real one would, to outcomes and to its job's view. One whose job has failed
+submits it again as a new arrival, and goes on behind the last iteration that its checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from phaseloom.common.errors import ErrorInfo
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.messages import (
+    MUTATING_KINDS,
+    After,
+    Event,
+    JobFinished,
+    JobStatus,
+    JobSubmitted,
+    QueuedOperation,
+    SessionOpened,
+)
+from phaseloom.simulator.agenda import Agenda
+from phaseloom.simulator.draws import Draws
+from phaseloom.simulator.jobs import SimJob, Submission, deployment_of, period_s, spec_of
+from phaseloom.simulator.metering import JobMeter, Meter
+from phaseloom.simulator.tracing import Tracer
+
+
+class Retries(msgspec.Struct, frozen=True):
+    """What controllers do about failures."""
+
+    resubmit_s: float = 60.0
+    """From a failure until the job is submitted again."""
+    checkpoint_every: int = 1
+    """Iterations; what a failure throws back is less than that."""
+    max_attempts: int = 20
+    """Submissions of one job; then it has failed."""
+
+
+USUAL = Retries()
+
+
+@dataclass(eq=False, slots=True)
+class _Op:
+    key: OperationKey
+    iteration: int
+    phase: int
+    duration_s: float
+    ready_s: float
+    """When what it comes after had ended."""
+
+
+class Controller:
+    """Of one job."""
+
+    def __init__(
+        self,
+        job: SimJob,
+        draws: Draws,
+        *,
+        agenda: Agenda,
+        append: Callable[[Event], None],
+        meter: Meter,
+        retries: Retries,
+    ) -> None:
+        self.job = job
+        self.has_ended = False
+        """For good: it is not submitted again."""
+        self._meter = meter.jobs[str(job.key)] = JobMeter(job)
+        self._all = meter
+        self._agenda = agenda
+        self._append = append
+        self._retries = retries
+        self._draws = draws
+        self._names = [deployment_of(phase.pool) for phase in job.phases]
+        self._kinds = [phase.operation_kind for phase in job.phases]
+        self._attempt = 0
+        """What was put on the agenda in an earlier one does not happen."""
+        self._completed = 0
+        """Iterations, those of earlier attempts that were kept included."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_placed = False
+        self._tracer = Tracer(self.job)
+        self._first_seq = dict.fromkeys(self._names, 1)
+        self._ops: dict[str, list[_Op]] = {name: [] for name in self._names}
+        """Of this attempt, by deployment and seq."""
+        self._queued: dict[tuple[int, int], _Op] = {}
+        """(iteration, phase) → published before what it comes after had ended."""
+        self._begun = self._completed
+        """Iterations."""
+        self._led = self._completed
+        """Iterations whose first phase is over."""
+        self._synced_s = self._agenda.now_s
+        """When the weights of the last completed iteration are where they are needed."""
+        self._last_end_s = self._agenda.now_s
+
+    def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        self._agenda.after(delay_s, self._if_current, self._attempt, action, args)
+
+    def _if_current(
+        self, attempt: int, action: Callable[..., None], args: tuple[object, ...]
+    ) -> None:
+        if attempt == self._attempt:
+            action(*args)
+
+    # --- the job's life -------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        self._attempt += 1
+        self._meter.attempts += 1
+        self._all.num_active += 1
+        self._reset()
+        if self._meter.submitted_s < 0:
+            self._meter.submitted_s = self._agenda.now_s
+        spec = spec_of(self.job, iterations=self.job.iterations - self._completed)
+        self._append(JobSubmitted(self.job.key, spec, f"submit/{self.job.key}/{self._attempt}"))
+
+    def answered(self, status: JobStatus | None, error: ErrorInfo | None) -> None:
+        """To what it has submitted."""
+        if status is None:
+            self._end("rejected", error.message if error else "")
+            return
+        for deployment in status.deployments:
+            self._first_seq[deployment.name] = deployment.next_seq
+
+    def viewed(self, status: JobStatus) -> None:
+        """Its job has changed."""
+        match status.state:
+            case "placed" | "profiling" | "active" if not self._is_placed:
+                self._is_placed = True
+                if self._meter.placed_s < 0:
+                    self._meter.placed_s = self._agenda.now_s
+                self._later(0.0, self._attach)
+            case "rejected":
+                self._end("rejected", status.error.message if status.error else "")
+            case "done":
+                self._end("done", "")
+            case "failed":
+                self._failed(status.error.message if status.error else "")
+            case _:
+                pass
+
+    def _end(self, outcome: str, why: str) -> None:
+        self._attempt += 1
+        self._all.num_active -= 1
+        self.has_ended = True
+        self._meter.outcome, self._meter.why = outcome, why
+        self._meter.ended_s = self._agenda.now_s
+
+    def _failed(self, why: str) -> None:
+        if self._meter.attempts >= self._retries.max_attempts:
+            self._end("failed", why)
+            return
+        self._attempt += 1
+        self._is_placed = False
+        self._all.num_active -= 1
+        self._completed -= self._completed % self._retries.checkpoint_every
+        self._later(self._retries.resubmit_s, self.submit)
+
+    def crash(self) -> None:
+        """It gives its job up, and comes back."""
+        if self._is_placed:
+            self._append(JobFinished(self.job.key, "crash", failed=True))
+
+    def lost(self) -> None:
+        """An operation that it needs was not completed: it cannot go on."""
+        self._later(0.0, self.crash)
+
+    def _attach(self) -> None:
+        if self.job.is_declared:
+            self._later(0.0, self._append, self._tracer.declared())
+        self._later(0.0, self._begin)
+        self._append(SessionOpened(self.job.key, self._attempt))
+
+    def _begin(self) -> None:
+        self._last_end_s = self._agenda.now_s
+        self._go_on()
+
+    # --- its iterations -------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Begin the next iteration, where that may be."""
+        if self._begun == self.job.iterations or self._led < self._begun:
+            return
+        if self._begun - self._completed > self.job.steps_ahead:
+            return
+        iteration = self._begun
+        self._begun += 1
+        # Ahead of the last iteration, only what came before that is waited for.
+        is_ahead = iteration > self._completed
+        delay_s = 0.0 if is_ahead else max(0.0, self._synced_s - self._agenda.now_s)
+        if self.job.submission is Submission.SERIAL:
+            self._later(delay_s, self._publish, iteration, 0)
+        else:
+            for phase in range(len(self.job.phases)):
+                self._later(delay_s, self._publish, iteration, phase)
+
+    def _publish(self, iteration: int, phase: int) -> None:
+        name = self._names[phase]
+        ops = self._ops[name]
+        seq = self._first_seq[name] + len(ops)
+        job = self.job
+        key = OperationKey(job.tenant, job.name, name, str(seq))
+        op = _Op(key, iteration, phase, self._draws.of(iteration)[phase], self._agenda.now_s)
+        ops.append(op)
+        after: list[After] = []
+        if job.submission is Submission.CYCLE:
+            self._queued[iteration, phase] = op
+            if phase and not self._is_ordered(phase):
+                before = self._queued[iteration, phase - 1].key
+                after = [After(before.deployment, int(before.slot))]
+        if job.submission is Submission.SERIAL or phase == 0:
+            self._tracer.began(phase, op.ready_s)
+        self._append(
+            QueuedOperation(key, str(len(ops)), self._kinds[phase], after, session=self._attempt)
+        )
+
+    def _is_ordered(self, phase: int) -> bool:
+        """Whether its place in the deployment's order alone keeps it behind the phase before."""
+        is_mutating = MUTATING_KINDS & {self._kinds[phase - 1], self._kinds[phase]}
+        return self._names[phase - 1] == self._names[phase] and bool(is_mutating)
+
+    def duration_s(self, key: OperationKey) -> float:
+        return self._op(key).duration_s
+
+    def _op(self, key: OperationKey) -> _Op:
+        return self._ops[key.deployment][int(key.slot) - self._first_seq[key.deployment]]
+
+    def ran(self, key: OperationKey, start_s: float) -> None:
+        """An operation of this attempt is completed; it began then."""
+        op = self._op(key)
+        self._meter.wait_s += start_s - op.ready_s
+        self._meter.operations += 1
+        now_s = self._agenda.now_s
+        self._tracer.ended(op.phase, now_s)
+        if op.phase == 0:
+            self._led = op.iteration + 1
+        if op.phase + 1 == len(self.job.phases):
+            self._complete(op.iteration)
+        elif self.job.submission is Submission.SERIAL:
+            think_s = self.job.phases[op.phase].think_s
+            self._later(think_s, self._publish, op.iteration, op.phase + 1)
+        else:
+            following = self._queued[op.iteration, op.phase + 1]
+            following.ready_s = now_s
+            self._tracer.began(following.phase, now_s)
+            del self._queued[op.iteration, op.phase]
+        self._go_on()
+
+    def _complete(self, iteration: int) -> None:
+        now_s = self._agenda.now_s
+        self._queued.pop((iteration, len(self.job.phases) - 1), None)
+        self._completed = iteration + 1
+        self._synced_s = now_s + self.job.phases[-1].think_s + self.job.sync_s
+        durations_s = self._draws.of(iteration)
+        self._meter.iteration_s.append(now_s - self._last_end_s)
+        self._meter.alone_s += period_s(self.job, durations_s)
+        self._last_end_s = self._meter.last_end_s = now_s
+        self._meter.completed = self._completed
+        if self._completed % self._retries.checkpoint_every == 0:
+            self._draws.forget_before(self._completed)
+        if self._completed == self.job.iterations:
+            self._later(0.0, self._append, JobFinished(self.job.key, "finish"))
+            return
+        trace = self._tracer.completed(durations_s)
+        if trace is not None:
+            self._later(0.0, self._append, trace)

@@ -1,0 +1,54 @@
+"""How long each phase of a job takes, iteration by iteration.
+
+Drawn from the job's own seed in the order of its iterations, whatever the schedule: under every
+policy the same iteration takes as long, and so it does again after a crash.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from phaseloom.simulator.jobs import Phase, SimJob
+
+
+class Draws:
+    def __init__(self, job: SimJob, seed: int) -> None:
+        self._job = job
+        self._random = random.Random(f"{seed}/{job.tenant}/{job.name}")
+        self._drawn: dict[int, list[float]] = {}
+        """Of iterations that are not behind the last checkpoint."""
+        self._next = 0
+        self._kept = 0
+        """Iterations before it are not asked for again."""
+        self._fixed = None if _varies(job) else [phase.mean_s for phase in job.phases]
+
+    def of(self, iteration: int) -> list[float]:
+        """Seconds of each phase. Iterations are asked for in order, or again."""
+        if self._fixed is not None:
+            return self._fixed
+        while self._next <= iteration:
+            self._drawn[self._next] = [self._draw(phase) for phase in self._job.phases]
+            self._next += 1
+        return self._drawn[iteration]
+
+    def forget_before(self, iteration: int) -> None:
+        for kept in range(self._kept, iteration):
+            self._drawn.pop(kept, None)
+        self._kept = max(self._kept, iteration)
+
+    def _draw(self, phase: Phase) -> float:
+        job = self._job
+        factor = 1.0
+        for drift in job.drift:
+            if drift.pool == phase.pool:
+                factor *= drift.factor(self._next / job.iterations)
+        drawn_s = phase.mean_s * factor
+        if phase.sigma:
+            drawn_s *= math.exp(self._random.gauss(0.0, phase.sigma) - phase.sigma**2 / 2)
+        # The token limit does not drift.
+        return min(drawn_s, phase.worst_s) if phase.worst_s else drawn_s
+
+
+def _varies(job: SimJob) -> bool:
+    return bool(job.drift) or any(phase.sigma for phase in job.phases)

@@ -1,0 +1,173 @@
+"""The simulator's shell: the scheduler's own core, folded under a virtual clock.
+
+As the live shell does, it appends events to the decision log, folds each with `Core.step` and
+performs the outputs in order; timers come back as events. Here an event is folded as soon as it is
+appended. At one time, what the world does comes before timers, and timers by (due, name).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+
+from phaseloom.common.messages import (
+    Command,
+    Event,
+    JobFinished,
+    JobSubmitted,
+    SchedulerConfig,
+    SchedulerConfigured,
+    TimerFired,
+)
+from phaseloom.scheduler.core import repack
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.outputs import ComputeReplan, Output, SendCommand, SetTimer
+from phaseloom.scheduler.core.timeline.upkeep import of as timeline_of
+from phaseloom.simulator.agenda import NEVER_S, Agenda
+from phaseloom.simulator.controllers import USUAL, Retries
+from phaseloom.simulator.faults import Fault
+from phaseloom.simulator.jobs import SimJob
+from phaseloom.simulator.metering import Meter
+from phaseloom.simulator.metrics import Result, summarise
+from phaseloom.simulator.nodes import FREE, Costs, PoolSpec
+from phaseloom.simulator.world import World
+
+REPLAN_S = 1.0
+"""More than what is measured for hundreds of jobs."""
+STALE_TIMERS = 1024
+"""Timers that were taken back and are kept all the same, beside as many as are set."""
+
+
+class Engine:
+    """Args: replan_s: how long the scheduler computes, beside its loop, what is worth moving.
+    records: whether to keep the log and the commands, for replays and comparisons.
+    times_steps: whether to time every step, and not only those that place or release a job.
+    after_step: called with the core after each fold (for checks)."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        meter: Meter,
+        *,
+        replan_s: float = REPLAN_S,
+        records: bool = False,
+        times_steps: bool = False,
+        after_step: Callable[[Core], None] | None = None,
+    ) -> None:
+        self.core = Core()
+        self.log: list[tuple[float, Event]] = []
+        self.commands: list[Command] = []
+        self._agenda = agenda
+        self._meter = meter
+        self._replan_s = replan_s
+        self._records = records
+        self._times_steps = times_steps
+        self._after_step = after_step
+        self._timers: list[tuple[float, str]] = []
+        self.num_events = 0
+        """That the log has taken: the sequence of the last."""
+        self._world: World | None = None
+
+    def append(self, event: Event) -> None:
+        """The log takes an event, and the core folds it."""
+        assert self._world is not None, "run has not begun"
+        now_s = self._agenda.now_s
+        self.num_events += 1
+        if self._times_steps or isinstance(event, JobSubmitted | JobFinished):
+            outputs = self._timed_step(now_s, event)
+        else:
+            outputs = self.core.step(self.num_events, now_s, event)
+        if self._records:
+            self.log.append((now_s, event))
+            self.commands += [o.command for o in outputs if isinstance(o, SendCommand)]
+        perform = self._world.perform
+        for output in outputs:
+            match output:
+                case SetTimer(timer, due_s):
+                    heapq.heappush(self._timers, (due_s, timer))
+                case ComputeReplan():
+                    self._compute(output)
+                case _:
+                    perform(output)
+        if self._after_step is not None:
+            self._after_step(self.core)
+
+    def _timed_step(self, now_s: float, event: Event) -> list[Output]:
+        num_jobs = self._meter.num_active
+        began_s = time.thread_time()
+        outputs = self.core.step(self.num_events, now_s, event)
+        self._meter.stepped(event, num_jobs, time.thread_time() - began_s)
+        return outputs
+
+    def _compute(self, asked: ComputeReplan) -> None:
+        began_s = time.thread_time()
+        computed = repack.compute(asked)
+        self._meter.replans_s.append(time.thread_time() - began_s)
+        self._agenda.after(self._replan_s, self.append, computed)
+
+    def run(self, world: World, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
+        """Until every job has ended and the nodes have done what they were told."""
+        self._world = world
+        self.append(SchedulerConfigured(config))
+        agenda = self._agenda
+        while True:
+            timer_s = NEVER_S if world.is_over else self._next_timer_s()
+            if min(agenda.next_s, timer_s) > until_s:
+                return
+            if agenda.next_s <= timer_s:
+                if agenda.next_s == NEVER_S:
+                    return
+                agenda.run_next()
+            else:
+                self._fire()
+
+    def _next_timer_s(self) -> float:
+        return self._timers[0][0] if self._timers else NEVER_S
+
+    def _fire(self) -> None:
+        due_s, timer = heapq.heappop(self._timers)
+        known = self.core.state.timers
+        if known.get(timer) == due_s:
+            self._agenda.advance(due_s)
+            self.append(TimerFired(timer))
+        elif len(self._timers) > 2 * len(known) + STALE_TIMERS:
+            self._timers = [(due_s, name) for name, due_s in known.items()]
+            heapq.heapify(self._timers)
+
+
+def simulate(
+    jobs: Sequence[SimJob],
+    pools: Sequence[PoolSpec],
+    config: SchedulerConfig,
+    *,
+    seed: int = 0,
+    costs: Costs = FREE,
+    retries: Retries = USUAL,
+    faults: Sequence[Fault] = (),
+    replan_s: float = REPLAN_S,
+    until_s: float = NEVER_S,
+    records_spans: bool = False,
+    times_steps: bool = False,
+) -> Result:
+    """Run a workload to its end under one configuration.
+
+    Args: jobs: names are unique per tenant.
+          until_s: where to stop whatever is left.
+    """
+    agenda, meter = Agenda(), Meter(records_spans=records_spans)
+    engine = Engine(agenda, meter, replan_s=replan_s, times_steps=times_steps)
+    world = World(
+        agenda,
+        engine.append,
+        meter,
+        jobs,
+        pools,
+        seed=seed,
+        costs=costs,
+        retries=retries,
+        faults=faults,
+    )
+    engine.run(world, config, until_s)
+    search = timeline_of(engine.core.state.cluster).search
+    return summarise(meter, agenda.now_s, engine.num_events, search)

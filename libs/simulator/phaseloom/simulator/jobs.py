@@ -1,0 +1,205 @@
+"""What a simulated job is: when it comes, what it takes, and what its controller does.
+
+One operation a phase. Seconds, unless a name says otherwise; nothing here is drawn or decided.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from phaseloom.common.ids import DeploymentKey, JobKey
+from phaseloom.common.messages import (
+    Cycle,
+    DeploymentSpec,
+    JobSpec,
+    Layout,
+    ModelSpec,
+    Segment,
+)
+
+ROLLOUT = "rollout"
+TRAIN = "train"
+_DEPLOYMENTS = {ROLLOUT: "sampler", TRAIN: "policy"}
+
+
+class Submission(StrEnum):
+    SERIAL = "serial"
+    """An operation is published when what it comes after has ended."""
+    CYCLE = "cycle"
+    """All operations of an iteration are published together, each `after` the one before."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One operation on the job's deployment of a pool."""
+
+    pool: str
+    mean_s: float
+    """Before the cap."""
+    worst_s: float = 0.0
+    """With every sample at its token limit: no draw is longer. 0: as `mean_s`."""
+    sigma: float = 0.0
+    """Of the lognormal that durations are drawn from; 0: every one takes `mean_s`."""
+    kind: str = ""
+    """Of the operation; empty: `generate` on `rollout`, `optim_step` elsewhere."""
+    think_s: float = 0.0
+    """The controller's own time between this phase and the next (rewards, tools)."""
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.mean_s, self.worst_s)
+
+    @property
+    def operation_kind(self) -> str:
+        return self.kind or ("generate" if self.pool == ROLLOUT else "optim_step")
+
+
+class Take(msgspec.Struct, frozen=True):
+    """What the job's deployment of one pool takes."""
+
+    num_nodes: int = 1
+    host_bytes: int = 0
+    """On each node, in host memory."""
+    load_s: float = 0.0
+    """To bring its state onto the devices."""
+    offload_s: float = 0.0
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """How the phases of a pool change over the job's life: factors at equal steps of its progress,
+    linear between them."""
+
+    pool: str
+    factors: tuple[float, ...]
+
+    def factor(self, progress: float) -> float:
+        """Args: progress: share of the iterations that are done, 0 to 1."""
+        place = min(max(progress, 0.0), 1.0) * (len(self.factors) - 1)
+        index = min(int(place), len(self.factors) - 2) if len(self.factors) > 1 else 0
+        if len(self.factors) == 1:
+            return self.factors[0]
+        before, after = self.factors[index : index + 2]
+        return before + (after - before) * (place - index)
+
+
+class SimJob(msgspec.Struct, frozen=True):
+    name: str
+    arrival_s: float
+    iterations: int
+    phases: tuple[Phase, ...]
+    """Of an iteration, one after the other."""
+    takes: dict[str, Take] = {}
+    """By pool; those not named take one node and switch in no time."""
+    slo: float = 0.0
+    """Slowdown over running alone that it tolerates, at least 1; 0: best effort."""
+    tenant: str = "sim"
+    sync_s: float = 0.0
+    """From the end of an iteration until the first phase that needs its weights may begin."""
+    steps_ahead: int = 0
+    """Iterations that may begin before the one before them is trained on: 0 synchronous, 1
+    one-step-asynchronous."""
+    submission: Submission = Submission.SERIAL
+    is_declared: bool = True
+    """Whether its cycle is known at submission; else it is profiled first (a cold start)."""
+    may_wait: bool = True
+    """Whether it waits for a place, or is refused where there is none now."""
+    start_s: float = 0.0
+    """From its placement until its workers are up."""
+    move_s: float = 0.0
+    """From a move until its workers are up elsewhere."""
+    drift: tuple[Drift, ...] = ()
+    model: str = ""
+    """For reports."""
+
+    @property
+    def key(self) -> JobKey:
+        return JobKey(self.tenant, self.name)
+
+    @property
+    def pools(self) -> list[str]:
+        """In the order in which an iteration comes to them."""
+        return list(dict.fromkeys(phase.pool for phase in self.phases))
+
+    def take(self, pool: str) -> Take:
+        return self.takes.get(pool, Take())
+
+    def deployment(self, pool: str) -> DeploymentKey:
+        return DeploymentKey(self.tenant, self.name, deployment_of(pool))
+
+    @property
+    def solo_s(self) -> float:
+        """An iteration alone, every phase at its longest: what an SLO is a multiple of."""
+        return period_s(self, [phase.longest_s for phase in self.phases])
+
+    @property
+    def mean_s(self) -> float:
+        """An iteration alone, every phase at its mean."""
+        return period_s(self, [phase.mean_s for phase in self.phases])
+
+
+def deployment_of(pool: str) -> str:
+    return _DEPLOYMENTS.get(pool, pool)
+
+
+def period_s(job: SimJob, durations_s: list[float]) -> float:
+    """Of an iteration alone in its steady state, given how long each phase takes.
+
+    Args: durations_s: in the order of `job.phases`.
+    """
+    line_s = [d + phase.think_s for d, phase in zip(durations_s, job.phases, strict=True)]
+    if not job.steps_ahead:
+        return sum(line_s) + job.sync_s
+    # Iterations overlap: no pool can be asked for more than all of its time, and an iteration must
+    # be over before the one that comes so many after it.
+    busiest_s = max(
+        sum(d for d, phase in zip(durations_s, job.phases, strict=True) if phase.pool == pool)
+        for pool in job.pools
+    )
+    return max(busiest_s, (sum(line_s) + job.sync_s) / (1 + job.steps_ahead), line_s[0])
+
+
+def cycle_of(job: SimJob) -> Cycle:
+    """As it would be measured alone; consecutive phases on one pool are one segment."""
+    period = job.mean_s
+    segments: list[Segment] = []
+    offset_s = 0.0
+    for index, phase in enumerate(job.phases):
+        if index and job.phases[index - 1].pool == phase.pool:
+            last = segments[-1]
+            segments[-1] = msgspec.structs.replace(
+                last,
+                duration_s=last.duration_s + phase.mean_s,
+                worst_s=last.worst_s + phase.longest_s,
+            )
+        else:
+            at_s = offset_s % period if period else 0.0
+            segments.append(Segment(phase.pool, at_s, phase.mean_s, phase.longest_s))
+        offset_s += phase.mean_s + phase.think_s
+    return Cycle(period, segments)
+
+
+def spec_of(job: SimJob, *, iterations: int) -> JobSpec:
+    """What its controller submits, with so many iterations to go."""
+    return JobSpec(
+        slo=job.slo,
+        deployments=[_deployment(job, pool) for pool in job.pools],
+        cycle=cycle_of(job) if job.is_declared else None,
+        duration_s=iterations * job.solo_s,
+        may_wait=job.may_wait,
+    )
+
+
+def _deployment(job: SimJob, pool: str) -> DeploymentSpec:
+    take = job.take(pool)
+    is_sampler = pool == ROLLOUT
+    return DeploymentSpec(
+        name=deployment_of(pool),
+        pool=pool,
+        backend="sampler" if is_sampler else "fsdp",
+        model=ModelSpec({}),
+        trainable=not is_sampler,
+        layout=Layout(dp=take.num_nodes),
+        num_nodes=take.num_nodes,
+        host_bytes=take.host_bytes,
+    )

@@ -1,0 +1,150 @@
+"""What is written down while a simulation runs; `metrics` makes sense of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phaseloom.common.messages import Event, JobFinished, JobSubmitted
+from phaseloom.simulator.jobs import SimJob
+
+
+class Span(NamedTuple):
+    """For pictures: a node that ran or switched."""
+
+    node: str
+    job: str
+    what: str
+    """Kind of the operation, or `switch`."""
+    start_s: float
+    end_s: float
+
+
+class Decision(NamedTuple):
+    """A core step that placed or released a job."""
+
+    num_jobs: int
+    """That had a place or waited for one before it."""
+    seconds: float
+    """Of this thread on this machine: other processes do not enter."""
+
+
+@dataclass(slots=True)
+class NodeMeter:
+    pool: str
+    price_per_hour: float
+    num_gpus: int
+    busy_s: float = 0.0
+    switch_s: float = 0.0
+    switches: int = 0
+    """Activations that displaced another deployment."""
+    held_s: float = 0.0
+    """With a job pinned to it: what is paid for."""
+    held_since_s: float = -1.0
+    pinned: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class JobMeter:
+    job: SimJob
+    submitted_s: float = -1.0
+    placed_s: float = -1.0
+    """When it first had a place."""
+    ended_s: float = -1.0
+    outcome: str = "open"
+    """`done`, `rejected`, `failed`, or `open` where the simulation ended before."""
+    why: str = ""
+    iteration_s: list[float] = field(default_factory=list)
+    """Of each completed one: from the end of the one before (or the placement) to its end."""
+    alone_s: float = 0.0
+    """What the completed iterations would have taken alone, with the same draws."""
+    completed: int = 0
+    """Iterations, those that a failure threw back counted once."""
+    last_end_s: float = -1.0
+    """When the last of them was completed."""
+    wait_s: float = 0.0
+    """Ready, and not begun: the sum over its operations, switches included."""
+    operations: int = 0
+    """That ran."""
+    attempts: int = 0
+    switches: int = 0
+    moved: dict[str, int] = field(default_factory=dict)
+    """How often, by deployment: they move together, each when it may."""
+
+    @property
+    def moves(self) -> int:
+        return max(self.moved.values(), default=0)
+
+
+class Meter:
+    """Args: records_spans: whether to keep every interval for pictures."""
+
+    def __init__(self, *, records_spans: bool = False) -> None:
+        self.nodes: dict[str, NodeMeter] = {}
+        self.jobs: dict[str, JobMeter] = {}
+        self.spans: list[Span] | None = [] if records_spans else None
+        self.decisions: list[Decision] = []
+        self.steps_s: dict[str, list[float]] = {}
+        """Of the steps that were timed, CPU seconds by kind of event."""
+        self.replans_s: list[float] = []
+        """CPU seconds of what was computed beside the loop."""
+        self.steps: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
+        """(from when, $/h, GPUs) of the nodes that jobs are pinned to."""
+        self.num_active = 0
+        """Jobs that are submitted and have not ended."""
+        self.peaks: dict[str, int] = {}
+        """Pool → nodes held at once, at most."""
+        self._held: dict[str, int] = {}
+        self.told: dict[str, int] = {}
+        """Notices of the core, by what they are about."""
+
+    def stepped(self, event: Event, num_jobs: int, seconds: float) -> None:
+        if isinstance(event, JobSubmitted | JobFinished):
+            self.decisions.append(Decision(num_jobs, seconds))
+        self.steps_s.setdefault(type(event).__name__, []).append(seconds)
+
+    def ran(self, node: str, job: str, kind: str, start_s: float, end_s: float) -> None:
+        self.nodes[node].busy_s += end_s - start_s
+        if self.spans is not None:
+            self.spans.append(Span(node, job, kind, start_s, end_s))
+
+    def switched(
+        self, node: str, job: str, start_s: float, end_s: float, *, displaces: bool
+    ) -> None:
+        """Args: displaces: whether another deployment had to leave."""
+        meter = self.nodes[node]
+        meter.switch_s += end_s - start_s
+        if displaces:
+            meter.switches += 1
+            self.jobs[job].switches += 1
+        if self.spans is not None and end_s > start_s:
+            self.spans.append(Span(node, job, "switch", start_s, end_s))
+
+    def moved(self, job: str, deployment: str) -> None:
+        moved = self.jobs[job].moved
+        moved[deployment] = moved.get(deployment, 0) + 1
+
+    def pin(self, node: str, deployment: str, now_s: float) -> None:
+        meter = self.nodes[node]
+        if not meter.pinned:
+            meter.held_since_s = now_s
+            self._step(now_s, meter.price_per_hour, meter.num_gpus)
+            held = self._held[meter.pool] = self._held.get(meter.pool, 0) + 1
+            self.peaks[meter.pool] = max(self.peaks.get(meter.pool, 0), held)
+        meter.pinned.add(deployment)
+
+    def unpin(self, node: str, deployment: str, now_s: float) -> None:
+        meter = self.nodes[node]
+        if deployment not in meter.pinned:
+            return
+        meter.pinned.remove(deployment)
+        if not meter.pinned:
+            meter.held_s += now_s - meter.held_since_s
+            self._held[meter.pool] -= 1
+            self._step(now_s, -meter.price_per_hour, -meter.num_gpus)
+
+    def _step(self, now_s: float, price: float, num_gpus: int) -> None:
+        since_s, before, gpus = self.steps[-1]
+        if since_s == now_s:
+            self.steps.pop()
+        self.steps.append((now_s, before + price, gpus + num_gpus))

@@ -1,0 +1,239 @@
+"""What a simulation came to: per job, per pool, for the whole cluster.
+
+An SLO is attained where the mean iteration over the job's life, from its first placement to its
+end, is at most `slo` times what it would be alone: every phase at its longest (`SimJob.solo_s`),
+and its state loaded once. Everything between counts: waits, switches, moves, crashes.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import msgspec
+
+from phaseloom.scheduler.core.timeline.timeline import Search
+from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
+
+_HOUR_S = 3600.0
+_ROUNDING = 1e-9
+"""Relative: sums of the same seconds in another order."""
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    name: str
+    outcome: str
+    """`done`, `rejected`, `failed`; `open` where the simulation was stopped before."""
+    why: str
+    slo: float
+    solo_s: float
+    """An iteration alone, at its longest."""
+    first_load_s: float
+    """To load its state once, which it must alone too."""
+    submitted_s: float
+    placed_s: float
+    """-1: never."""
+    ended_s: float
+    """-1: not yet."""
+    iterations: int
+    """Completed, those that a failure threw back counted once."""
+    mean_iteration_s: float
+    """Life / iterations; 0: none."""
+    slowdown: float
+    """`mean_iteration_s` over what the same iterations would have taken alone, as drawn."""
+    worst_iteration_s: float
+    within_slo: float
+    """Share of its single iterations."""
+    wait_s: float
+    """Mean of its operations, from ready to begun: switches included."""
+    switches: int
+    """Switch-ins of its deployments that displaced another job."""
+    moves: int
+    attempts: int
+
+    @property
+    def is_slo_met(self) -> bool:
+        alone_s = self.iterations * self.solo_s + self.first_load_s
+        life_s = self.iterations * self.mean_iteration_s
+        return life_s <= self.slo * alone_s * (1 + _ROUNDING)
+
+    @property
+    def queueing_s(self) -> float:
+        """From submission to placement; -1: never placed."""
+        return self.placed_s - self.submitted_s if self.placed_s >= 0 else -1.0
+
+    @property
+    def queueing_delay(self) -> float:
+        """Queueing over the time from placement to end; -1: never placed, or not ended."""
+        life_s = self.ended_s - self.placed_s
+        return self.queueing_s / life_s if self.placed_s >= 0 and life_s > 0 else -1.0
+
+
+class PoolResult(msgspec.Struct, frozen=True):
+    """Sums over the nodes of a pool, in node-seconds."""
+
+    held_s: float
+    """With a job pinned to the node."""
+    busy_s: float
+    switch_s: float
+    switches: int
+    peak_nodes: int
+
+    @property
+    def utilisation(self) -> float:
+        return self.busy_s / self.held_s if self.held_s else 0.0
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the held time in which nothing ran: idle or switching."""
+        return 1.0 - self.utilisation if self.held_s else 0.0
+
+
+class Result(msgspec.Struct, frozen=True):
+    jobs: list[JobResult]
+    pools: dict[str, PoolResult]
+    start_s: float
+    """First arrival."""
+    makespan_s: float
+    """From the first arrival to the last end."""
+    cost: float
+    """Prices of the nodes that jobs were pinned to, over time."""
+    peak_gpus: int
+    switches: int
+    moves: int
+    operations: int
+    events: int
+    """Entries of the decision log."""
+    cost_steps: list[tuple[float, float, int]]
+    """(from when, $/h, GPUs held)."""
+    decisions: list[tuple[int, float]]
+    """Steps that placed or released a job: (active jobs, seconds of CPU)."""
+    step_s: dict[str, list[float]]
+    """CPU seconds of the core's steps that were timed, by kind of event (`QueuedOperation`, …)."""
+    replans: list[float]
+    """Seconds of CPU of each plan of moves, computed beside the scheduler's loop."""
+    told: dict[str, int]
+    """Notices of the scheduler, counted."""
+    searched: int
+    """Shifts of a job on a set of nodes that placement looked at, …"""
+    pruned: int
+    """… and of these, how many the capacity tree refused before any node was looked at."""
+    spans: list[Span] = []
+    """Where they were recorded."""
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Mean over the makespan."""
+        return self.cost / self.makespan_s * _HOUR_S if self.makespan_s else 0.0
+
+    @property
+    def promised(self) -> list[JobResult]:
+        """Jobs with an SLO that ran to an end."""
+        return [job for job in self.jobs if job.slo and job.outcome in ("done", "failed")]
+
+    @property
+    def slo_attainment(self) -> float:
+        """Share of the jobs with an SLO that ran; 1 where there is none."""
+        promised = self.promised
+        return (
+            fmean(job.is_slo_met and job.outcome == "done" for job in promised) if promised else 1.0
+        )
+
+    @property
+    def iterations_within_slo(self) -> float:
+        """Share of the single iterations of those jobs."""
+        total = sum(job.iterations for job in self.promised)
+        within = sum(job.within_slo * job.iterations for job in self.promised)
+        return within / total if total else 1.0
+
+    @property
+    def bubble_ratio(self) -> float:
+        held_s = sum(pool.held_s for pool in self.pools.values())
+        busy_s = sum(pool.busy_s for pool in self.pools.values())
+        return 1.0 - busy_s / held_s if held_s else 0.0
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Of an operation."""
+        waits = [job.wait_s for job in self.jobs if job.iterations]
+        return fmean(waits) if waits else 0.0
+
+    def decision_ms(self, share: float) -> float:
+        """Quantile of the decision latencies; 0: there were none."""
+        ordered = sorted(seconds for _, seconds in self.decisions)
+        return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+def summarise(meter: Meter, now_s: float, num_events: int, search: Search) -> Result:
+    """Args: now_s: when the simulation was stopped."""
+    for node in meter.nodes.values():
+        _close(node, now_s)
+    jobs = [_job(job) for job in meter.jobs.values()]
+    start_s = min((job.submitted_s for job in jobs if job.submitted_s >= 0), default=0.0)
+    end_s = max((job.ended_s for job in jobs), default=now_s)
+    if any(job.ended_s < 0 for job in jobs):
+        end_s = now_s
+    return Result(
+        jobs=jobs,
+        pools={pool: _pool(meter, pool) for pool in sorted({n.pool for n in meter.nodes.values()})},
+        start_s=start_s,
+        makespan_s=max(0.0, end_s - start_s),
+        cost=sum(n.held_s * n.price_per_hour for n in meter.nodes.values()) / _HOUR_S,
+        peak_gpus=max(gpus for _, _, gpus in meter.steps),
+        switches=sum(node.switches for node in meter.nodes.values()),
+        moves=sum(job.moves for job in jobs),
+        operations=sum(job.operations for job in meter.jobs.values()),
+        events=num_events,
+        cost_steps=meter.steps,
+        decisions=[(d.num_jobs, d.seconds) for d in meter.decisions],
+        step_s=meter.steps_s,
+        replans=meter.replans_s,
+        told=meter.told,
+        searched=search.looked_at,
+        pruned=search.pruned,
+        spans=meter.spans or [],
+    )
+
+
+def _close(node: NodeMeter, now_s: float) -> None:
+    if node.pinned:
+        node.held_s += now_s - node.held_since_s
+        node.held_since_s = now_s
+
+
+def _pool(meter: Meter, pool: str) -> PoolResult:
+    nodes = [node for node in meter.nodes.values() if node.pool == pool]
+    return PoolResult(
+        held_s=sum(node.held_s for node in nodes),
+        busy_s=sum(node.busy_s for node in nodes),
+        switch_s=sum(node.switch_s for node in nodes),
+        switches=sum(node.switches for node in nodes),
+        peak_nodes=meter.peaks.get(pool, 0),
+    )
+
+
+def _job(meter: JobMeter) -> JobResult:
+    job, done = meter.job, meter.completed
+    life_s = meter.last_end_s - meter.placed_s
+    mean_s = life_s / done if done else 0.0
+    limit_s = job.slo * job.solo_s * (1 + _ROUNDING)
+    single_s = meter.iteration_s
+    return JobResult(
+        name=job.name,
+        outcome=meter.outcome,
+        why=meter.why,
+        slo=job.slo,
+        solo_s=job.solo_s,
+        first_load_s=sum(job.take(pool).load_s for pool in job.pools),
+        submitted_s=meter.submitted_s,
+        placed_s=meter.placed_s,
+        ended_s=meter.ended_s,
+        iterations=done,
+        mean_iteration_s=mean_s,
+        slowdown=mean_s * len(single_s) / meter.alone_s if meter.alone_s else 0.0,
+        worst_iteration_s=max(single_s, default=0.0),
+        within_slo=fmean(s <= limit_s for s in single_s) if single_s else 0.0,
+        wait_s=meter.wait_s / meter.operations if meter.operations else 0.0,
+        switches=meter.switches,
+        moves=meter.moves,
+        attempts=meter.attempts,
+    )

@@ -1,0 +1,309 @@
+"""Emulated nodes: what agents, ranks and state managers would do, and how long it takes them.
+
+A node has one device, which stands for all of its accelerators. Whatever a node says comes later
+than the command that it answers, never within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.messages import (
+    ActivationOpened,
+    CancelOperation,
+    Command,
+    DeviceSpec,
+    Event,
+    NodeLost,
+    NodeUp,
+    OpenActivation,
+    OperationFinished,
+    Outcome,
+    Permit,
+    Residency,
+    SealCommitted,
+    SealState,
+    StartWpg,
+    StopWpg,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.simulator.agenda import Agenda
+from phaseloom.simulator.jobs import SimJob
+from phaseloom.simulator.metering import Meter, NodeMeter
+
+_NOT_LIMITED = 2**60
+
+
+class PoolSpec(msgspec.Struct, frozen=True):
+    pool: str
+    num_nodes: int
+    price_per_hour: float = 1.0
+    """Of a node."""
+    host_bytes: int = _NOT_LIMITED
+    """Of a node's host memory."""
+    num_gpus: int = 8
+    """Of a node, for the count of GPUs."""
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Seconds that are no job's own."""
+
+    stop_s: float = 0.0
+    """To kill the workers of a deployment."""
+    restart_s: float = 0.0
+    """From the death of workers until others are up on the same node, beside the job's start."""
+    seal_s: float = 0.0
+
+
+FREE = Costs()
+
+
+@dataclass(eq=False, slots=True)
+class _Ranks:
+    """One WPG's processes."""
+
+    key: DeploymentKey
+    name: str
+    job: SimJob
+    label: str
+    """The job's key."""
+    incarnation: int
+    nodes: list[NodeId]
+    applied: int
+    start_s: float
+    """From the command until they are up."""
+    epoch: int = 0
+    open_s: dict[NodeId, float] = field(default_factory=dict)
+    """When the activation is open on each node."""
+    running: dict[OperationKey, float] = field(default_factory=dict)
+    """Until when."""
+    is_alive: bool = True
+
+
+class Nodes:
+    """Args: duration_s: how long an operation takes, by its key; of a replayed one too.
+    ran: told of each operation that is completed for the first time, and when it began."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        append: Callable[[Event], None],
+        meter: Meter,
+        *,
+        jobs: dict[tuple[str, str], SimJob],
+        duration_s: Callable[[OperationKey], float],
+        ran: Callable[[OperationKey, float], None],
+        costs: Costs,
+    ) -> None:
+        self._agenda = agenda
+        self._append = append
+        self._meter = meter
+        self._jobs = jobs
+        self._duration_s = duration_s
+        self._ran = ran
+        self._costs = costs
+        self._ranks: dict[DeploymentKey, _Ranks] = {}
+        """The newest life of each deployment, whether or not it has ended."""
+        self._up: dict[NodeId, NodeUp] = {}
+        self.completed: set[OperationKey] = set()
+        """Their outcome is stored."""
+        self._obey: dict[type[Command], Callable[..., None]] = {
+            StartWpg: self._start,
+            StopWpg: self._stop,
+            OpenActivation: self._open,
+            Permit: self._permit,
+            SealState: self._seal,
+            CancelOperation: self._cancel,
+        }
+
+    # --- nodes ----------------------------------------------------------------------------------
+
+    def come_up(self, pools: Sequence[PoolSpec]) -> None:
+        for pool in pools:
+            width = len(str(pool.num_nodes - 1))
+            for index in range(pool.num_nodes):
+                name = f"{pool.pool}-{index:0{width}}"
+                self._meter.nodes[name] = NodeMeter(pool.pool, pool.price_per_hour, pool.num_gpus)
+                up = NodeUp(
+                    node=NodeId(name),
+                    pool=pool.pool,
+                    devices=[DeviceSpec(_NOT_LIMITED)],
+                    host_memory_bytes=pool.host_bytes,
+                    revision=1,
+                    state_endpoint=f"{name}:1",
+                    exclusive_residency=Residency.JOB,
+                    price_per_hour=pool.price_per_hour,
+                    can_move=True,
+                )
+                self._up[up.node] = up
+                self._agenda.after(0.0, self._append, up)
+
+    def lose(self, node: NodeId, reason: str) -> None:
+        """Every process on it dies; what runs across several nodes dies whole."""
+        up = self._up[node]
+        for ranks in self._ranks.values():
+            if node in ranks.nodes:
+                _die(ranks)
+        for name in sorted(self._meter.nodes[node].pinned):
+            self._meter.unpin(node, name, self._agenda.now_s)
+        self._append(NodeLost(node, up.revision, reason))
+
+    def bring_back(self, node: NodeId) -> None:
+        up = msgspec.structs.replace(self._up[node], revision=self._up[node].revision + 1)
+        self._up[node] = up
+        self._append(up)
+
+    def crash(self, key: DeploymentKey, reason: str) -> None:
+        """The workers of a deployment die, and their nodes live."""
+        ranks = self._ranks.get(key)
+        if ranks is None or not ranks.is_alive:
+            return
+        _die(ranks)
+        error = ErrorInfo(Code.UNAVAILABLE, reason)
+        self._append(WpgLost(key, ranks.incarnation, ranks.nodes[0], error))
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def obey(self, command: Command) -> None:
+        """What is not listed takes no time and has no answer."""
+        obey = self._obey.get(type(command))
+        if obey is not None:
+            obey(command)
+
+    def _start(self, command: StartWpg) -> None:
+        """Each of its nodes is told by itself, and answers by itself."""
+        ranks = self._ranks.get(command.deployment)
+        if ranks is None or ranks.incarnation < command.incarnation:
+            ranks = self._begin_life(command, ranks)
+        self._meter.pin(command.node, ranks.name, self._agenda.now_s)
+        self._agenda.after(ranks.start_s, self._started, ranks, command.node)
+
+    def _begin_life(self, command: StartWpg, last: _Ranks | None) -> _Ranks:
+        key = command.deployment
+        nodes = command.nodes or [command.node]
+        job = self._jobs[key.tenant, key.job]
+        label = str(job.key)
+        start_s = job.start_s
+        if last is not None and last.nodes == nodes:
+            start_s += self._costs.restart_s
+        elif last is not None:
+            start_s = job.move_s
+            self._meter.moved(label, key.deployment)
+            for node in last.nodes:
+                self._meter.unpin(node, last.name, self._agenda.now_s)
+        applied = command.seal_seq or command.applied
+        ranks = _Ranks(key, str(key), job, label, command.incarnation, nodes, applied, start_s)
+        self._ranks[key] = ranks
+        return ranks
+
+    def _started(self, ranks: _Ranks, node: NodeId) -> None:
+        if ranks.is_alive:
+            self._append(WpgStarted(ranks.key, ranks.incarnation, node, 1, ranks.applied, [0]))
+
+    def _stop(self, command: StopWpg) -> None:
+        key, node = command.deployment, command.node
+        ranks = self._ranks.get(key)
+        if ranks is not None and node in ranks.nodes and command.incarnation >= ranks.incarnation:
+            _die(ranks)
+            if command.forget:
+                self._ranks.pop(key)
+        if command.forget and key not in self._ranks:
+            self._meter.unpin(node, str(key), self._agenda.now_s)
+        error = ErrorInfo(Code.UNAVAILABLE, "stopped")
+        lost = WpgLost(key, command.incarnation, node, error)
+        self._agenda.after(self._costs.stop_s, self._append, lost)
+
+    def _open(self, command: OpenActivation) -> None:
+        ranks = self._ranks[command.deployment]
+        now_s, node = self._agenda.now_s, command.node
+        if ranks.epoch != command.epoch:
+            ranks.epoch = command.epoch
+            ranks.open_s.clear()
+        pool = self._meter.nodes[node].pool
+        leaving = [self._jobs[victim.tenant, victim.job] for victim in command.displaces]
+        offload_s = sum(job.take(pool).offload_s for job in leaving)
+        load_s = ranks.job.take(pool).load_s
+        ranks.open_s[node] = open_s = now_s + offload_s + load_s
+        self._meter.switched(node, ranks.label, now_s, open_s, displaces=bool(leaving))
+        opened = ActivationOpened(
+            command.deployment,
+            command.epoch,
+            node,
+            now_s,
+            offload_s,
+            load_s,
+            0,
+            0,
+            displaced=command.displaces,
+            early=command.early,
+        )
+        self._agenda.at(open_s, self._opened, ranks, opened)
+
+    def _opened(self, ranks: _Ranks, opened: ActivationOpened) -> None:
+        if ranks.is_alive:
+            self._append(opened)
+
+    def _permit(self, command: Permit) -> None:
+        ranks = self._ranks[command.operation.deployment_key]
+        start_s = max(self._agenda.now_s, *ranks.open_s.values())
+        end_s = start_s + self._duration_s(command.operation)
+        ranks.running[command.operation] = end_s
+        self._agenda.at(end_s, self._finish, ranks, command, start_s)
+
+    def _finish(self, ranks: _Ranks, command: Permit, start_s: float) -> None:
+        key = command.operation
+        if not ranks.is_alive or key not in ranks.running:
+            return
+        now_s = self._agenda.now_s
+        del ranks.running[key]
+        for node in ranks.nodes:
+            self._meter.ran(node, ranks.label, command.kind, start_s, now_s)
+        if key not in self.completed:
+            self.completed.add(key)
+            self._ran(key, start_s)
+        self._append(
+            OperationFinished(
+                key=key,
+                kind=command.kind,
+                outcome=Outcome.COMPLETED,
+                epoch=command.epoch,
+                incarnation=command.incarnation,
+                started_unix_s=start_s,
+                duration_s=now_s - start_s,
+                replay=command.replay,
+            )
+        )
+
+    def _seal(self, command: SealState) -> None:
+        sealed = SealCommitted(command.deployment, command.seq, command.node, command.versions)
+        self._agenda.after(self._costs.seal_s, self._append, sealed)
+
+    def _cancel(self, command: CancelOperation) -> None:
+        """A reading operation that runs is stopped at once."""
+        ranks = self._ranks.get(command.operation.deployment_key)
+        if ranks is None or ranks.running.pop(command.operation, None) is None:
+            return
+        self._agenda.after(
+            0.0,
+            self._append,
+            OperationFinished(
+                command.operation,
+                "",
+                Outcome.CANCELLED,
+                ranks.epoch,
+                ranks.incarnation,
+                self._agenda.now_s,
+                0.0,
+            ),
+        )
+
+
+def _die(ranks: _Ranks) -> None:
+    ranks.is_alive = False
+    ranks.running.clear()

@@ -1,0 +1,350 @@
+"""What the cheapest strict round robin of a set of jobs costs, moves being free: the yardstick.
+
+`cheapest_partition` is exact: every feasible co-execution group, with its cheapest rollout nodes,
+and a partition of the jobs into such groups of least price (WEAVE §6.5, *Offline Optimal*). To nine
+jobs by dynamic programming over subsets, beyond that as set partitioning by OR-Tools CP-SAT (the
+`optimum` extra). `regrouping_bound` repeats that for every span between two arrivals or departures,
+as if regrouping took no time: no online policy that keeps to the strict round robin can cost less.
+
+Feasibility shrinks with membership (a job more never shortens a period), so groups are grown one
+job at a time, and a group is kept only where it is cheaper than every split of it in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise, permutations
+from typing import NamedTuple
+
+from phaseloom.scheduler.core.weave.period import Phases, period_s
+
+SLACK = 1e-9
+SCALE = 100
+"""Prices are given to the solver in hundredths."""
+BY_SUBSETS = 9
+
+
+class Job(NamedTuple):
+    """A job as WEAVE's planner sees it: worst-case seconds an iteration, bytes a node."""
+
+    name: str
+    rollout_s: float
+    train_s: float
+    allowed_s: float
+    """Longest iteration that its SLO tolerates."""
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    rollout_bytes: int = 0
+    train_bytes: int = 0
+    gap_s: float = 0.0
+
+    @property
+    def solo_s(self) -> float:
+        return self.rollout_s + self.train_s + self.gap_s
+
+
+class Terms(NamedTuple):
+    """What nodes cost and hold, and how many jobs may share them."""
+
+    rollout_price: float = 14.8
+    """Per node-hour: eight H20 at 1.85 (WEAVE, Table 1)."""
+    train_price: float = 42.24
+    """Per node-hour: eight H800 at 5.28."""
+    host_bytes: int = 2048 * 10**9
+    """Of a node's memory; 0: no bound."""
+    max_group_jobs: int = 5
+    switch_s: float = 0.0
+    """Planned for each phase of a group of several jobs; 0: switching is free."""
+
+
+class Partition(NamedTuple):
+    price_per_hour: float
+    groups: tuple[tuple[str, ...], ...]
+
+
+class Span(NamedTuple):
+    """A job and when it is there, in any unit of time."""
+
+    job: Job
+    start: float
+    end: float
+
+
+class Pricing:
+    """Prices of groups, remembered over all the sets of jobs that one workload brings."""
+
+    def __init__(self, terms: Terms | None = None) -> None:
+        self.terms = terms or Terms()
+        self._prices: dict[frozenset[Job], float | None] = {frozenset(): 0.0}
+        self._useful: dict[frozenset[Job], bool] = {}
+        self._partitions: dict[frozenset[Job], tuple[frozenset[Job], ...]] = {}
+
+    def price(self, group: frozenset[Job]) -> float | None:
+        """Of the cheapest nodes on which everybody's SLO holds; None: there are none."""
+        if group not in self._prices:
+            self._prices[group] = _group_price(sorted(group), self.terms)
+        return self._prices[group]
+
+    def solo(self, job: Job) -> float:
+        return (
+            job.rollout_nodes * self.terms.rollout_price + job.train_nodes * self.terms.train_price
+        )
+
+    def is_useful(self, group: frozenset[Job]) -> bool:
+        """Whether it is feasible and cheaper than the best two groups that split it."""
+        if group not in self._useful:
+            self._useful[group] = self._saves(group)
+        return self._useful[group]
+
+    def _saves(self, group: frozenset[Job]) -> bool:
+        price = self.price(group)
+        if price is None:
+            return False
+        first, *rest = sorted(group)
+        for size in range(len(rest)):
+            for others in combinations(rest, size):
+                part = frozenset((first, *others))
+                one, two = self.price(part), self.price(group - part)
+                if one is not None and two is not None and one + two <= price + SLACK:
+                    return False
+        return True
+
+    def groups(self, jobs: Sequence[Job]) -> list[frozenset[Job]]:
+        """Useful groups of at least two of the jobs."""
+        found: list[frozenset[Job]] = []
+        frontier = [(frozenset((job,)), i) for i, job in enumerate(jobs)]
+        for _ in range(self.terms.max_group_jobs - 1):
+            grown = []
+            for group, last in frontier:
+                for i in range(last + 1, len(jobs)):
+                    bigger = group | {jobs[i]}
+                    if self.price(bigger) is not None:
+                        grown.append((bigger, i))
+            found.extend(group for group, _ in grown if self.is_useful(group))
+            frontier = grown
+        return found
+
+    def partition(self, jobs: Iterable[Job]) -> Partition:
+        """The cheapest: groups in the order of their first job."""
+        groups: list[frozenset[Job]] = []
+        everybody = sorted(jobs)
+        useful = self.groups(everybody)
+        for part in _components(everybody, useful):
+            if part not in self._partitions:
+                inside = [group for group in useful if group <= part]
+                self._partitions[part] = _solve(self, part, inside)
+            groups.extend(self._partitions[part])
+        price = sum(self.price(group) or 0.0 for group in groups)
+        names = sorted(tuple(sorted(job.name for job in group)) for group in groups)
+        return Partition(price, tuple(names))
+
+
+def cheapest_partition(jobs: Iterable[Job], terms: Terms | None = None) -> Partition:
+    """Exact. Raises ImportError for more than nine jobs without the `optimum` extra."""
+    return Pricing(terms).partition(jobs)
+
+
+def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> float:
+    """Price, integrated over time, of the cheapest partition of whoever is there.
+
+    Returns: $/h times the unit of the spans (dollars where they are hours).
+    """
+    edges = sorted({edge for span in spans for edge in (span.start, span.end)})
+    total = 0.0
+    for start, end in pairwise(edges):
+        there = [span.job for span in spans if span.start <= start and end <= span.end]
+        total += pricing.partition(there).price_per_hour * (end - start)
+    return total
+
+
+def _components(jobs: Sequence[Job], groups: Iterable[frozenset[Job]]) -> Iterator[frozenset[Job]]:
+    """Sets of jobs that no group connects: each is a problem of its own."""
+    of = {job: frozenset((job,)) for job in jobs}
+    for group in groups:
+        parts = {of[job] for job in group}
+        if len(parts) > 1:
+            merged = frozenset().union(*parts)
+            of.update(dict.fromkeys(merged, merged))
+    yield from dict.fromkeys(of[job] for job in jobs)
+
+
+def _solve(
+    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
+) -> tuple[frozenset[Job], ...]:
+    if len(jobs) <= BY_SUBSETS:
+        return _by_subsets(pricing, jobs, groups)
+    return _by_solver(pricing, jobs, groups)
+
+
+def _by_subsets(
+    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
+) -> tuple[frozenset[Job], ...]:
+    """Dynamic programming: the group of the first job, then the rest."""
+    everybody = [*groups, *(frozenset((job,)) for job in sorted(jobs))]
+
+    @cache
+    def best(left: frozenset[Job]) -> tuple[float, tuple[frozenset[Job], ...]]:
+        if not left:
+            return 0.0, ()
+        first = min(left)
+        options = []
+        for group in everybody:
+            if first in group and group <= left:
+                price, rest = best(left - group)
+                options.append(((pricing.price(group) or 0.0) + price, (group, *rest)))
+        return min(options, key=lambda option: option[0])
+
+    return best(jobs)[1]
+
+
+def _by_solver(
+    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
+) -> tuple[frozenset[Job], ...]:
+    """Choose disjoint groups that save most over everybody alone."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    chosen = [model.new_bool_var("") for _ in groups]
+    for job in sorted(jobs):
+        model.add_at_most_one(
+            [var for var, group in zip(chosen, groups, strict=True) if job in group]
+        )
+    saved = [
+        round(SCALE * (sum(map(pricing.solo, group)) - (pricing.price(group) or 0.0)))
+        for group in groups
+    ]
+    model.maximize(sum(s * var for s, var in zip(saved, chosen, strict=True)))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL, solver.status_name(status)
+    picked = [group for var, group in zip(chosen, groups, strict=True) if solver.value(var)]
+    alone = jobs.difference(*picked) if picked else jobs
+    return (*picked, *(frozenset((job,)) for job in sorted(alone)))
+
+
+def _group_price(jobs: Sequence[Job], terms: Terms) -> float | None:
+    """Of the fewest rollout nodes with which the group keeps every SLO; None: no number does."""
+    first = jobs[0]
+    if len(jobs) == 1:
+        nodes: int | None = first.rollout_nodes
+    else:
+        if len(jobs) > terms.max_group_jobs or any(
+            job.train_nodes != first.train_nodes for job in jobs
+        ):
+            return None
+        if _exceeds(sum(job.train_bytes for job in jobs), terms.host_bytes):
+            return None
+        nodes = _rollout_nodes(jobs, terms)
+    if nodes is None:
+        return None
+    return nodes * terms.rollout_price + first.train_nodes * terms.train_price
+
+
+def _exceeds(taken_bytes: int, host_bytes: int) -> bool:
+    return 0 < host_bytes < taken_bytes
+
+
+def _rollout_nodes(jobs: Sequence[Job], terms: Terms) -> int | None:
+    """The fewest, over all node sets and orders of the jobs."""
+    allowed_s = min(job.allowed_s for job in jobs) + SLACK
+    train_s = sum(job.train_s + terms.switch_s for job in jobs)
+    if max(train_s, *(job.solo_s + terms.switch_s for job in jobs)) > allowed_s:
+        return None
+    if max(job.rollout_nodes for job in jobs) <= 1:
+        return _bins(jobs, terms, allowed_s)
+    return _node_sets(jobs, terms, allowed_s)
+
+
+def _bins(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
+    """Bin packing: one node a job, so the period is max(T_load, T_cycle)."""
+
+    def is_packed(bins: list[list[Job]]) -> bool:
+        return all(_holds(inside, terms, allowed_s) for inside in bins)
+
+    rolling = [job for job in jobs if job.rollout_nodes]
+    packed = [bins for bins in _partitions(rolling) if is_packed(bins)]
+    return min((len(bins) for bins in packed), default=None)
+
+
+def _holds(inside: Sequence[Job], terms: Terms, allowed_s: float) -> bool:
+    """Whether jobs can share a rollout node. A phase alone on its node needs no switch there."""
+    switch_s = terms.switch_s if len(inside) > 1 else 0.0
+    if _exceeds(sum(job.rollout_bytes for job in inside), terms.host_bytes):
+        return False
+    if sum(job.rollout_s + switch_s for job in inside) > allowed_s:
+        return False
+    return all(job.solo_s + switch_s + terms.switch_s <= allowed_s for job in inside)
+
+
+def _partitions(jobs: Sequence[Job]) -> Iterator[list[list[Job]]]:
+    if not jobs:
+        yield []
+        return
+    first, rest = jobs[0], jobs[1:]
+    for bins in _partitions(rest):
+        yield [[first], *bins]
+        for i, inside in enumerate(bins):
+            yield [*bins[:i], [first, *inside], *bins[i + 1 :]]
+
+
+def _node_sets(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
+    """Rollouts over several nodes: sets may overlap, so the period is that of the max-plus system
+    in the best order."""
+    most = sum(job.rollout_nodes for job in jobs)
+    for num_nodes in range(max(job.rollout_nodes for job in jobs), most + 1):
+        for sets in _assignments(list(jobs), num_nodes, terms, allowed_s):
+            if _keeps_time(jobs, sets, terms, allowed_s):
+                return num_nodes
+    return None
+
+
+def _assignments(
+    jobs: list[Job], num_nodes: int, terms: Terms, allowed_s: float
+) -> Iterator[list[tuple[int, ...]]]:
+    """Node sets of every job on which no node is over its time or memory; nodes that nobody uses
+    yet are interchangeable, so they are taken in order."""
+
+    def extend(i: int, sets: list[tuple[int, ...]], used: int) -> Iterator[list[tuple[int, ...]]]:
+        if i == len(jobs):
+            yield sets
+            return
+        count = jobs[i].rollout_nodes
+        for num_new in range(min(count, num_nodes - used) + 1):
+            new = tuple(range(used, used + num_new))
+            for old in combinations(range(used), count - num_new):
+                extended = [*sets, old + new]
+                if _fits(jobs, extended, terms, allowed_s):
+                    yield from extend(i + 1, extended, used + num_new)
+
+    yield from extend(0, [], 0)
+
+
+def _fits(
+    jobs: Sequence[Job], sets: Sequence[tuple[int, ...]], terms: Terms, allowed_s: float
+) -> bool:
+    """Whether the last job's nodes still have time and memory."""
+    for node in sets[-1]:
+        inside = [job for job, nodes in zip(jobs, sets, strict=False) if node in nodes]
+        if not _holds(inside, terms, allowed_s):
+            return False
+    return True
+
+
+def _keeps_time(
+    jobs: Sequence[Job], sets: Sequence[tuple[int, ...]], terms: Terms, allowed_s: float
+) -> bool:
+    shared = [n for nodes in sets for n in nodes]
+    items = [
+        Phases(
+            job.rollout_s + (terms.switch_s if any(shared.count(n) > 1 for n in nodes) else 0.0),
+            job.train_s + terms.switch_s,
+            tuple(str(n) for n in sorted(nodes)),
+            job.gap_s,
+        )
+        for job, nodes in zip(jobs, sets, strict=True)
+    ]
+    first, *rest = items
+    return any(period_s([first, *order]) <= allowed_s for order in permutations(rest))

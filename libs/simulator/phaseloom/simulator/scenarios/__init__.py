@@ -1,0 +1,30 @@
+"""What `phaseloom simulate` runs. To add one: a module with a `SCENARIO`, and a line here."""
+
+from __future__ import annotations
+
+from phaseloom.simulator.scenarios import (
+    llmd_replay,
+    philly,
+    plexrl_fig8,
+    plexrl_hrrs,
+    weave_drift,
+    weave_failure,
+    weave_fig15,
+    weave_micro,
+    weave_table5,
+)
+from phaseloom.simulator.scenarios.scenario import Scenario
+
+SCENARIOS: dict[str, Scenario] = {
+    "plexrl-fig8": plexrl_fig8.SCENARIO,
+    "plexrl-hrrs": plexrl_hrrs.SCENARIO,
+    "weave-fig15": weave_fig15.SCENARIO,
+    "weave-table5": weave_table5.SCENARIO,
+    "weave-drift": weave_drift.SCENARIO,
+    "weave-failure": weave_failure.SCENARIO,
+    "weave-micro": weave_micro.SCENARIO,
+    "philly": philly.SCENARIO,
+    "llmd-replay": llmd_replay.SCENARIO,
+}
+
+__all__ = ["SCENARIOS", "Scenario"]

@@ -1,0 +1,107 @@
+"""What the scenarios share: prices, configurations, records of results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from phaseloom.common.messages import SchedulerConfig
+from phaseloom.simulator.engine import simulate
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
+from phaseloom.simulator.metrics import Result
+from phaseloom.simulator.nodes import PoolSpec
+from phaseloom.simulator.scenarios.report import Record
+
+PRICES = {ROLLOUT: 14.80, TRAIN: 42.24}
+"""Dollars an hour of a node of eight: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
+HOST_BYTES = 2 * 10**12
+"""Host memory of a node (WEAVE Table 1)."""
+
+
+def config(
+    placement: str,
+    ordering: str,
+    *,
+    max_group_jobs: int = 5,
+    duty_limit: float = 0.5,
+    switch_s: float = 0.0,
+) -> SchedulerConfig:
+    """The policies alone decide: no quantum, no grace, no early switch-in, no seals."""
+    return SchedulerConfig(
+        placement=placement,
+        ordering=ordering,
+        idle_grace_s=0.0,
+        quantum_s=0.0,
+        seal_every=0,
+        max_losses=50,
+        max_reading=64,
+        phase_hold_s=0.0,
+        early_switch=False,
+        max_group_jobs=max_group_jobs,
+        duty_limit=duty_limit,
+        switch_s=switch_s,
+    )
+
+
+def pools(rollout: int, train: int) -> list[PoolSpec]:
+    """Args: how many nodes of each."""
+    return [
+        PoolSpec(ROLLOUT, rollout, PRICES[ROLLOUT], HOST_BYTES),
+        PoolSpec(TRAIN, train, PRICES[TRAIN], HOST_BYTES),
+    ]
+
+
+def ample(jobs: Sequence[SimJob]) -> list[PoolSpec]:
+    """So many nodes that every job could have its own: provisioning never waits."""
+    return pools(*(sum(job.take(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
+
+
+def run(
+    jobs: Sequence[SimJob],
+    nodes: Sequence[PoolSpec],
+    settings: SchedulerConfig,
+    seed: int,
+    **options: Any,
+) -> tuple[Result, float]:
+    """Simulate. Returns: the result, and seconds of one core."""
+    began_s = time.thread_time()
+    result = simulate(jobs, nodes, settings, seed=seed, **options)
+    return result, time.thread_time() - began_s
+
+
+def record_of(
+    result: Result, wall_s: float, *, policy: str, seed: int, workload: str = ""
+) -> Record:
+    """What every scenario of whole clusters reports."""
+    held_s = sum(pool.held_s for pool in result.pools.values())
+    busy_s = sum(pool.busy_s for pool in result.pools.values())
+    queueing = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
+    return Record(
+        policy=policy,
+        seed=seed,
+        workload=workload,
+        jobs=len(result.jobs),
+        cost_per_hour=result.cost_per_hour,
+        slo_attainment=result.slo_attainment if result.promised else None,
+        slo_iterations=result.iterations_within_slo if result.promised else None,
+        peak_gpus=result.peak_gpus,
+        bubble_ratio=result.bubble_ratio,
+        makespan_s=result.makespan_s,
+        mean_wait_s=result.mean_wait_s,
+        queueing_delay=sum(queueing) / len(queueing) if queueing else None,
+        switches=result.switches,
+        moves=result.moves,
+        utilisation=busy_s / held_s if held_s else None,
+        decision_ms_p50=result.decision_ms(0.5),
+        decision_ms_p99=result.decision_ms(0.99),
+        simulated_in_s=wall_s,
+    )
+
+
+def only(record: Record, *names: str) -> Record:
+    """The record with nothing but these figures, beside policy, seed and workload."""
+    kept = {"policy", "seed", "workload", "more", "simulated_in_s", *names}
+    return replace(record, **{f: None for f in record.__struct_fields__ if f not in kept})

@@ -1,0 +1,154 @@
+"""The scenarios' pictures. matplotlib is imported when one is drawn, with the Agg canvas.
+
+Colours are the Okabe-Ito palette's, told apart also by colour-blind readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.simulator.metering import Span
+from phaseloom.simulator.scenarios.report import Record, groups_of, values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+    "#000000",
+)
+DOTS_PER_INCH = 130
+
+
+@contextmanager
+def canvas(
+    path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
+) -> Iterator[list[Axes]]:
+    """Panels beside (or above) one another; saved to `path` at the end.
+
+    Raises: CallerError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CallerError(
+            "matplotlib is not installed",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[simulator]'",
+        ) from None
+    rows, columns = (1, num_panels) if across else (num_panels, 1)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    panels: list[Axes] = list(axes.flat)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+    yield panels
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: float = 0.0) -> None:
+    """A bar a policy (grouped by workload), its height the mean over seeds, a line the range.
+
+    Args: aim: a dashed line; 0: none.
+    """
+    groups = {key: values(found, name) for key, found in groups_of(records).items()}
+    groups = {key: found for key, found in groups.items() if found}
+    policies = list(dict.fromkeys(policy for _, policy in groups))
+    workloads = list(dict.fromkeys(workload for workload, _ in groups))
+    width = 0.8 / len(policies)
+    for index, policy in enumerate(policies):
+        places, means, below, above = [], [], [], []
+        for at, workload in enumerate(workloads):
+            found = groups.get((workload, policy))
+            if found:
+                middle = sum(found) / len(found)
+                places.append(at + (index - (len(policies) - 1) / 2) * width)
+                means.append(middle)
+                below.append(middle - min(found))
+                above.append(max(found) - middle)
+        axes.bar(
+            places,
+            means,
+            width * 0.9,
+            yerr=[below, above],
+            capsize=2,
+            label=policy,
+            color=COLOURS[index % len(COLOURS)],
+        )
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_title(title, loc="left", fontsize=10)
+    if aim:
+        axes.axhline(aim, color="#555555", linestyle="--", linewidth=0.8)
+    _legend(axes)
+
+
+def distribution(axes: Axes, samples: Mapping[str, Sequence[float]], title: str, unit: str) -> None:
+    """A cumulative distribution a name."""
+    for index, (name, found) in enumerate(samples.items()):
+        ordered = sorted(found)
+        shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+        axes.step(ordered, shares, where="post", label=name, color=COLOURS[index % len(COLOURS)])
+    axes.set_xlabel(unit)
+    axes.set_ylim(0, 1.02)
+    axes.set_title(title, loc="left", fontsize=10)
+    _legend(axes)
+
+
+def lines(
+    axes: Axes,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    x_label: str,
+    *,
+    steps: bool = False,
+) -> None:
+    for index, (name, points) in enumerate(series.items()):
+        draw: Callable[..., object] = axes.step if steps else axes.plot
+        options = {"where": "post"} if steps else {"marker": "o", "markersize": 3}
+        draw(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=COLOURS[index % len(COLOURS)],
+            linewidth=1.2,
+            **options,
+        )
+    axes.set_xlabel(x_label)
+    axes.set_title(title, loc="left", fontsize=10)
+    _legend(axes)
+
+
+def gantt(axes: Axes, spans: Sequence[Span], title: str) -> None:
+    """Who held which node when."""
+    nodes = sorted({span.node for span in spans}, reverse=True)
+    jobs = sorted({span.job for span in spans})
+    for span in spans:
+        axes.broken_barh(
+            [(span.start_s, span.end_s - span.start_s)],
+            (nodes.index(span.node) - 0.4, 0.8),
+            color=COLOURS[jobs.index(span.job) % len(COLOURS)],
+            linewidth=0,
+        )
+    axes.set_yticks(range(len(nodes)), nodes, fontsize=7)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left", fontsize=10)
+    handles = [
+        axes.plot([], [], color=COLOURS[i % len(COLOURS)], linewidth=5)[0] for i in range(len(jobs))
+    ]
+    _legend(axes, handles, [job.partition(".")[2] for job in jobs])
+
+
+def _legend(axes: Axes, *args: Any) -> None:
+    """Beside the panel, where it hides nothing."""
+    axes.legend(*args, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

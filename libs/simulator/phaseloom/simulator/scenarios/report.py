@@ -1,0 +1,200 @@
+"""What a scenario leaves: records, targets, a table, a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One run: a policy on a workload under a seed. What does not apply is left out."""
+
+    policy: str
+    seed: int
+    workload: str = ""
+    jobs: int | None = None
+    cost_per_hour: float | None = None
+    """Mean over the window, in dollars, of the nodes that belong to a group."""
+    cost_over_optimal: float | None = None
+    """Over the cheapest strict round robin of the jobs present, regrouped at every arrival and
+    departure for nothing."""
+    slo_attainment: float | None = None
+    """Share of jobs whose mean iteration is within SLO × their iteration alone."""
+    slo_iterations: float | None = None
+    """Share of single iterations within it."""
+    peak_gpus: int | None = None
+    bubble_ratio: float | None = None
+    """Share of the nodes' time in groups in which nothing runs on them."""
+    makespan_s: float | None = None
+    mean_wait_s: float | None = None
+    """Of an operation, from ready to permitted."""
+    queueing_delay: float | None = None
+    """Of a job, mean of (placed - submitted) / its time alone."""
+    switches: int | None = None
+    moves: int | None = None
+    utilisation: float | None = None
+    """Share of time in which the shared nodes run operations."""
+    decision_ms_p50: float | None = None
+    decision_ms_p99: float | None = None
+    simulated_in_s: float | None = None
+    """Seconds of one core that the run took."""
+    more: dict[str, float] = {}
+    """Numbers of this scenario alone, by name."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A figure to reach."""
+
+    what: str
+    value: float
+    limit: float
+    is_reached: bool
+    source: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    scenario: str
+    about: str
+    """What is simulated, by which rules, after which figure."""
+    parameters: dict[str, Any]
+    records: list[Record]
+    targets: list[Target] = []
+    series: dict[str, Any] = {}
+    """What the picture is drawn from."""
+
+
+def at_most(what: str, value: float, limit: float, source: str = "") -> Target:
+    return Target(what, value, limit, value <= limit, source)
+
+
+def at_least(what: str, value: float, limit: float, source: str = "") -> Target:
+    return Target(what, value, limit, value >= limit, source)
+
+
+def write(report: Report, folder: Path) -> Path:
+    """`<folder>/<scenario>.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report.scenario}.json"
+    payload = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    path.write_bytes(payload + b"\n")
+    return path
+
+
+def read(path: Path) -> Report:
+    return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """By (workload, policy), in order of appearance."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.workload, record.policy), []).append(record)
+    return groups
+
+
+def values(records: Iterable[Record], name: str) -> list[float]:
+    """Of one column, where it applies; names outside the columns are looked up in `more`."""
+    found = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
+    return [float(value) for value in found if value is not None]
+
+
+def mean_of(records: Iterable[Record], name: str) -> float:
+    """Raises: ValueError: no record has it."""
+    found = values(records, name)
+    if not found:
+        raise ValueError(f"no record has {name}")
+    return mean(found)
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "cost_per_hour": ("$/h", lambda v: f"{v:.0f}"),
+    "cost_over_optimal": ("cost / optimal", lambda v: f"{v:.3f}"),
+    "slo_attainment": ("SLO", lambda v: f"{v:.1%}"),
+    "slo_iterations": ("SLO, iterations", lambda v: f"{v:.1%}"),
+    "peak_gpus": ("peak GPUs", lambda v: f"{v:.0f}"),
+    "bubble_ratio": ("bubbles", lambda v: f"{v:.1%}"),
+    "makespan_s": ("makespan", lambda v: f"{v / 3600:.2f} h"),
+    "queueing_delay": ("queueing / alone", lambda v: f"{v:.3f}"),
+    "mean_wait_s": ("mean wait", lambda v: f"{v:.1f} s"),
+    "utilisation": ("utilisation", lambda v: f"{v:.1%}"),
+    "switches": ("switches", lambda v: f"{v:.0f}"),
+    "moves": ("moves", lambda v: f"{v:.0f}"),
+    "decision_ms_p50": ("decision p50", lambda v: f"{v:.2f} ms"),
+    "decision_ms_p99": ("decision p99", lambda v: f"{v:.2f} ms"),
+    "simulated_in_s": ("simulated in", lambda v: f"{v:.1f} s"),
+}
+
+
+def table(report: Report) -> Table:
+    """A row a policy and workload: the mean over seeds, and the range where they differ."""
+    head, rows = cells(report)
+    result = Table(title=report.about, title_justify="left")
+    for name in head:
+        is_number = name not in ("workload", "policy")
+        result.add_column(name, justify="right" if is_number else "left")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def markdown(report: Report) -> str:
+    """The tables for a page of the documentation."""
+    lines = _markdown(*cells(report))
+    if report.targets:
+        rows = [_target_cells(target) for target in report.targets]
+        lines += ["", *_markdown(list(_TARGET_HEAD), rows)]
+    return "\n".join(lines)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def cells(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Returns: column names, and rows."""
+    records = report.records
+    more = list(dict.fromkeys(name for record in records for name in record.more))
+    shown = [name for name in _COLUMNS if values(records, name)]
+    has_workloads = any(record.workload for record in records)
+    head = ["workload"] if has_workloads else []
+    head += ["policy", "seeds", *(_COLUMNS[name][0] for name in shown)]
+    head += [name.replace("_", " ") for name in more]
+    rows = []
+    for (workload, policy), of_policy in groups_of(records).items():
+        row = [workload] if has_workloads else []
+        row += [policy, str(len(of_policy))]
+        row += [_cell(values(of_policy, name), _COLUMNS[name][1]) for name in shown]
+        row += [_cell(values(of_policy, name), lambda v: f"{v:.4g}") for name in more]
+        rows.append(row)
+    return head, rows
+
+
+def _cell(found: Sequence[float], text: Callable[[float], str]) -> str:
+    if not found:
+        return ""
+    low, high = text(min(found)), text(max(found))
+    return low if low == high else f"{text(mean(found))} ({low} to {high})"
+
+
+_TARGET_HEAD = ("figure", "reached", "value", "aim")
+
+
+def _target_cells(target: Target) -> list[str]:
+    reached = "yes" if target.is_reached else "**no**"
+    return [target.what, reached, f"{target.value:.4g}", f"{target.limit:.4g}"]
+
+
+def targets_table(report: Report) -> Table:
+    result = Table(title="Figures to reach", title_justify="left")
+    for name in _TARGET_HEAD:
+        result.add_column(name)
+    for target in report.targets:
+        what, reached, *numbers = _target_cells(target)
+        mark = reached if target.is_reached else "[bold red]no[/]"
+        result.add_row(what, mark, *numbers)
+    return result

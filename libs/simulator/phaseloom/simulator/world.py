@@ -1,0 +1,147 @@
+"""All that a scheduler's shell talks to, emulated: nodes, ranks, controllers, faults.
+
+The world obeys outputs and appends events. It does not know who folds those: the simulator's engine
+at once, a live shell when its log has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phaseloom.common.ids import NodeId, OperationKey
+from phaseloom.common.messages import Event, OperationFinished, Outcome
+from phaseloom.scheduler.core.outputs import (
+    Answer,
+    Output,
+    PutView,
+    SendCommand,
+    SettleCompletion,
+    Tell,
+    WriteCompletion,
+)
+from phaseloom.simulator.agenda import Agenda
+from phaseloom.simulator.controllers import USUAL, Controller, Retries
+from phaseloom.simulator.draws import Draws
+from phaseloom.simulator.faults import Crash, Fault, NodeFault, WorkersDie
+from phaseloom.simulator.jobs import SimJob
+from phaseloom.simulator.metering import Meter
+from phaseloom.simulator.nodes import FREE, Costs, Nodes, PoolSpec
+
+
+class World:
+    """Args: append: takes an event for the decision log, in order."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        append: Callable[[Event], None],
+        meter: Meter,
+        jobs: Sequence[SimJob],
+        pools: Sequence[PoolSpec],
+        *,
+        seed: int = 0,
+        costs: Costs = FREE,
+        retries: Retries = USUAL,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self._agenda = agenda
+        self._append = append
+        self._meter = meter
+        self._controllers: dict[tuple[str, str], Controller] = {}
+        self._nodes = Nodes(
+            agenda,
+            append,
+            meter,
+            jobs={(job.tenant, job.name): job for job in jobs},
+            duration_s=self._duration_s,
+            ran=self._ran,
+            costs=costs,
+        )
+        self._nodes.come_up(pools)
+        for job in jobs:
+            controller = Controller(
+                job,
+                Draws(job, seed),
+                agenda=agenda,
+                append=append,
+                meter=meter,
+                retries=retries,
+            )
+            self._controllers[job.tenant, job.name] = controller
+            agenda.at(job.arrival_s, controller.submit)
+        for fault in faults:
+            agenda.at(fault.at_s, self._strike, fault)
+        self._open = len(jobs)
+        """Jobs that have not ended for good."""
+
+    @property
+    def is_over(self) -> bool:
+        """Every job has ended."""
+        return self._open == 0
+
+    def _controller(self, key: OperationKey) -> Controller:
+        return self._controllers[key.tenant, key.job]
+
+    def _duration_s(self, key: OperationKey) -> float:
+        return self._controller(key).duration_s(key)
+
+    def _ran(self, key: OperationKey, start_s: float) -> None:
+        self._controller(key).ran(key, start_s)
+
+    # --- outputs --------------------------------------------------------------------------------
+
+    def perform(self, output: Output) -> None:
+        match output:
+            case SendCommand():
+                self._nodes.obey(output.command)
+            case PutView(job, status):
+                controller = self._controllers[job.tenant, job.job]
+                had_ended = controller.has_ended
+                controller.viewed(status)
+                self._open -= controller.has_ended and not had_ended
+            case Answer(request) if request.startswith("submit/"):
+                self._answer(output)
+            case WriteCompletion(key):
+                self._ended_unrun(key)
+            case SettleCompletion():
+                self._agenda.after(0.0, self._settle, output)
+            case Tell(what):
+                self._meter.told[what] = self._meter.told.get(what, 0) + 1
+            case _:
+                pass
+
+    def _answer(self, answer: Answer) -> None:
+        tenant, name = answer.request.split("/")[1].split(".")
+        controller = self._controllers[tenant, name]
+        had_ended = controller.has_ended
+        controller.answered(answer.status, answer.error)
+        self._open -= controller.has_ended and not had_ended
+
+    def _ended_unrun(self, key: OperationKey) -> None:
+        """The scheduler has written an operation's outcome: its controller cannot go on."""
+        if key not in self._nodes.completed:
+            self._controller(key).lost()
+
+    def _settle(self, output: SettleCompletion) -> None:
+        """What is stored decides."""
+        is_stored = output.key in self._nodes.completed
+        outcome = Outcome.COMPLETED if is_stored else output.completion.outcome
+        error = None if is_stored else output.completion.error
+        now_s = self._agenda.now_s
+        self._append(
+            OperationFinished(output.key, output.kind, outcome, 0, 0, now_s, 0.0, error=error)
+        )
+
+    # --- faults ---------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        match fault:
+            case NodeFault():
+                if self.is_over:
+                    return
+                self._agenda.after(fault.down_s, self._nodes.bring_back, NodeId(fault.node))
+                self._nodes.lose(NodeId(fault.node), "the node failed")
+            case Crash():
+                self._controllers[fault.tenant, fault.job].crash()
+            case WorkersDie():
+                self._nodes.crash(fault.deployment, "its workers died")

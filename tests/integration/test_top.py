@@ -1,0 +1,34 @@
+"""What `phaseloom top` reads of a real decision log."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from phaseloom.cli.top import Board, catch_up
+from phaseloom.common.bus import Bus
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.messages import (
+    OperationFinished,
+    OperationsFinished,
+    OperationsQueued,
+    Outcome,
+    QueuedOperation,
+)
+
+
+async def test_board_has_every_event_of_the_logs_last_entry(bus: Bus) -> None:
+    queued = [
+        QueuedOperation(OperationKey("t", "a", "policy", f"r{i}"), "", "forward") for i in range(4)
+    ]
+    await bus.append(OperationsQueued(queued))
+    ended = [
+        OperationFinished(one.key, one.kind, Outcome.COMPLETED, 1, 1, 0.0, 0.1)
+        for one in queued[:3]
+    ]
+    await bus.append(OperationsFinished(ended))
+    board = Board()
+    await catch_up(bus, board)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(board.render(0.0))
+    assert "1 open, 3 done" in capture.get()

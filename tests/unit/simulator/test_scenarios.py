@@ -1,0 +1,148 @@
+"""`phaseloom simulate`: what it runs, what it leaves, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+import pytest
+
+from phaseloom.cli.simulate import simulate
+from phaseloom.common.errors import CallerError
+from phaseloom.simulator.scenarios import SCENARIOS
+from phaseloom.simulator.scenarios.report import (
+    Record,
+    Report,
+    at_least,
+    at_most,
+    markdown,
+    mean_of,
+    read,
+)
+from phaseloom.simulator.scenarios.scenario import Options
+from phaseloom.simulator.workloads import llmd, philly, weave
+
+
+def test_a_scenario_leaves_a_report_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate("llmd-replay", policy=("fcfs",), out=tmp_path, processes=1)
+    report = read(tmp_path / "llmd-replay.json")
+    assert {record.policy for record in report.records} == {"fcfs"}
+    one = next(record for record in report.records if record.workload == "one job")
+    two = next(record for record in report.records if record.jobs == 2)
+    assert one.makespan_s is not None
+    assert two.makespan_s is not None
+    assert one.makespan_s < two.makespan_s < 2 * one.makespan_s
+    assert (tmp_path / "llmd-replay.png").read_bytes().startswith(b"\x89PNG")
+    assert "two jobs, swaps charged" in capsys.readouterr().out
+
+
+def test_the_list_of_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate()
+    out = capsys.readouterr().out
+    assert all(name in out for name in SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "remedy"),
+    [
+        (("fig8",), "scenario", "plexrl-fig8"),
+        (("plexrl-hrrs", "lottery"), "policy", "hrrs_anticipatory"),
+    ],
+)
+def test_what_is_not_known_is_answered_with_what_is(
+    arguments: tuple[str, ...], field: str, remedy: str, tmp_path: Path
+) -> None:
+    scenario, *policies = arguments
+    with pytest.raises(CallerError) as refused:
+        simulate(scenario, policy=tuple(policies), out=tmp_path)
+    assert refused.value.info.field == field
+    assert remedy in refused.value.info.remedy
+
+
+def test_an_option_that_has_no_effect_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="jobs of its own") as refused:
+        simulate("weave-micro", workload=tmp_path / "mine.csv", out=tmp_path)
+    assert refused.value.info.field == "workload"
+
+
+def test_a_workload_of_ones_own(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(
+        "id,arrival,dur,profile,size,R,T,slo,model,nr,nt,mr,mt\n"
+        "a,0,1,BL,S,60,60,2.0,mine,1,1,100,100\n"
+        "b,0.1,1,BL,S,60,60,2.0,mine,1,1,100,100\n"
+    )
+    simulate("weave-fig15", policy=("solo", "coexec"), workload=table, out=tmp_path, processes=1)
+    by_policy = {record.policy: record for record in read(tmp_path / "weave-fig15.json").records}
+    solo, coexec = by_policy["solo"], by_policy["coexec"]
+    assert solo.peak_gpus == 32
+    assert coexec.peak_gpus == 16
+    assert solo.slo_attainment == coexec.slo_attainment == 1
+    assert coexec.cost_per_hour is not None
+    assert solo.cost_per_hour is not None
+    assert coexec.cost_per_hour < solo.cost_per_hour
+
+
+def test_failure_spares_the_others() -> None:
+    """WEAVE Fig. 19: while E is away the other two go on as before."""
+    report = SCENARIOS["weave-failure"].run(Options(policies=("coexec",)), lambda *_: None)
+    more = report.records[0].more
+    assert more["E_iterations"] == 40
+    for name in ("D1", "D2"):
+        assert more[f"{name}_while_away_over_alone"] <= more[f"{name}_before_over_alone"] + 0.01
+
+
+def test_the_recording_as_read_by_hand() -> None:
+    """Ten steps of 13.3 minutes: six minutes of rollout, seven of training."""
+    recorded = llmd.recording()
+    assert recorded.iterations == 10
+    assert 340 < recorded.rollout_s < 375
+    assert 400 < recorded.train_s < 435
+    assert recorded.rollout_s + recorded.train_s + recorded.think_s == pytest.approx(800, abs=2)
+    assert recorded.swaps["train"] == pytest.approx((6.8, 2.49), abs=0.05)
+    whole = llmd.recording(whole_minutes=True)
+    assert whole.train_s > recorded.train_s
+
+
+@pytest.mark.parametrize("profile", weave.PROFILES)
+def test_generated_workloads_are_those_of_table_6(profile: str) -> None:
+    jobs = weave.generate(profile, 3)
+    hours = [job.iterations * job.solo_s / 3600 for job in jobs]
+    assert len(jobs) == 300
+    assert jobs[-1].arrival_s == pytest.approx(580 * 3600)
+    assert mean(hours) == pytest.approx(14.4, rel=0.05)
+    assert max(hours) < 143.2
+    assert all(1 <= job.slo <= 2 for job in jobs)
+    ratios = [job.phases[0].mean_s / job.phases[1].mean_s for job in jobs]
+    low, high = {"BL": (0.5, 2), "RH": (2, 8), "TH": (1 / 8, 1 / 2), "Mixed": (1 / 8, 8)}[profile]
+    assert all(low <= ratio <= high for ratio in ratios)
+    assert weave.generate(profile, 3) == jobs != weave.generate(profile, 4)
+
+
+def test_a_window_of_philly() -> None:
+    jobs = philly.jobs(("ed69ec",), 330, 0)
+    assert len(jobs) == 300
+    assert all(0 <= job.arrival_s < 580 * 3600 for job in jobs)
+    with pytest.raises(CallerError, match="not in the trace") as refused:
+        philly.jobs(("nobody",), 0, 0)
+    assert "ed69ec" in refused.value.info.remedy
+    with pytest.raises(CallerError, match="no job arrives"):
+        philly.jobs(("ed69ec",), 5000, 0)
+
+
+def test_tables_say_the_mean_and_the_range() -> None:
+    records = [
+        Record("a", seed, "w", cost_over_optimal=ratio, more={"extra": 2.0})
+        for seed, ratio in enumerate((1.0, 1.2))
+    ]
+    targets = [at_most("cost", mean_of(records, "cost_over_optimal"), 1.05), at_least("x", 2, 1)]
+    report = Report("s", "about", {}, records, targets)
+    lines = markdown(report).splitlines()
+    assert lines[0] == "| workload | policy | seeds | cost / optimal | extra |"
+    assert lines[2] == "| w | a | 2 | 1.100 (1.000 to 1.200) | 2 |"
+    assert "| cost | **no** | 1.1 | 1.05 |" in lines
+    assert "| x | yes | 2 | 1 |" in lines
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
