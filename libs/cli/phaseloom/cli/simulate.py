@@ -72,6 +72,8 @@ def simulate(
 
         def advance(what: str, done: int, total: int) -> None:
             progress.update(task, completed=done, total=total, what=what)
+            if not console.is_terminal:
+                console.print(f"{done}/{total} {what}")
 
         report = chosen.run(options, advance)
     path = write(report, out)

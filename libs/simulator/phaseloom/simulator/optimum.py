@@ -3,8 +3,9 @@
 `cheapest_partition` is exact: every feasible co-execution group, with its cheapest rollout nodes,
 and a partition of the jobs into such groups of least price (WEAVE §6.5, *Offline Optimal*). To nine
 jobs by dynamic programming over subsets, beyond that as set partitioning by OR-Tools CP-SAT (the
-`optimum` extra). `regrouping_bound` repeats that for every span between two arrivals or departures,
-as if regrouping took no time: no online policy that keeps to the strict round robin can cost less.
+`simulator` extra). `regrouping_bound` repeats that for every span between two arrivals or
+departures, as if regrouping took no time: no online policy that keeps to the strict round robin
+can cost less.
 
 Feasibility shrinks with membership (a job more never shortens a period), so groups are grown one
 job at a time, and a group is kept only where it is cheaper than every split of it in two.
@@ -17,6 +18,7 @@ from functools import cache
 from itertools import combinations, pairwise, permutations
 from typing import NamedTuple
 
+from phaseloom.common.errors import CallerError, Code
 from phaseloom.scheduler.core.weave.period import Phases, period_s
 
 SLACK = 1e-9
@@ -141,7 +143,7 @@ class Pricing:
 
 
 def cheapest_partition(jobs: Iterable[Job], terms: Terms | None = None) -> Partition:
-    """Exact. Raises ImportError for more than nine jobs without the `optimum` extra."""
+    """Exact. Raises: CallerError: more than nine jobs, and OR-Tools is not installed."""
     return Pricing(terms).partition(jobs)
 
 
@@ -202,7 +204,14 @@ def _by_solver(
     pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
 ) -> tuple[frozenset[Job], ...]:
     """Choose disjoint groups that save most over everybody alone."""
-    from ortools.sat.python import cp_model
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise CallerError(
+            "the optimum of more than nine jobs needs OR-Tools, which is not installed",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[simulator]'",
+        ) from None
 
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in groups]
