@@ -203,17 +203,30 @@ async def _interrupted(*command: str) -> str:
         *command, env={**os.environ, "COLUMNS": "160", "TERM": "xterm"}, stdout=own, stderr=own
     )
     os.close(own)
+    os.set_blocking(terminal, False)
     shown = b""
-    async with asyncio.timeout(30):
-        while b"demo.letters.policy" not in shown or b"demo.sums" not in shown:
-            shown += await asyncio.to_thread(os.read, terminal, 65_536)
-    process.send_signal(signal.SIGINT)
-    with suppress(OSError):  # the terminal's other end is closed
-        while chunk := await asyncio.to_thread(os.read, terminal, 65_536):
-            shown += chunk
-    assert await process.wait() == 0, shown.decode()
-    os.close(terminal)
+    try:
+        async with asyncio.timeout(60):
+            while b"demo.letters.policy" not in shown or b"demo.sums" not in shown:
+                shown += await _read(terminal)
+            process.send_signal(signal.SIGINT)
+            while process.returncode is None:
+                shown += await _read(terminal)
+    except TimeoutError:
+        process.kill()
+        raise AssertionError(f"top hangs after {shown.decode()}") from None
+    finally:
+        os.close(terminal)
+    assert process.returncode == 0, shown.decode()
     return shown.decode()
+
+
+async def _read(terminal: int) -> bytes:
+    """What is there, or nothing, a moment later."""
+    await asyncio.sleep(0.02)
+    with suppress(OSError):  # nothing, or the terminal's other end is closed
+        return os.read(terminal, 65_536)
+    return b""
 
 
 async def _scraped_after_all(mesh: Mesh) -> dict[str, Samples]:
