@@ -233,7 +233,9 @@ async def test_timer_fires_when_it_is_due_by_the_logs_clock() -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     *early, last_s = harness.fired()
-    assert 1 <= len(early) < 10, "it tries without a pause"
+    # As long as its first try was delayed it may try again at once; without a pause it would try
+    # thousands of times.
+    assert 1 <= len(early) < 200, "it tries without a pause"
     assert max(early) < due_s <= last_s
 
 

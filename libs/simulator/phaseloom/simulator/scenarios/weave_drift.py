@@ -53,7 +53,9 @@ _SETTINGS = {
 _PAPER = {"increasing": (1.11, 0.986), "decreasing": (1.10, 0.987), "mixed": (1.08, 0.956)}
 """Cost over dynamic regrouping, SLO attainment (Fig. 17)."""
 _POLICIES = ("coexec", "coexec_repack", "random", "most_idle")
-_SEEDS = (0, 1)
+_PROMISING = ("coexec", "coexec_repack")
+NUM_JOBS = 100
+_SEEDS = (0,)
 
 
 def drifts(scale: float) -> tuple[Drift, ...]:
@@ -73,7 +75,7 @@ def _jobs(setting: str, seed: int) -> list[SimJob]:
     draws = Random(f"drift {setting} {seed}")
     return [
         msgspec.structs.replace(job, drift=drifts(draws.choice(_SETTINGS[setting])))
-        for job in generate("Mixed", seed, num_jobs=200, switching=SWITCHING)
+        for job in generate("Mixed", seed, num_jobs=NUM_JOBS, switching=SWITCHING)
     ]
 
 
@@ -85,6 +87,8 @@ def _case(setting: str, policy: str, seed: int) -> Record:
     within = [job for job in result.promised if job.slowdown <= job.slo * (1 + 1e-9)]
     attainment = len(within) / len(result.promised)
     record = msgspec.structs.replace(record, slo_attainment=attainment, slo_iterations=None)
+    if policy not in _PROMISING:  # jobs pile up: the optimum of so many takes hours
+        return record
     ratio = over_optimal(result, jobs, Pricing(Terms(host_bytes=HOST_BYTES)))
     return msgspec.structs.replace(record, cost_over_optimal=ratio)
 
@@ -100,7 +104,7 @@ def _run(options: Options, advance: Advance) -> Report:
     records: list[Record] = run_cases(cases, options, advance)
     return Report(
         scenario="weave-drift",
-        about="200 jobs whose phases drift (WEAVE Fig. 17)",
+        about=f"{NUM_JOBS} jobs whose phases drift (WEAVE Fig. 17)",
         parameters={
             "template": {pool: list(factors) for pool, factors in _OBSERVED.items()},
             "scales": {name: list(scales) for name, scales in _SETTINGS.items()},

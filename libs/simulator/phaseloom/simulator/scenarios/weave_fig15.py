@@ -50,9 +50,11 @@ MAX_GROUP_JOBS = 5
 _DOLLARS = "dollars"
 _PROMISING = ("coexec", "coexec_repack")
 """Policies that promise every SLO: on all seeds."""
-_SEEDS = (0, 1, 2)
+_TOO_LONG = {("B", "coexec_repack")}
+"""Jobs of several nodes: its search takes minutes a run there."""
+_SEEDS = (0, 1)
 _SLOS = (1.2, 1.5, 2.0)
-_GROUP_SIZES = (2, 3, 4)
+_GROUP_SIZES = (2, 3)
 _AIMS = {"Mixed": 1.03, "RH": 0.90, "BL": 1.05, "TH": 1.02}
 """Of `coexec_repack` on the workloads A."""
 
@@ -105,7 +107,8 @@ def _case(setting: Setting, policy: str) -> tuple[Record, list[tuple[float, floa
     )
     result, cpu_s = run(jobs, ample(jobs), settings, setting.seed)
     record = record_of(result, cpu_s, policy=policy, seed=setting.seed, workload=setting.name)
-    ratio = over_optimal(result, jobs, setting.pricing())
+    # Where nobody's SLO counts jobs pile up, and the optimum of so many takes hours.
+    ratio = over_optimal(result, jobs, setting.pricing()) if policy in _PROMISING else None
     more = {_DOLLARS: result.cost}
     record = msgspec.structs.replace(record, cost_over_optimal=ratio, more=more)
     is_drawn = setting.name == "Mixed" or bool(setting.file)
@@ -122,10 +125,12 @@ def _settings(options: Options) -> list[Setting]:
         for profile in PROFILES
         for seed in seeds
     ]
-    large = [Setting(f"{profile}, B", profile, seeds[0], nodes="B") for profile in ("Mixed", "RH")]
-    slos = [Setting(f"Mixed, SLO {slo}", "Mixed", seeds[0], slo=slo) for slo in _SLOS]
+    large = [Setting("Mixed, B", "Mixed", seeds[0], nodes="B", is_base=False)]
+    slos = [
+        Setting(f"Mixed, SLO {slo}", "Mixed", seeds[0], slo=slo, is_base=False) for slo in _SLOS
+    ]
     sizes = [
-        Setting(f"Mixed, groups of {size}", "Mixed", seeds[0], max_group_jobs=size)
+        Setting(f"Mixed, groups of {size}", "Mixed", seeds[0], max_group_jobs=size, is_base=False)
         for size in _GROUP_SIZES
     ]
     return [*main, *large, *slos, *sizes]
@@ -138,7 +143,7 @@ def _run(options: Options, advance: Advance) -> Report:
         (setting, policy)
         for setting in settings
         for policy in policies
-        if setting.is_base or policy in _PROMISING
+        if (setting.is_base or policy in _PROMISING) and (setting.nodes, policy) not in _TOO_LONG
     ]
     cases = [Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy)) for s, policy in runs]
     bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in settings]
