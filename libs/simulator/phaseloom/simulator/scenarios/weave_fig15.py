@@ -50,11 +50,7 @@ MAX_GROUP_JOBS = 5
 _DOLLARS = "dollars"
 _PROMISING = ("coexec", "coexec_repack")
 """Policies that promise every SLO: on all seeds."""
-_TOO_LONG = {("B", "coexec_repack")}
-"""Jobs of several nodes: its search takes minutes a run there."""
 _SEEDS = (0, 1)
-_SLOS = (1.2, 1.5, 2.0)
-_GROUP_SIZES = (2, 3)
 _AIMS = {"Mixed": 1.03, "RH": 0.90, "BL": 1.05, "TH": 1.02}
 """Of `coexec_repack` on the workloads A."""
 
@@ -120,20 +116,11 @@ def _settings(options: Options) -> list[Setting]:
     if options.workload:
         return [Setting(options.workload.stem, "Mixed", 0, file=str(options.workload))]
     seeds = options.seeds or _SEEDS
-    main = [
-        Setting(profile, profile, seed, is_base=seed == seeds[0])
+    return [
+        Setting(profile, profile, seed, is_base=profile == "Mixed" and seed == seeds[0])
         for profile in PROFILES
         for seed in seeds
     ]
-    large = [Setting("Mixed, B", "Mixed", seeds[0], nodes="B", is_base=False)]
-    slos = [
-        Setting(f"Mixed, SLO {slo}", "Mixed", seeds[0], slo=slo, is_base=False) for slo in _SLOS
-    ]
-    sizes = [
-        Setting(f"Mixed, groups of {size}", "Mixed", seeds[0], max_group_jobs=size, is_base=False)
-        for size in _GROUP_SIZES
-    ]
-    return [*main, *large, *slos, *sizes]
 
 
 def _run(options: Options, advance: Advance) -> Report:
@@ -143,7 +130,7 @@ def _run(options: Options, advance: Advance) -> Report:
         (setting, policy)
         for setting in settings
         for policy in policies
-        if (setting.is_base or policy in _PROMISING) and (setting.nodes, policy) not in _TOO_LONG
+        if (setting.is_base or policy in _PROMISING)
     ]
     cases = [Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy)) for s, policy in runs]
     bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in settings]
@@ -192,13 +179,9 @@ def _targets(records: list[Record]) -> list[Target]:
 
 def _draw(report: Report, path: Path) -> None:
     main = [r for r in report.records if "," not in r.workload]
-    with canvas(path, 4, width=8.0, height=2.8, across=False) as (costs, slos, sense, rent):
+    with canvas(path, 3, width=8.0, height=2.8, across=False) as (costs, slos, rent):
         bars(costs, main, "cost_over_optimal", "cost over optimal regrouping", aim=1.0)
         bars(slos, main, "slo_attainment", "share of jobs within their SLO")
-        others = [r for r in report.records if "," in r.workload] or main
-        bars(
-            sense, others, "cost_over_optimal", "cost over optimal, by SLO and group size", aim=1.0
-        )
         lines(
             rent,
             report.series["rent"],
