@@ -152,6 +152,27 @@ async def test_tenant_with_a_wrong_password_is_refused(nats_server: EmbeddedServ
         await connect(nats_server.credentials.url, "guess", "acme", "guess")
 
 
+async def test_refusal_is_told_though_the_server_only_hangs_up_from_then_on() -> None:
+    connections = 0
+
+    async def refuse_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections == 1:
+            writer.write(b'INFO {"version": "2.12.0", "auth_required": true}\r\n')
+            await reader.readuntil(b"PING\r\n")
+            writer.write(b"-ERR 'Authorization Violation'\r\n")
+            await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(refuse_once, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
+            await connect(f"nats://127.0.0.1:{port}", "guess", "acme", "guess")
+    assert connections > 1
+
+
 async def test_payload_of_eight_megabytes_is_taken(nats_server: EmbeddedServer, bus: Bus) -> None:
     async with tenant(nats_server, "acme") as (client, _):
         assert client.max_payload == 8 * 2**20

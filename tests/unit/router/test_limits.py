@@ -113,3 +113,8 @@ def test_zero_is_no_bound() -> None:
     meter = Meter(NONE)
     meter.read(Reading(10**9, 0, 10**15, 0))
     assert [refusal(meter, i) for i in range(1, 1000)] == [""] * 999
+
+
+def test_first_ones_that_come_in_the_wrong_order_fill_the_bucket_all_the_same() -> None:
+    meter = Meter(Limits(rate=0.001, burst=2))
+    assert [refusal(meter, i, time_s=1.0) for i in (6, 5, 7, 8)] == ["", "", "rate", "rate"]

@@ -186,10 +186,14 @@ async def connect(
 
     client = MeshClient(read_pause_s)
     last_error: Exception | None = None
+    refusal: Exception | None = None
 
     async def on_error(error: Exception) -> None:
-        nonlocal last_error
+        nonlocal last_error, refusal
         is_news, last_error = repr(error) != repr(last_error), error
+        if str(error).startswith("nats: '"):
+            # The server's own words. It hangs up too, which may be all the next attempt sees.
+            refusal = error
         if "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
@@ -227,7 +231,7 @@ async def connect(
     except (TimeoutError, OSError, nats.errors.Error) as error:
         await client.close()
         raise ResourceError(
-            f"no connection to NATS at {url} as {user}: {last_error or error!r}",
+            f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
             remedy="is the mesh up? `phaseloom up`; are user and password right?",
         ) from error
     version = client.connected_server_version

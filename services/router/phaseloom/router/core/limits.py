@@ -60,6 +60,7 @@ class Meter:
         """Their sum."""
         self._level = 0.0
         """Operations in the bucket, which drains at `rate`."""
+        self._first_sequence = 0
         self._last_sequence = 0
         self._last_s = 0.0
 
@@ -120,12 +121,19 @@ class Meter:
 
     def _pour(self, sequence: int, time_s: float) -> None:
         limits = self._limits
-        num_new = sequence - self._last_sequence if self._last_sequence else 1
+        if not self._last_sequence:
+            self._first_sequence, self._last_sequence = sequence, sequence - 1
+        if sequence < self._first_sequence:
+            # Overtaken by the first that came here: no later one counts it.
+            self._first_sequence, num_new = sequence, 1
+        else:
+            num_new = sequence - self._last_sequence
         if num_new <= 0:
             return  # delivered again, or overtaken: counted with a later one
         passed_s = max(0.0, time_s - self._last_s)
         self._level = max(0.0, self._level - limits.rate * passed_s)
-        self._last_sequence, self._last_s = sequence, max(time_s, self._last_s)
+        self._last_sequence = max(sequence, self._last_sequence)
+        self._last_s = max(time_s, self._last_s)
         if self._level + num_new > limits.burst:
             # Those between are taken for refused too: what is refused fills no bucket.
             raise _exceeded(
