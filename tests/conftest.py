@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from phaseloom.common.bus import Bus
 from phaseloom.common.natsserver import EmbeddedServer
 
 TENANTS = ("acme", "globex")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
