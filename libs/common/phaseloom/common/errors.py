@@ -42,6 +42,15 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     details: dict[str, str] = {}
 
 
+MAX_MESSAGE_CHARS = 2000
+"""A value that a caller sent, or a library's words, may be in a message, and errors are kept."""
+
+
+def _shortened(message: str) -> str:
+    rest = len(message) - MAX_MESSAGE_CHARS
+    return message if rest <= 0 else f"{message[:MAX_MESSAGE_CHARS]} … and {rest} characters"
+
+
 class PhaseloomError(Exception):
     """Base of all errors raised by Phaseloom; `info` is its wire form."""
 
@@ -56,6 +65,7 @@ class PhaseloomError(Exception):
         remedy: str = "",
         details: dict[str, str] | None = None,
     ) -> None:
+        message = _shortened(message)
         self.info = ErrorInfo(code or self.default_code, message, field, remedy, details or {})
         where = f" (field {field})" if field else ""
         hint = f"; {remedy}" if remedy else ""
@@ -86,6 +96,11 @@ class InternalError(PhaseloomError):
     """A bug in Phaseloom."""
 
     default_code = Code.INTERNAL
+
+
+def unforeseen(error: BaseException) -> ErrorInfo:
+    """What is told of an exception that is none of ours: a bug, in its own words."""
+    return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 
 def session_over(session: int, newest: int) -> ErrorInfo:

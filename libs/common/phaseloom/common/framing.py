@@ -29,10 +29,10 @@ import msgspec
 from phaseloom.common.errors import (
     CallerError,
     Code,
-    ErrorInfo,
     PhaseloomError,
     ResourceError,
     to_exception,
+    unforeseen,
 )
 from phaseloom.common.statewire import Failed
 
@@ -301,7 +301,7 @@ class Peer(Generic[Body]):
             reply = Failed(error.info)
         except Exception as error:
             log.exception("%s failed", type(body).__name__)
-            reply = Failed(ErrorInfo(Code.INTERNAL, f"{type(error).__name__}: {error}"))
+            reply = Failed(unforeseen(error))
         if self.closed.done():
             return
         try:

@@ -32,7 +32,7 @@ from phaseloom.common.codec import (
     decode,
     encode,
 )
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, unforeseen
 from phaseloom.common.gathering import Gathering
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
@@ -338,12 +338,15 @@ class Leader:
 
     async def _read_version(self, call: Call, version: VersionKey) -> str:
         """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
-        backend, sources = self.executor.backend, call.permit.sources
+        backend = self.executor.backend
+        sources, ticket = call.permit.sources, call.permit.ticket
         if self.ranks.is_alone:
-            digest = await self.state.load_version(version, sources, self.executor.weight_slots)
+            slots = self.executor.weight_slots
+            digest = await self.state.load_version(version, sources, slots, ticket)
             await self.ranks.here(backend.weights_changed)
             return digest
-        buffer, digest = await self.state.open_version(version, sources, backend.version_slots)
+        slots = backend.version_slots
+        buffer, digest = await self.state.open_version(version, sources, slots, ticket)
         await self.ranks.everywhere(lambda: backend.read_weights(buffer), _share(call))
         return digest
 
@@ -527,4 +530,4 @@ def _info(permit: Permit, error: BaseException | None) -> ErrorInfo:
     if isinstance(error, PhaseloomError):
         return error.info
     log.error("%s failed", permit.operation, exc_info=error)
-    return ErrorInfo(Code.INTERNAL, f"{type(error).__name__}: {error}")
+    return unforeseen(error)

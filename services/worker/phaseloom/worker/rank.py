@@ -22,7 +22,7 @@ import uvloop
 
 from phaseloom.common import config, lifecycle, telemetry
 from phaseloom.common.bus import Bus, BusConfig, connect
-from phaseloom.common.errors import Code, ErrorInfo, InternalError, PhaseloomError
+from phaseloom.common.errors import InternalError, PhaseloomError, unforeseen
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.statewire import Done
 from phaseloom.worker.backends import backend_factory
@@ -82,8 +82,7 @@ async def _run(settings: RankConfig) -> None:
         await agent.call(RankFailed(settings.token, error.info))
     except Exception as error:
         log.exception("rank failed")
-        info = ErrorInfo(Code.INTERNAL, f"{type(error).__name__}: {error}")
-        await agent.call(RankFailed(settings.token, info))
+        await agent.call(RankFailed(settings.token, unforeseen(error)))
 
 
 async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:

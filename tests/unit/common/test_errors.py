@@ -1,0 +1,33 @@
+"""Errors as they travel: bounded, whatever words they are made from."""
+
+from __future__ import annotations
+
+from phaseloom.common.errors import (
+    MAX_MESSAGE_CHARS,
+    CallerError,
+    Code,
+    InternalError,
+    to_exception,
+    unforeseen,
+)
+
+
+def test_message_is_bounded_and_says_how_much_is_left_out() -> None:
+    rest = 12_345
+    error = CallerError("x" * (MAX_MESSAGE_CHARS + rest), field="args")
+    assert error.info.message.startswith("x" * MAX_MESSAGE_CHARS)
+    assert error.info.message.endswith(f"… and {rest} characters")
+    assert len(str(error)) < MAX_MESSAGE_CHARS + 100
+
+
+def test_message_that_fits_is_left_alone() -> None:
+    message = "x" * MAX_MESSAGE_CHARS
+    assert CallerError(message).info.message == message
+
+
+def test_exception_of_another_library_becomes_an_internal_error_with_a_bounded_message() -> None:
+    info = unforeseen(ValueError("y" * 10**6))
+    assert info.code is Code.INTERNAL
+    assert info.message.startswith("ValueError: yyy")
+    assert len(info.message) < MAX_MESSAGE_CHARS + 100
+    assert isinstance(to_exception(info), InternalError)
