@@ -256,7 +256,7 @@ class Leader:
         except Refused as refused:
             return ended(_failed(permit, refused.error))
         except Broken as broken:
-            error = _info(permit, broken.__cause__)
+            error = _info(permit, broken.__cause__ or broken)
             return ended(_failed(permit, error), is_dirty=is_mutating, broken=broken)
         except Exception as error:
             return ended(_failed(permit, _info(permit, error)), is_dirty=is_mutating)
@@ -526,7 +526,7 @@ def _failed(permit: Permit, error: ErrorInfo) -> Completion:
     return Completion(permit.operation_id, Outcome.FAILED, error=error)
 
 
-def _info(permit: Permit, error: BaseException | None) -> ErrorInfo:
+def _info(permit: Permit, error: BaseException) -> ErrorInfo:
     if isinstance(error, PhaseloomError):
         return error.info
     log.error("%s failed", permit.operation, exc_info=error)
