@@ -262,6 +262,22 @@ def test_cycle_is_found_when_its_turns_hold_more_than_is_looked_at_first() -> No
     assert last_trace(log).period_s == pytest.approx(0.05 * (NEAR_WINDOW // 2 + 1) + 0.75)
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_optimizer_steps_of_a_turn_are_counted(epochs: int) -> None:
+    """By them the scheduler knows where an iteration ends."""
+    log, now_s = JobLog(), 1.0
+    turn = [("sampler", "generate"), ("policy", "forward_backward"), ("policy", "optim_step")]
+    for _ in range(8):
+        for deployment, kind in [*turn, *turn[1:] * (epochs - 1)]:
+            operation = log.queue(now_s, deployment, kind)
+            took_s = 1.0 if kind == "generate" else 0.1
+            now_s += took_s
+            log.finish(now_s, took_s, operation, kind)
+    trace = last_trace(log)
+    assert trace.period_s == pytest.approx(1.0 + 0.2 * epochs)
+    assert trace.num_optim_steps == epochs
+
+
 def test_operation_that_ends_after_its_job_starts_no_new_trace() -> None:
     """The controller's last operation is stored as done before the log has its end."""
     profiler = Profiler()

@@ -24,6 +24,8 @@ def config(**changes: object) -> SchedulerConfig:
         "max_reading": 64,
         "phase_hold_s": 0.0,
         "early_switch": False,
+        # Not at the moment of anything else.
+        "node_grace_s": 31.71,
     }
     return SchedulerConfig(**{**fields, **changes})  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import Command, Permit, SchedulerConfig, TimerFired
+from phaseloom.common.messages import Command, Permit, SchedulerConfig, StartWpg, TimerFired
 from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
 from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda
@@ -104,6 +104,18 @@ async def test_live_shell_and_simulator_give_the_same_commands(
     assert live.log == expected.log
     assert_same(live.commands, expected.commands)
     assert sum(isinstance(command, Permit) for command in live.commands) > 24
+
+
+async def test_node_that_stays_away_is_left_alike_live_and_simulated() -> None:
+    """What has no seal there goes on elsewhere, or waits for a place; the rest waits for it."""
+    scheduler = config(seal_every=2, node_grace_s=3.71, idle_grace_s=0.13)
+    wrong = [NodeFault("rollout-0", 30.0, 60.0), NodeFault("train-1", 41.0, 60.0)]
+    expected = simulated(WORKLOAD, scheduler, wrong)
+    live = await lived(WORKLOAD, scheduler, wrong)
+    assert live.log == expected.log
+    assert_same(live.commands, expected.commands)
+    moves = [c for c in live.commands if isinstance(c, StartWpg) and c.incarnation > 1]
+    assert moves
 
 
 async def test_timers_fire_alike_live_and_simulated() -> None:

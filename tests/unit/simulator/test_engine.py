@@ -8,11 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.common.messages import PhaseTrace, QueuedOperation
+from phaseloom.scheduler.core.core import Core
+from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine, simulate
 from phaseloom.simulator.faults import Crash, NodeFault, WorkersDie, crashes, node_faults
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Drift, Phase, SimJob, Submission
-from phaseloom.simulator.metering import Span
+from phaseloom.simulator.metering import Meter, Span
 from phaseloom.simulator.metrics import JobResult, Result
 from phaseloom.simulator.nodes import Costs
 from phaseloom.simulator.world import World
@@ -201,6 +203,28 @@ def test_cycle_of_a_cold_start_is_told_after_one_iteration() -> None:
     ]
     gaps_s = {estimate.deployment: estimate.next_gap_s for estimate in trace.estimates}
     assert gaps_s == {"sampler": 5.0, "policy": 10.0}
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_an_iteration_of_several_optimizer_steps_counts_as_one(is_declared: bool) -> None:
+    """Counted as several, a job would seem to have almost ended, and its budget to be spent."""
+    phases = (Phase(ROLLOUT, 10.0), Phase(TRAIN, 3.0), Phase(TRAIN, 2.0))
+    stepping = job(iterations=6, phases=phases, is_declared=is_declared, slo=1.5)
+    counted: dict[float, tuple[int, int]] = {}
+    agenda, meter = Agenda(), Meter()
+
+    def look(core: Core) -> None:
+        cluster = core.state.cluster
+        for group in cluster.groups.values():
+            member = group.members["sim.a"]
+            counted[cluster.now_s] = (member.iterations, member.num_iterations)
+
+    engine = Engine(agenda, meter, after_step=look)
+    engine.run(World(agenda, engine.append, meter, [stepping], pools()), config())
+    assert meter.jobs["sim.a"].completed == 6
+    assert counted[45.0] == (3, 6)
+    assert counted[58.0] == (3, 6), "its first step of two"
+    assert counted[60.0] == (4, 6)
 
 
 def test_simulation_can_be_stopped() -> None:

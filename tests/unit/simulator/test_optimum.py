@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from phaseloom.simulator import optimum
 from phaseloom.simulator.optimum import (
     Job,
+    Partition,
+    Present,
     Pricing,
     Span,
     Terms,
@@ -47,6 +49,23 @@ def partitions(jobs: list[Job]) -> Iterator[list[list[Job]]]:
             yield [*rest[:i], [jobs[0], *rest[i]], *rest[i + 1 :]]
 
 
+def naive_optimum(jobs: list[Job], pricing: Pricing) -> float:
+    """Every partition, one by one."""
+    tried = []
+    for parts in partitions(jobs):
+        prices = [pricing.price(frozenset(part)) for part in parts]
+        if None not in prices:
+            tried.append(sum(price or 0.0 for price in prices))
+    return min(tried)
+
+
+def partition(jobs: list[Job], pricing: Pricing) -> Partition:
+    present = Present(pricing)
+    for each in jobs:
+        present.come(each)
+    return present.partition()
+
+
 JOB = st.tuples(
     st.integers(5, 60).map(lambda tens: 10.0 * tens),
     st.integers(5, 60).map(lambda tens: 10.0 * tens),
@@ -71,21 +90,84 @@ def test_optimum_equals_trying_every_partition(
 ) -> None:
     jobs = jobs_of(rows)
     pricing = Pricing(Terms(host_bytes=1300, max_group_jobs=3, switch_s=2.0))
-    tried = []
-    for parts in partitions(jobs):
-        prices = [pricing.price(frozenset(part)) for part in parts]
-        if None not in prices:
-            tried.append(sum(price or 0.0 for price in prices))
-    assert pricing.partition(jobs).price_per_hour == pytest.approx(min(tried))
+    found = partition(jobs, pricing)
+    assert found.price_per_hour == pytest.approx(naive_optimum(jobs, pricing))
+    assert found.bound_per_hour == found.price_per_hour
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(JOB, min_size=2, max_size=7), st.data())
+def test_who_comes_and_goes_leaves_what_would_be_found_anew(
+    rows: list[tuple[float, float, float, int, int]], data: st.DataObject
+) -> None:
+    jobs = jobs_of(rows)
+    pricing = Pricing(Terms(max_group_jobs=4))
+    present = Present(pricing)
+    there: list[Job] = []
+    for each in jobs:
+        present.come(each)
+        there.append(each)
+        if len(there) > 1 and data.draw(st.booleans()):
+            present.partition()
+            present.go(there.pop(data.draw(st.integers(0, len(there) - 1))))
+    found = present.partition()
+    anew = partition(sorted(there), Pricing(Terms(max_group_jobs=4)))
+    assert found.price_per_hour == pytest.approx(anew.price_per_hour)
+    assert sorted(name for names in found.groups for name in names) == sorted(
+        each.name for each in there
+    )
+
+
+def crowd(num_jobs: int) -> list[Job]:
+    rows = [
+        (40.0 + 37 * i % 300, 30.0 + 53 * i % 250, 1.1 + i % 9 / 10, 1, 0) for i in range(num_jobs)
+    ]
+    return jobs_of(rows)
 
 
 def test_solver_and_subsets_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools")
-    rows = [(40.0 + 37 * i % 300, 30.0 + 53 * i % 250, 1.1 + i % 9 / 10, 1, 0) for i in range(9)]
-    jobs = jobs_of(rows)
+    jobs = crowd(9)
     by_subsets = cheapest_partition(jobs)
     monkeypatch.setattr(optimum, "BY_SUBSETS", 0)
-    assert cheapest_partition(jobs).price_per_hour == pytest.approx(by_subsets.price_per_hour)
+    by_solver = cheapest_partition(jobs)
+    assert by_solver.price_per_hour == pytest.approx(by_subsets.price_per_hour)
+    assert by_solver.bound_per_hour == by_solver.price_per_hour
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(JOB, min_size=1, max_size=6), st.sampled_from([0.0, 1e-6, 1e-4, 1e-3]))
+def test_a_bound_is_never_above_the_optimum(
+    rows: list[tuple[float, float, float, int, int]], effort: float
+) -> None:
+    """However early the solver has to stop, down to before its first solution."""
+    pytest.importorskip("ortools")
+    jobs = jobs_of(rows)
+    pricing = Pricing(Terms(max_group_jobs=4), effort=effort)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimum, "BY_SUBSETS", 0)
+        found = partition(jobs, pricing)
+    best = naive_optimum(jobs, pricing)
+    assert 0 <= found.bound_per_hour <= best + 1e-6
+    assert found.price_per_hour >= best - 1e-6
+    assert found.price_per_hour == pytest.approx(
+        sum(
+            pricing.price(frozenset(each for each in jobs if each.name in names)) or 0.0
+            for names in found.groups
+        )
+    )
+
+
+def test_an_effort_ends_the_search_with_a_bound_the_same_each_time() -> None:
+    pytest.importorskip("ortools")
+    jobs = crowd(24)
+    exact = cheapest_partition(jobs)
+    hurried = [partition(jobs, Pricing(effort=0.002)) for _ in range(2)]
+    assert hurried[0] == hurried[1]
+    assert 0 < hurried[0].bound_per_hour < exact.bound_per_hour
+    assert exact.bound_per_hour == exact.price_per_hour <= hurried[0].price_per_hour
+    patient = partition(jobs, Pricing(effort=10.0))
+    assert patient.bound_per_hour == patient.price_per_hour == exact.price_per_hour
 
 
 def test_overlapping_node_sets_are_timed_by_the_max_plus_system() -> None:
@@ -99,6 +181,17 @@ def test_the_bound_is_the_price_of_whoever_is_there() -> None:
     a, b = job("a", 100, 100, 1.0), job("b", 100, 100, 1.0)
     pricing = Pricing()
     spans = [Span(a, 0.0, 2.0), Span(b, 1.0, 3.0)]
-    assert regrouping_bound(spans, pricing) == pytest.approx(3 * 57.04)
+    assert regrouping_bound(spans, pricing) == pytest.approx((3 * 57.04, 3 * 57.04))
+    assert regrouping_bound(spans, pricing).gap == 0.0
     apart = [Span(a, 0.0, 1.0), Span(b, 2.0, 3.0)]
-    assert regrouping_bound(apart, pricing) == pytest.approx(2 * 57.04)
+    assert regrouping_bound(apart, pricing).bound == pytest.approx(2 * 57.04)
+
+
+def test_what_is_not_proven_is_told_over_time() -> None:
+    pytest.importorskip("ortools")
+    spans = [Span(each, 0.0, 2.0) for each in crowd(24)]
+    exact = regrouping_bound(spans, Pricing())
+    hurried = regrouping_bound(spans, Pricing(effort=0.002))
+    assert exact.gap == 0.0
+    assert hurried.bound < exact.bound <= exact.price <= hurried.price
+    assert hurried.gap >= exact.bound / hurried.bound - 1.0 > 0.0

@@ -84,6 +84,10 @@ def test_a_workload_of_ones_own(tmp_path: Path) -> None:
     assert coexec.cost_per_hour is not None
     assert solo.cost_per_hour is not None
     assert coexec.cost_per_hour < solo.cost_per_hour
+    assert coexec.cost_over_optimal is not None
+    assert solo.cost_over_optimal is not None
+    assert 1.0 <= coexec.cost_over_optimal < solo.cost_over_optimal
+    assert coexec.optimal_gap is None, "the optimum of two jobs is found"
 
 
 def test_failure_spares_the_others() -> None:
@@ -131,6 +135,14 @@ def test_a_window_of_philly() -> None:
     assert "ed69ec" in refused.value.info.remedy
     with pytest.raises(CallerError, match="no job arrives"):
         philly.jobs(("ed69ec",), 5000, 0)
+
+
+def test_a_ratio_to_a_bound_says_how_far_it_can_be_off() -> None:
+    exact = Record("a", 0, "w", cost_over_optimal=1.0)
+    bounded = Record("b", 0, "w", cost_over_optimal=1.1, optimal_gap=0.0031)
+    lines = markdown(Report("s", "about", {}, [exact, bounded])).splitlines()
+    assert lines[0] == "| workload | policy | seeds | cost / optimal | too high by at most |"
+    assert lines[2:] == ["| w | a | 1 | 1.000 |  |", "| w | b | 1 | 1.100 | 0.31% |"]
 
 
 def test_tables_say_the_mean_and_the_range() -> None:

@@ -128,6 +128,11 @@ class SimJob(msgspec.Struct, frozen=True):
         return DeploymentKey(self.tenant, self.name, deployment_of(pool))
 
     @property
+    def num_optim_steps(self) -> int:
+        """Of an iteration."""
+        return max(1, sum(phase.operation_kind == "optim_step" for phase in self.phases))
+
+    @property
     def solo_s(self) -> float:
         """An iteration alone, every phase at its longest: what an SLO is a multiple of."""
         return period_s(self, [phase.longest_s for phase in self.phases])
@@ -176,7 +181,7 @@ def cycle_of(job: SimJob) -> Cycle:
             at_s = offset_s % period if period else 0.0
             segments.append(Segment(phase.pool, at_s, phase.mean_s, phase.longest_s))
         offset_s += phase.mean_s + phase.think_s
-    return Cycle(period, segments)
+    return Cycle(period, segments, job.num_optim_steps)
 
 
 def spec_of(job: SimJob, *, iterations: int) -> JobSpec:

@@ -19,6 +19,7 @@ from phaseloom.common.messages import (
     Command,
     DeviceSpec,
     Event,
+    MirrorState,
     NodeLost,
     NodeUp,
     OpenActivation,
@@ -29,6 +30,7 @@ from phaseloom.common.messages import (
     SealCommitted,
     SealState,
     StartWpg,
+    StateMirrored,
     StopWpg,
     WpgLost,
     WpgStarted,
@@ -59,6 +61,8 @@ class Costs(msgspec.Struct, frozen=True):
     restart_s: float = 0.0
     """From the death of workers until others are up on the same node, beside the job's start."""
     seal_s: float = 0.0
+    mirror_s: float = 0.0
+    """To bring the state of a deployment to another node, while it runs on."""
 
 
 FREE = Costs()
@@ -119,6 +123,7 @@ class Nodes:
             OpenActivation: self._open,
             Permit: self._permit,
             SealState: self._seal,
+            MirrorState: self._mirror,
             CancelOperation: self._cancel,
         }
 
@@ -281,8 +286,15 @@ class Nodes:
         )
 
     def _seal(self, command: SealState) -> None:
-        sealed = SealCommitted(command.deployment, command.seq, command.node, command.versions)
+        copies = list(command.replicas)
+        sealed = SealCommitted(
+            command.deployment, command.seq, command.node, command.versions, copies
+        )
         self._agenda.after(self._costs.seal_s, self._append, sealed)
+
+    def _mirror(self, command: MirrorState) -> None:
+        done = StateMirrored(command.deployment, command.seal_seq, command.node, command.id)
+        self._agenda.after(self._costs.mirror_s, self._append, done)
 
     def _cancel(self, command: CancelOperation) -> None:
         """A reading operation that runs is stopped at once."""

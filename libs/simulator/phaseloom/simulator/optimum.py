@@ -7,15 +7,21 @@ jobs by dynamic programming over subsets, beyond that as set partitioning by OR-
 departures, as if regrouping took no time: no online policy that keeps to the strict round robin
 can cost less.
 
+A solver that is given an effort stops there, and says below what no partition can be: a proven
+bound, beside the best partition found. The effort is counted in operations and not in seconds, so
+the same jobs give the same bound on every machine.
+
 Feasibility shrinks with membership (a job more never shortens a period), so groups are grown one
-job at a time, and a group is kept only where it is cheaper than every split of it in two.
+job at a time, each arrival adding those that it is in, and a group is given to the solver only
+where it is cheaper than every split of it in two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise, permutations
+from math import floor, inf
 from typing import NamedTuple
 
 from phaseloom.common.errors import CallerError, Code
@@ -60,9 +66,22 @@ class Terms(NamedTuple):
     """Planned for each phase of a group of several jobs; 0: switching is free."""
 
 
+Group = frozenset[Job]
+
+
 class Partition(NamedTuple):
     price_per_hour: float
     groups: tuple[tuple[str, ...], ...]
+    bound_per_hour: float
+    """No partition is cheaper than that; the price itself where it is proven to be the least."""
+
+
+class _Part(NamedTuple):
+    """Of jobs that share no group with others."""
+
+    groups: tuple[Group, ...]
+    price: float
+    bound: float
 
 
 class Span(NamedTuple):
@@ -74,32 +93,41 @@ class Span(NamedTuple):
 
 
 class Pricing:
-    """Prices of groups, remembered over all the sets of jobs that one workload brings."""
+    """Prices of groups, remembered over all the sets of jobs that one workload brings.
 
-    def __init__(self, terms: Terms | None = None) -> None:
+    Args: effort: in the solver's deterministic seconds, for each set of jobs that share groups;
+              inf: until the optimum is proven, which may take hours.
+    """
+
+    def __init__(self, terms: Terms | None = None, *, effort: float = inf) -> None:
         self.terms = terms or Terms()
-        self._prices: dict[frozenset[Job], float | None] = {frozenset(): 0.0}
-        self._useful: dict[frozenset[Job], bool] = {}
-        self._partitions: dict[frozenset[Job], tuple[frozenset[Job], ...]] = {}
+        self.effort = effort
+        self._prices: dict[Group, float | None] = {frozenset(): 0.0}
+        self._useful: dict[Group, bool] = {}
+        self._parts: dict[Group, _Part] = {}
 
-    def price(self, group: frozenset[Job]) -> float | None:
+    def price(self, group: Group) -> float | None:
         """Of the cheapest nodes on which everybody's SLO holds; None: there are none."""
         if group not in self._prices:
             self._prices[group] = _group_price(sorted(group), self.terms)
         return self._prices[group]
+
+    def total(self, groups: Iterable[Group]) -> float:
+        """Of feasible groups."""
+        return sum(self.price(group) or 0.0 for group in groups)
 
     def solo(self, job: Job) -> float:
         return (
             job.rollout_nodes * self.terms.rollout_price + job.train_nodes * self.terms.train_price
         )
 
-    def is_useful(self, group: frozenset[Job]) -> bool:
+    def is_useful(self, group: Group) -> bool:
         """Whether it is feasible and cheaper than the best two groups that split it."""
         if group not in self._useful:
             self._useful[group] = self._saves(group)
         return self._useful[group]
 
-    def _saves(self, group: frozenset[Job]) -> bool:
+    def _saves(self, group: Group) -> bool:
         price = self.price(group)
         if price is None:
             return False
@@ -112,55 +140,105 @@ class Pricing:
                     return False
         return True
 
-    def groups(self, jobs: Sequence[Job]) -> list[frozenset[Job]]:
-        """Useful groups of at least two of the jobs."""
-        found: list[frozenset[Job]] = []
-        frontier = [(frozenset((job,)), i) for i, job in enumerate(jobs)]
-        for _ in range(self.terms.max_group_jobs - 1):
-            grown = []
-            for group, last in frontier:
-                for i in range(last + 1, len(jobs)):
-                    bigger = group | {jobs[i]}
-                    if self.price(bigger) is not None:
-                        grown.append((bigger, i))
-            found.extend(group for group, _ in grown if self.is_useful(group))
-            frontier = grown
-        return found
+    def part(self, jobs: Group, groups: Sequence[Group], likely: Collection[Group]) -> _Part:
+        """Args: groups: the useful ones of these jobs, of at least two.
+        likely: where the solver looks first."""
+        if jobs not in self._parts:
+            if len(jobs) <= BY_SUBSETS:
+                self._parts[jobs] = _by_subsets(self, jobs, groups)
+            else:
+                self._parts[jobs] = _by_solver(self, jobs, groups, likely)
+        return self._parts[jobs]
 
-    def partition(self, jobs: Iterable[Job]) -> Partition:
+
+class Present:
+    """Jobs that come and go, and the groups that they could form."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing = pricing
+        self._jobs: set[Job] = set()
+        self._feasible: list[Group] = []
+        self._useful: list[Group] = []
+        """Of at least two jobs."""
+        self._chosen: set[Group] = set()
+        """The last partition, less who has gone since."""
+
+    def come(self, job: Job) -> None:
+        """Every part of a feasible group is feasible: the new ones are the old ones and this
+        job."""
+        pricing, full = self.pricing, self.pricing.terms.max_group_jobs
+        grown = (group | {job} for group in self._feasible if len(group) < full)
+        added = [group for group in grown if pricing.price(group) is not None]
+        self._jobs.add(job)
+        self._feasible += [frozenset((job,)), *added]
+        self._useful += filter(pricing.is_useful, added)
+
+    def go(self, job: Job) -> None:
+        self._jobs.remove(job)
+        self._feasible = [group for group in self._feasible if job not in group]
+        self._useful = [group for group in self._useful if job not in group]
+        self._chosen = {group - {job} for group in self._chosen}
+
+    def partition(self) -> Partition:
         """The cheapest: groups in the order of their first job."""
-        groups: list[frozenset[Job]] = []
-        everybody = sorted(jobs)
-        useful = self.groups(everybody)
-        for part in _components(everybody, useful):
-            if part not in self._partitions:
-                inside = [group for group in useful if group <= part]
-                self._partitions[part] = _solve(self, part, inside)
-            groups.extend(self._partitions[part])
-        price = sum(self.price(group) or 0.0 for group in groups)
-        names = sorted(tuple(sorted(job.name for job in group)) for group in groups)
-        return Partition(price, tuple(names))
+        everybody = sorted(self._jobs)
+        inside: dict[Group, list[Group]] = {}
+        of = {job: part for part in _components(everybody, self._useful) for job in part}
+        for part in of.values():
+            inside[part] = []
+        for group in self._useful:
+            inside[of[next(iter(group))]].append(group)
+        parts = [self.pricing.part(part, own, self._chosen) for part, own in inside.items()]
+        self._chosen = {group for part in parts for group in part.groups}
+        names = sorted(tuple(sorted(job.name for job in group)) for group in self._chosen)
+        price, bound = sum(part.price for part in parts), sum(part.bound for part in parts)
+        return Partition(price, tuple(names), bound)
 
 
 def cheapest_partition(jobs: Iterable[Job], terms: Terms | None = None) -> Partition:
     """Exact. Raises: CallerError: more than nine jobs, and OR-Tools is not installed."""
-    return Pricing(terms).partition(jobs)
+    present = Present(Pricing(terms))
+    for job in sorted(jobs):
+        present.come(job)
+    return present.partition()
 
 
-def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> float:
-    """Price, integrated over time, of the cheapest partition of whoever is there.
+class Regrouping(NamedTuple):
+    """Integrated over time, in $/h times the unit of the spans (dollars where they are hours)."""
 
-    Returns: $/h times the unit of the spans (dollars where they are hours).
-    """
-    edges = sorted({edge for span in spans for edge in (span.start, span.end)})
-    total = 0.0
-    for start, end in pairwise(edges):
-        there = [span.job for span in spans if span.start <= start and end <= span.end]
-        total += pricing.partition(there).price_per_hour * (end - start)
-    return total
+    bound: float
+    """No regrouping costs less."""
+    price: float
+    """Of the best that was found; the bound itself where everything is proven."""
+
+    @property
+    def gap(self) -> float:
+        """How much the optimum can be above the bound at most, relative to it; 0: exact."""
+        return self.price / self.bound - 1.0 if self.bound else 0.0
 
 
-def _components(jobs: Sequence[Job], groups: Iterable[frozenset[Job]]) -> Iterator[frozenset[Job]]:
+def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> Regrouping:
+    """Of the cheapest partition of whoever is there, at every time."""
+    coming: dict[float, list[Job]] = {}
+    going: dict[float, list[Job]] = {}
+    for span in spans:
+        if span.end > span.start:
+            coming.setdefault(span.start, []).append(span.job)
+            going.setdefault(span.end, []).append(span.job)
+    present = Present(pricing)
+    bound = price = 0.0
+    for start, end in pairwise(sorted(coming.keys() | going.keys())):
+        for job in going.get(start, ()):
+            present.go(job)
+        for job in coming.get(start, ()):
+            present.come(job)
+        found = present.partition()
+        bound += found.bound_per_hour * (end - start)
+        price += found.price_per_hour * (end - start)
+    return Regrouping(bound, price)
+
+
+def _components(jobs: Sequence[Job], groups: Iterable[Group]) -> Iterator[Group]:
     """Sets of jobs that no group connects: each is a problem of its own."""
     of = {job: frozenset((job,)) for job in jobs}
     for group in groups:
@@ -171,22 +249,12 @@ def _components(jobs: Sequence[Job], groups: Iterable[frozenset[Job]]) -> Iterat
     yield from dict.fromkeys(of[job] for job in jobs)
 
 
-def _solve(
-    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
-) -> tuple[frozenset[Job], ...]:
-    if len(jobs) <= BY_SUBSETS:
-        return _by_subsets(pricing, jobs, groups)
-    return _by_solver(pricing, jobs, groups)
-
-
-def _by_subsets(
-    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
-) -> tuple[frozenset[Job], ...]:
+def _by_subsets(pricing: Pricing, jobs: Group, groups: Sequence[Group]) -> _Part:
     """Dynamic programming: the group of the first job, then the rest."""
     everybody = [*groups, *(frozenset((job,)) for job in sorted(jobs))]
 
     @cache
-    def best(left: frozenset[Job]) -> tuple[float, tuple[frozenset[Job], ...]]:
+    def best(left: Group) -> tuple[float, tuple[Group, ...]]:
         if not left:
             return 0.0, ()
         first = min(left)
@@ -197,13 +265,18 @@ def _by_subsets(
                 options.append(((pricing.price(group) or 0.0) + price, (group, *rest)))
         return min(options, key=lambda option: option[0])
 
-    return best(jobs)[1]
+    price, chosen = best(jobs)
+    return _Part(chosen, price, price)
 
 
 def _by_solver(
-    pricing: Pricing, jobs: frozenset[Job], groups: Sequence[frozenset[Job]]
-) -> tuple[frozenset[Job], ...]:
-    """Choose disjoint groups that save most over everybody alone."""
+    pricing: Pricing, jobs: Group, groups: Sequence[Group], likely: Collection[Group]
+) -> _Part:
+    """Choose disjoint groups that save most over everybody alone.
+
+    Where the effort ends before the optimum is proven, the solver's bound on what can be saved
+    is one on the price.
+    """
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -213,6 +286,7 @@ def _by_solver(
             remedy="pip install 'phaseloom[simulator]'",
         ) from None
 
+    alone = sum(map(pricing.solo, jobs))
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in groups]
     for job in sorted(jobs):
@@ -224,14 +298,36 @@ def _by_solver(
         for group in groups
     ]
     model.maximize(sum(s * var for s, var in zip(saved, chosen, strict=True)))
+    for var, group in zip(chosen, groups, strict=True):
+        model.add_hint(var, group in likely)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = pricing.effort
     status = solver.solve(model)
-    assert status == cp_model.OPTIMAL, solver.status_name(status)
-    picked = [group for var, group in zip(chosen, groups, strict=True) if solver.value(var)]
-    alone = jobs.difference(*picked) if picked else jobs
-    return (*picked, *(frozenset((job,)) for job in sorted(alone)))
+    is_found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    assert is_found or status == cp_model.UNKNOWN, solver.status_name(status)
+    picked = [
+        group for var, group in zip(chosen, groups, strict=True) if is_found and solver.value(var)
+    ]
+    rest = jobs.difference(*picked)
+    parts = (*picked, *(frozenset((job,)) for job in sorted(rest)))
+    price = pricing.total(parts)
+    if status == cp_model.OPTIMAL:
+        return _Part(parts, price, price)
+    most = _most_saved(jobs, groups, saved)
+    if is_found:
+        most = min(most, solver.best_objective_bound)
+    return _Part(parts, price, min(price, alone - floor(most + SLACK) / SCALE))
+
+
+def _most_saved(jobs: Group, groups: Sequence[Group], saved: Sequence[int]) -> float:
+    """Each job saves at most what it has an equal share of in the best of its groups."""
+    shares = dict.fromkeys(jobs, 0.0)
+    for group, amount in zip(groups, saved, strict=True):
+        for job in group:
+            shares[job] = max(shares[job], amount / len(group))
+    return sum(shares.values())
 
 
 def _group_price(jobs: Sequence[Job], terms: Terms) -> float | None:

@@ -81,6 +81,7 @@ class Tracer:
             estimates=estimates,
             worst_period_s=period_s(job, [estimate.worst_s for estimate in estimates]),
             drift=drift,
+            num_optim_steps=job.num_optim_steps,
         )
 
     def _estimate(self, index: int, usual_s: float) -> KindEstimate:

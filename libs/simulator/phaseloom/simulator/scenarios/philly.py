@@ -10,9 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.simulator.optimum import Pricing, Terms
-from phaseloom.simulator.scenarios.common import HOST_BYTES, ample, config, record_of, run
-from phaseloom.simulator.scenarios.optimal import over_optimal
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, at_least
 from phaseloom.simulator.scenarios.scenario import (
@@ -23,7 +20,7 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
-from phaseloom.simulator.scenarios.weave_fig15 import ORDERINGS, SWITCHING, planned_switch_s
+from phaseloom.simulator.scenarios.weaving import ORDERINGS, SWITCHING, measured
 from phaseloom.simulator.workloads import philly
 
 _CLUSTERS = ("2869ce",)
@@ -33,12 +30,7 @@ _SEEDS = (0, 1)
 
 
 def _case(policy: str, seed: int, clusters: tuple[str, ...], start_h: float) -> Record:
-    jobs = philly.jobs(clusters, start_h, seed, switching=SWITCHING)
-    settings = config(policy, ORDERINGS[policy], switch_s=planned_switch_s(jobs))
-    result, wall_s = run(jobs, ample(jobs), settings, seed)
-    record = record_of(result, wall_s, policy=policy, seed=seed)
-    ratio = over_optimal(result, jobs, Pricing(Terms(host_bytes=HOST_BYTES)))
-    return msgspec.structs.replace(record, cost_over_optimal=ratio)
+    return measured(philly.jobs(clusters, start_h, seed, switching=SWITCHING), policy, seed)[0]
 
 
 def _run(options: Options, advance: Advance) -> Report:

@@ -22,7 +22,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Mean over the window, in dollars, of the nodes that belong to a group."""
     cost_over_optimal: float | None = None
     """Over the cheapest strict round robin of the jobs present, regrouped at every arrival and
-    departure for nothing."""
+    departure for nothing; where that was not found, over a proven lower bound of it."""
+    optimal_gap: float | None = None
+    """How much a ratio to the optimum can be too high at most, relative to itself, where it is one
+    to a bound; None: it is exact."""
     slo_attainment: float | None = None
     """Share of jobs whose mean iteration is within SLO × their iteration alone."""
     slo_iterations: float | None = None
@@ -114,6 +117,7 @@ def mean_of(records: Iterable[Record], name: str) -> float:
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "cost_per_hour": ("$/h", lambda v: f"{v:.0f}"),
     "cost_over_optimal": ("cost / optimal", lambda v: f"{v:.3f}"),
+    "optimal_gap": ("too high by at most", lambda v: f"{v:.2%}"),
     "slo_attainment": ("SLO", lambda v: f"{v:.1%}"),
     "slo_iterations": ("SLO, iterations", lambda v: f"{v:.1%}"),
     "peak_gpus": ("peak GPUs", lambda v: f"{v:.0f}"),

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from phaseloom.simulator.jobs import SimJob
-from phaseloom.simulator.optimum import Pricing, Terms
-from phaseloom.simulator.scenarios.common import HOST_BYTES, ample, config, record_of, run
-from phaseloom.simulator.scenarios.optimal import over_optimal, solo_bound
+from phaseloom.simulator.optimum import Regrouping
+from phaseloom.simulator.scenarios import weaving
+from phaseloom.simulator.scenarios.optimal import solo_bound
 from phaseloom.simulator.scenarios.pictures import bars, canvas, lines
 from phaseloom.simulator.scenarios.report import (
     Record,
@@ -33,24 +33,16 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
+from phaseloom.simulator.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, SWITCHING
 from phaseloom.simulator.workloads import table
-from phaseloom.simulator.workloads.weave import PROFILES, Switching, generate, with_switching
+from phaseloom.simulator.workloads.weave import PROFILES, generate, with_switching
 
-ORDERINGS = {
-    "coexec": "round_robin",
-    "coexec_repack": "fcfs",
-    "random": "round_robin",
-    "most_idle": "round_robin",
-    "solo": "fcfs",
-}
-SWITCHING = Switching(phase_s=5.0, move_s=308.0)
-"""A switch of a phase: 2 s in WEAVE Table 4, 2.5 to 9 s in llm-d's recording; a move: 197 to 419 s
-(WEAVE §6.6)."""
-MAX_GROUP_JOBS = 5
 _DOLLARS = "dollars"
 _PROMISING = ("coexec", "coexec_repack")
 """Policies that promise every SLO: on all seeds."""
-_SEEDS = (0, 1)
+_SEEDS = (0, 1, 2)
+_SLOS = (1.2, 1.5, 2.0)
+_GROUP_SIZES = (2, 3, 4)
 _AIMS = {"Mixed": 1.03, "RH": 0.90, "BL": 1.05, "TH": 1.02}
 """Of `coexec_repack` on the workloads A."""
 
@@ -68,9 +60,6 @@ class Setting(msgspec.Struct, frozen=True):
     is_base: bool = True
     """Whether the policies that promise nothing are run on it too."""
 
-    def pricing(self) -> Pricing:
-        return Pricing(Terms(host_bytes=HOST_BYTES, max_group_jobs=self.max_group_jobs))
-
     def jobs(self) -> list[SimJob]:
         if self.file:
             return with_switching(table.read(Path(self.file)), SWITCHING)
@@ -82,45 +71,48 @@ class Setting(msgspec.Struct, frozen=True):
         )
 
 
-def _solo_bound(setting: Setting) -> float:
-    return solo_bound(setting.jobs(), setting.pricing())
-
-
-def planned_switch_s(jobs: list[SimJob]) -> float:
-    """A phase of the largest job leaves and another comes."""
-    takes = [take for job in jobs for take in job.takes.values()]
-    return max(take.offload_s for take in takes) + max(take.load_s for take in takes)
+def _solo_bound(setting: Setting) -> Regrouping:
+    return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs))
 
 
 def _case(setting: Setting, policy: str) -> tuple[Record, list[tuple[float, float]]]:
     """Returns: the figures, and the rent over time where it is drawn."""
-    jobs = setting.jobs()
-    settings = config(
+    record, result = weaving.measured(
+        setting.jobs(),
         policy,
-        ORDERINGS[policy],
+        setting.seed,
+        workload=setting.name,
         max_group_jobs=setting.max_group_jobs,
-        switch_s=planned_switch_s(jobs),
     )
-    result, cpu_s = run(jobs, ample(jobs), settings, setting.seed)
-    record = record_of(result, cpu_s, policy=policy, seed=setting.seed, workload=setting.name)
-    # Where nobody's SLO counts jobs pile up, and the optimum of so many takes hours.
-    ratio = over_optimal(result, jobs, setting.pricing()) if policy in _PROMISING else None
-    more = {_DOLLARS: result.cost}
-    record = msgspec.structs.replace(record, cost_over_optimal=ratio, more=more)
+    record = msgspec.structs.replace(record, more={_DOLLARS: result.cost})
     is_drawn = setting.name == "Mixed" or bool(setting.file)
     rents = [(at_s / 3600.0, rent) for at_s, rent, _ in result.cost_steps] if is_drawn else []
     return record, rents
 
 
 def _settings(options: Options) -> list[Setting]:
+    """The workloads of the paper on every seed; one of them with other SLOs, other sizes of groups
+    and jobs of several nodes on the first."""
     if options.workload:
         return [Setting(options.workload.stem, "Mixed", 0, file=str(options.workload))]
     seeds = options.seeds or _SEEDS
-    return [
+    main = [
         Setting(profile, profile, seed, is_base=profile == "Mixed" and seed == seeds[0])
         for profile in PROFILES
         for seed in seeds
     ]
+    wide = [
+        Setting(f"{profile}, B", profile, seeds[0], nodes="B", is_base=False)
+        for profile in ("Mixed", "RH")
+    ]
+    slos = [
+        Setting(f"Mixed, SLO {slo}", "Mixed", seeds[0], slo=slo, is_base=False) for slo in _SLOS
+    ]
+    sizes = [
+        Setting(f"Mixed, groups of {size}", "Mixed", seeds[0], max_group_jobs=size, is_base=False)
+        for size in _GROUP_SIZES
+    ]
+    return [*main, *wide, *slos, *sizes]
 
 
 def _run(options: Options, advance: Advance) -> Report:
@@ -135,11 +127,10 @@ def _run(options: Options, advance: Advance) -> Report:
     cases = [Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy)) for s, policy in runs]
     bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in settings]
     every = run_cases([*bounds, *cases], options, advance)
-    dollars = dict(zip(settings, every, strict=False))
+    best: dict[Setting, Regrouping] = dict(zip(settings, every, strict=False))
     found = every[len(bounds) :]
     records = [
-        _over(record, dollars[setting])
-        for (setting, _), (record, _) in zip(runs, found, strict=True)
+        _over(record, best[setting]) for (setting, _), (record, _) in zip(runs, found, strict=True)
     ]
     first = [(record.policy, rent) for record, rent in found if rent and record.seed == 0]
     return Report(
@@ -156,10 +147,11 @@ def _run(options: Options, advance: Advance) -> Report:
     )
 
 
-def _over(record: Record, bound: float) -> Record:
-    """Beside the bound for jobs as they were there: the one for jobs alone, in dollars."""
-    more = {"cost_over_solo_bound": record.more[_DOLLARS] / bound}
-    return msgspec.structs.replace(record, more=more)
+def _over(record: Record, alone: Regrouping) -> Record:
+    """Beside the bound for jobs as they were there: the one for jobs that stay as long as alone."""
+    more = {"cost_over_solo_bound": record.more[_DOLLARS] / alone.bound}
+    gap = max(record.optimal_gap or 0.0, alone.gap)
+    return msgspec.structs.replace(record, more=more, optimal_gap=gap or None)
 
 
 def _targets(records: list[Record]) -> list[Target]:
@@ -179,9 +171,13 @@ def _targets(records: list[Record]) -> list[Target]:
 
 def _draw(report: Report, path: Path) -> None:
     main = [r for r in report.records if "," not in r.workload]
-    with canvas(path, 3, width=8.0, height=2.8, across=False) as (costs, slos, rent):
+    with canvas(path, 4, width=8.0, height=2.8, across=False) as (costs, slos, sense, rent):
         bars(costs, main, "cost_over_optimal", "cost over optimal regrouping", aim=1.0)
         bars(slos, main, "slo_attainment", "share of jobs within their SLO")
+        others = [r for r in report.records if "," in r.workload] or main
+        bars(
+            sense, others, "cost_over_optimal", "cost over optimal, by SLO and group size", aim=1.0
+        )
         lines(
             rent,
             report.series["rent"],

@@ -32,7 +32,7 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
-from phaseloom.simulator.scenarios.weave_fig15 import ORDERINGS
+from phaseloom.simulator.scenarios.weaving import ORDERINGS
 from phaseloom.simulator.workloads.weave import generate
 
 SIZES = (5, 9, 13, 100, 500, 1000, 2000)

@@ -238,6 +238,7 @@ class Profiler:
             estimates,
             worst_period_s=cycle.period_s + _excess_s(cycle, estimates),
             drift=_drift(job.told, cycle.period_s),
+            num_optim_steps=_num_optim_steps(cycle),
         )
 
     def _cycle(self, key: JobKey, job: _Job) -> Cycle | None:
@@ -297,6 +298,12 @@ def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
     return sum(counts[e.deployment, e.kind] * (e.worst_s - e.duration_s) for e in estimates)
 
 
+def _num_optim_steps(cycle: Cycle) -> int:
+    """At least 1: a loop that trains nothing has no other end of an iteration either."""
+    steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
+    return max(1, round(sum(steps)))
+
+
 def _drift(told: PhaseTrace | None, period_s: float) -> float:
     """Relative change against the period told last; below what is news: none."""
     before_s = told.period_s if told else 0.0
@@ -316,6 +323,7 @@ def is_news(told: PhaseTrace, trace: PhaseTrace) -> bool:
 
 def _figures(trace: PhaseTrace) -> dict[tuple[str, ...], float]:
     figures: dict[tuple[str, ...], float] = {("period",): trace.period_s}
+    figures["optim_steps",] = trace.num_optim_steps
     for i, segment in enumerate(trace.segments):
         figures["segment", str(i), segment.pool] = segment.duration_s
     for estimate in trace.estimates:
