@@ -14,7 +14,7 @@ SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test test-slow lint bench bench-peers bench-state loadtest chaos simulate clean
+.PHONY: demo up test test-slow lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -51,6 +51,10 @@ bench-peers: $(VENV)/.test $(PEERS)/.installed
 bench-state: $(VENV)/.test
 	$(BIN)/python -m loadtest state $(ARGS)
 
+## bench-hidden: which share of context switches nobody waits for, on devices with idle time
+bench-hidden: $(VENV)/.test
+	$(BIN)/python -m loadtest hidden $(ARGS)
+
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
@@ -58,6 +62,10 @@ loadtest: $(VENV)/.test
 ## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## gpu-check: what needs a GPU, proved on this machine's, where it has one; needs only torch
+gpu-check:
+	PYTHONPATH=services/worker $(or $(wildcard $(BIN)/python),$(PYTHON)) -m phaseloom.worker.gpucheck $(ARGS)
 
 ## simulate: every scenario of the scheduler's simulator; results in runs/simulate
 simulate: $(VENV)/.test

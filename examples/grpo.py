@@ -90,6 +90,7 @@ def save(job: Job, memory: Memory) -> OperationHandle[SaveStateResult]:
         f"{job.session}-{memory.step}",
         controller_blob=json.dumps(asdict(memory)).encode(),
         checkpoints={"reference": memory.reference} if memory.reference else {},
+        keep=2,
     )
 
 

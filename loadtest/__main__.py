@@ -14,6 +14,7 @@ from rich.table import Table
 from loadtest import (
     batching,
     chaos,
+    hiding,
     load,
     peering,
     pictures,
@@ -178,6 +179,34 @@ def state_test(
     figures = uvloop.run(state_bench.measure(work, mib * 2**20, rounds))
     figures += resharding.measure(rounds)
     Console().print(_table(record(figures, describe("xxhash"), file).figures))
+
+
+@app.command(name="hidden")
+def hidden_test(
+    *, steps: int = 60, state_mib: int = 64, seed: int = 0, file: Path = _RUNS / "hidden.json"
+) -> None:
+    """Measure which share of context switches is over before an operation waits for them.
+
+    Parameters
+    ----------
+    steps
+        Of each of the two jobs.
+    state_mib
+        Size of each deployment's state.
+    seed
+        Of the jobs' pauses.
+    file
+        Where the report is written.
+    """
+    settings = hiding.Settings(steps=steps, state_mib=state_mib, seed=seed)
+    report = write(uvloop.run(hiding.run(settings, _work_directory(file))), file)
+    console = Console()
+    console.print(
+        f"{report.hidden_share:.1%} of {report.switch_seconds:.1f} s in {report.switches} switches "
+        f"hidden ({report.hidden_share_settled:.1%} in the second half)"
+    )
+    idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
+    console.print(f"idle: {idle}; waited for, s: {report.unhidden_seconds}")
 
 
 @app.command

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from loadtest.chaos import ChaosReport
+from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
 from loadtest.machine import Machine
 from loadtest.peering import PeerReport
@@ -142,6 +143,26 @@ def chaos_table(report: ChaosReport) -> str:
     return f"{told}\n\n{table}"
 
 
+def hidden_table(report: HidingReport) -> str:
+    settings = report.settings
+    idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
+    unhidden = ", ".join(f"{why} {s:.1f} s" for why, s in report.unhidden_seconds.items())
+    facts = [
+        ("jobs × steps", f"{settings.jobs} × {settings.steps}, in {report.seconds:.0f} s"),
+        ("idle time of the devices", idle),
+        (
+            "switches",
+            f"{report.switches} of {settings.state_mib} MiB, {report.switch_seconds:.1f} s",
+        ),
+        (
+            "hidden share of their time",
+            f"**{report.hidden_share:.1%}**, in the second half {report.hidden_share_settled:.1%}",
+        ),
+        ("the rest", unhidden),
+    ]
+    return _table(report.machine, ("what", "measured"), facts)
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -160,5 +181,6 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "peers": ("peers.json", "performance.md", PeerReport, peers_table),
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
     "state": ("state.json", "state.md", Records, bench_table),
+    "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
 }
 """Name in docs/measured and of the markers → file in the runs, page, type, table."""

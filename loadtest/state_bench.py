@@ -3,7 +3,8 @@
 The state manager's own code writes and reads its own files (checksums, header, fsync and rename
 included) beside fio with direct I/O of the same block size and depth; where fio is not installed, a
 bare loop of ours does nothing but move the blocks. Switches go through a real daemon; the same
-bytes are copied plainly beside them. All sides take turns, nobody is always first.
+bytes are copied plainly between them, once the digests of what went out are in. All sides take
+turns, nobody is always first.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from statistics import median
 import xxhash
 
 from loadtest.records import Record
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.cli.certs import make_certificates
+from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.certificates import directory_of
+from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import Section, seal_header
-from phaseloom.statemgr.disk.disk import BLOCK_BYTES, DEPTH
+from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.memory import Extent, digest_of
+from phaseloom.statemgr.memory import Extent
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
 
@@ -85,7 +89,8 @@ async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Reco
     disk = await asyncio.to_thread(measure_disk, directory / "disk", num_bytes, num_rounds)
     small = await measure_switches(directory / "small", 2**28, num_rounds)
     large = await measure_switches(directory / "large", 2**30, num_rounds)
-    return [*disk, *small, *large]
+    tensors = await measure_tensors(directory / "tensors", 2**30, 10_000, num_rounds)
+    return [*disk, *small, *large, *tensors]
 
 
 # --- the disk ------------------------------------------------------------------------------------
@@ -195,14 +200,14 @@ async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> 
     plain = _filled(source, num_bytes)
     into = _filled(touched, num_bytes)
     async with _daemon(directory, num_bytes) as agent:
-        keys = [DeploymentKey("bench", "state", name) for name in ("first", "second")]
-        ranks = [await _start(agent, directory, key, num_bytes) for key in keys]
-        await agent.switch_in(keys[0], 1, 1, [])
+        ranks = [await _start(agent, directory, name, num_bytes) for name in ("a", "b")]
+        await agent.switch_in(ranks[0].key, 1, 1, [])
         for number in range(2 + 2 * num_rounds):
-            out, back = keys[number % 2], keys[1 - number % 2]
+            out, back = ranks[number % 2], ranks[1 - number % 2]
             started_s = time.perf_counter()
-            switched = await agent.switch_in(back, 1, 2 + number, [out])
+            switched = await agent.switch_in(back.key, 1, 2 + number, [out.key])
             took_s = time.perf_counter() - started_s
+            await _digested(agent)
             copy_s = await asyncio.to_thread(_copy, plain, into)
             fresh_s = await asyncio.to_thread(_copy_fresh, plain)
             if number < 2:
@@ -216,8 +221,74 @@ async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> 
                 pairs.ours_s.append(own)
                 pairs.limit_s.append(bare)
         for rank in ranks:
-            await rank.close()
+            await rank.client.close()
     return [offloads.speed(), loads.speed(), switches.time()]
+
+
+async def _digested(agent: AgentStateClient) -> None:
+    """Nothing goes on beside what is measured next."""
+    while any(state.dirty_bytes for state in (await agent.status()).deployments):
+        pass
+
+
+# --- many tensors --------------------------------------------------------------------------------
+
+
+async def measure_tensors(
+    directory: Path, num_bytes: int, num_tensors: int, num_rounds: int
+) -> list[Record]:
+    """What it costs that state is many tensors: beside the copies, and beside one large tensor."""
+    spent, of = "what its ranks spend copying", f"{num_tensors}_tensors"
+    index = Pairs(f"index_{of}", num_bytes, spent, "≤ 0.05")
+    switch = Pairs(f"switch_{of}", num_bytes, spent, "≤ 1.05")
+    version = Pairs(f"version_{of}", num_bytes, "the same bytes as one tensor", "≤ 1.05")
+    async with _daemon(directory, num_bytes, num_deployments=4) as agent:
+        slots = _slots(num_bytes, num_tensors)
+        many = [await _start(agent, directory, name, num_bytes, slots) for name in ("a", "b")]
+        one = [await _start(agent, directory, name, num_bytes) for name in ("c", "d")]
+        await agent.switch_in(many[0].key, 1, 1, [])
+        for number in range(2 + 2 * num_rounds):
+            out, back = many[number % 2], many[1 - number % 2]
+            started_s = time.perf_counter()
+            switched = await agent.switch_in(back.key, 1, 2 + number, [out.key])
+            took_s = time.perf_counter() - started_s
+            await _digested(agent)
+            if number >= 2:
+                switch.ours_s.append(took_s)
+                switch.limit_s.append(switched.copy_s)
+        index.ours_s = [rank.registered_s for rank in many]
+        index.limit_s = [median(switch.limit_s)] * len(many)
+        for epoch, rank in enumerate((many[1], *one), start=100):
+            await agent.switch_in(rank.key, 1, epoch, [])
+        for number in range(1 + num_rounds):
+            took = [await _publish(agent, a, b, 1 + number) for a, b in (many, one)]
+            if number:
+                version.ours_s.append(took[0])
+                version.limit_s.append(took[1])
+        for rank in (*many, *one):
+            await rank.client.close()
+    return [index.time(), switch.time(), version.time()]
+
+
+async def _publish(
+    agent: AgentStateClient, policy: BenchRank, sampler: BenchRank, seq: int
+) -> float:
+    """Seconds of cutting a version from one heap and copying it into another."""
+    key = VersionKey(policy.key, seq)
+    started_s = time.perf_counter()
+    await policy.client.create_version(key, policy.slots)
+    await sampler.client.load_version(key, [], sampler.slots)
+    took_s = time.perf_counter() - started_s
+    await agent.drop_versions([key])
+    return took_s
+
+
+def _slots(num_bytes: int, num_tensors: int) -> list[TensorSlot]:
+    size = num_bytes // num_tensors // 64 * 64
+    return [
+        TensorSlot(f"layers.{n}.weight", Role.WEIGHT, "uint8", [size], n * size, size)
+        for n in range(num_tensors)
+    ]
 
 
 def _copy(source: memoryview, target: memoryview) -> float:
@@ -232,16 +303,20 @@ def _copy_fresh(source: memoryview) -> float:
 
 
 @asynccontextmanager
-async def _daemon(directory: Path, num_bytes: int) -> AsyncIterator[AgentStateClient]:
-    """A state manager whose one device holds one deployment."""
-    await asyncio.to_thread(directory.mkdir, parents=True)
+async def _daemon(
+    directory: Path, num_bytes: int, *, num_deployments: int = 1
+) -> AsyncIterator[AgentStateClient]:
+    """A state manager whose one device holds so many deployments."""
+    await asyncio.to_thread(make_certificates, directory, ["bench"])
     settings = {
         "NODE": "bench",
         "SOCKET": str(directory / "s"),
         "SECRET": _SECRET,
+        "CERTIFICATES": str(directory_of(directory, "bench")),
         "DIRECTORY": str(directory / "files"),
-        "DEVICES": json.dumps([num_bytes]),
-        "HOST_MEMORY_BYTES": str(3 * num_bytes),
+        "DEVICES": json.dumps([num_deployments * num_bytes]),
+        "HOST_MEMORY_BYTES": str((num_deployments + 2) * num_bytes),
+        "HOST_SPARE": "0",
     }
     environment = os.environ | {f"PHASELOOM_STATEMGR_{n}": v for n, v in settings.items()}
     process = await asyncio.create_subprocess_exec(
@@ -266,20 +341,36 @@ async def _daemon(directory: Path, num_bytes: int) -> AsyncIterator[AgentStateCl
         await process.communicate()
 
 
+@dataclass(slots=True)
+class BenchRank:
+    key: DeploymentKey
+    client: RankStateClient
+    slots: list[TensorSlot]
+    registered_s: float
+    """What it took until the state manager knew all its tensors."""
+
+
 async def _start(
-    agent: AgentStateClient, directory: Path, key: DeploymentKey, num_bytes: int
-) -> RankStateClient:
+    agent: AgentStateClient,
+    directory: Path,
+    name: str,
+    num_bytes: int,
+    slots: list[TensorSlot] | None = None,
+) -> BenchRank:
+    """Args: slots: none: the whole heap is one tensor."""
+    key = DeploymentKey("bench", "state", name)
     token = f"token of {key}"
     await agent.register_wpg([token], key, 1, [0], 0)
     client = await RankStateClient.connect(
         directory / "s", token, applied=lambda: 0, on_loaded=lambda: None
     )
-    heap = Heap(num_bytes)
-    slot = TensorSlot("w", Role.WEIGHT, "uint8", [num_bytes], 0, num_bytes)
-    await client.register_heap(heap, [slot])
+    heap, slots = Heap(num_bytes), slots or _slots(num_bytes, 1)
+    started_s = time.perf_counter()
+    await client.register_heap(heap, slots)
+    registered_s = time.perf_counter() - started_s
     _fill(heap.buffer)
     await client.commit_initial()
-    return client
+    return BenchRank(key, client, slots, registered_s)
 
 
 def _filled(extent: Extent, num_bytes: int) -> memoryview:

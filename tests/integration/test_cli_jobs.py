@@ -62,7 +62,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                 with pytest.raises(CallerError, match="does not exist"):
                     await asyncio.to_thread(shown, call, "demo.nobody", run=run)
                 with pytest.raises(CallerError, match="is not <tenant>"):
-                    call("nobody", run=run)
+                    call("demo.nobody.policy", run=run)
 
 
 async def test_job_that_may_not_wait_is_refused_and_a_place_is_told_in_words(

@@ -15,6 +15,7 @@ from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import DeploymentSpec, ModelSpec
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import (
+    ContentState,
     DeploymentState,
     DiskMethod,
     DiskPath,
@@ -42,6 +43,8 @@ REPORT = StatusReport(
             device_bytes=8 * MiB,
             host_bytes=12 * MiB,
             nvme_bytes=4 * MiB,
+            host_only_bytes=6 * MiB,
+            shared_bytes=3 * MiB,
         )
     ],
     versions=[VERSION],
@@ -50,6 +53,19 @@ REPORT = StatusReport(
     nvme_budget_bytes=2**40,
     nvme_used_bytes=4 * MiB,
     version_states=[VersionState(VERSION, 5 * MiB, in_host=True, on_nvme=False, num_users=2)],
+    contents=[
+        ContentState(
+            num_bytes=3 * MiB,
+            hash="0123456789abcdef" * 4,
+            base="a model",
+            users=["acme.sums.policy", "acme.sums.policy", "acme.letters.reference"],
+            version=None,
+            in_host=True,
+            on_nvme=False,
+        )
+    ],
+    owned_bytes=30 * MiB,
+    held_bytes=24 * MiB,
 )
 
 
@@ -57,12 +73,18 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     console = Console(width=200, file=io.StringIO())
     console.print(headline("n0", REPORT), *tables(REPORT), sep="\n")
     assert isinstance(console.file, io.StringIO)
-    head, _, deployment, _, version, *_ = console.file.getvalue().splitlines()
+    head, _, deployment, _, version, _, content = console.file.getvalue().splitlines()
     assert "device 0: 8.0 MiB of 64.0 MiB" in head
     assert "host memory: 24.0 MiB of 1.0 GiB" in head
     assert "NVMe (direct): 4.0 MiB of 1.0 TiB" in head
-    assert " ".join(deployment.split()) == "acme.sums.policy 3 9 8.0 MiB 12.0 MiB 4.0 MiB"
+    assert "30.0 MiB in 24.0 MiB (1.25 to 1)" in head
+    told = " ".join(deployment.split())
+    assert told == "acme.sums.policy 3 9 8.0 MiB 12.0 MiB 4.0 MiB 6.0 MiB 3.0 MiB"
     assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]
+    told = " ".join(content.split())
+    assert told == (
+        "a model (0123456789ab) 3.0 MiB host acme.sums.policy ×2, acme.letters.reference"
+    )
 
 
 async def test_nodes_of_a_mesh_tell_what_they_hold(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -49,8 +50,11 @@ def instruction(dockerfile: Path, name: str) -> str:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that no connection is given meanwhile: they come from 32768 on."""
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Containers:
@@ -67,8 +71,11 @@ class Containers:
         )
         variables.pop("PATH")
         variables |= {key: str(value) for key, value in spec["environment"].items()}
-        mounts = dict(volume.split(":")[:2][::-1] for volume in spec.get("volumes", []))
+        mounts = _mounts(spec)
         return {key: self._here(name, value, mounts) for key, value in variables.items()}
+
+    def command(self, spec: dict[str, Any]) -> list[str]:
+        return [self._here("", part, _mounts(spec)) for part in spec["command"]]
 
     def _here(self, name: str, value: str, mounts: dict[str, str]) -> str:
         if value == "9464":
@@ -84,6 +91,11 @@ class Containers:
                 outside.mkdir(exist_ok=True)
                 return str(outside) + value.removeprefix(inside)
         return value
+
+
+def _mounts(spec: dict[str, Any]) -> dict[str, str]:
+    """Path inside → volume."""
+    return dict(volume.split(":")[:2][::-1] for volume in spec.get("volumes", []))
 
 
 @asynccontextmanager
@@ -136,10 +148,16 @@ async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
         running = []
         try:
             for name, spec in ours().items():
-                command = json.loads(instruction(ROOT / spec["build"]["dockerfile"], "CMD"))
-                assert command[0] == "python"
                 environment = here.environment(name, spec)
                 log = directory / f"{name}.log"
+                if "command" in spec:  # it makes something, and ends
+                    script, *arguments = here.command(spec)
+                    command = [str(Path(sys.executable).with_name(script)), *arguments]
+                    async with process(log, command, environment) as making:
+                        assert await making.wait() == 0, log.read_text()
+                    continue
+                command = json.loads(instruction(ROOT / spec["build"]["dockerfile"], "CMD"))
+                assert command[0] == "python"
                 context = process(log, [sys.executable, *command[1:]], environment)
                 running.append(context)
                 await context.__aenter__()

@@ -42,6 +42,7 @@ from phaseloom.common.messages import (
     SyncWeights,
 )
 from tests.support.jobs import TENANT, Log, Wire, running_mesh, tenant
+from tests.support.node import exploding, policy_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -383,9 +384,7 @@ async def test_backend_refuses_what_its_model_cannot_do_and_goes_on(mesh: Mesh) 
         assert [d.incarnation for d in (await job.status()).deployments] == [1, 1]
 
 
-async def test_mutation_that_fails_half_way_is_left_out_of_the_rebuilt_state(
-    mesh: Mesh, wire: Wire
-) -> None:
+async def test_checkpoint_that_is_torn_is_never_loaded(mesh: Mesh, wire: Wire) -> None:
     async with running_job(mesh, "torn") as job:
         await wire.send("torn.policy.1", operation(job, STEP))
         await wire.send("torn.policy.2", operation(job, SaveState("first")))
@@ -399,9 +398,24 @@ async def test_mutation_that_fails_half_way_is_left_out_of_the_rebuilt_state(
             file.write_bytes(b"torn")
         await wire.send("torn.policy.4", operation(job, LoadState("first")))
         await wire.send("torn.policy.5", operation(job, STEP))
-        assert (await wire.outcome("torn.policy.4")).outcome is Outcome.FAILED
+        torn = await wire.outcome("torn.policy.4")
+        assert torn.error is not None
+        assert torn.error.code is Code.DATA_LOSS
         assert (await wire.outcome("torn.policy.5")).outcome is Outcome.COMPLETED
-        assert [d.incarnation for d in (await job.status()).deployments] == [2, 1]
+        # It was refused before anything was touched: nothing had to be rebuilt.
+        assert [d.incarnation for d in (await job.status()).deployments] == [1, 1]
+
+
+async def test_mutation_that_fails_half_way_is_left_out_of_the_rebuilt_state(
+    mesh: Mesh, wire: Wire
+) -> None:
+    async with running_job(mesh, "half", [policy_spec()]) as job:
+        await wire.send("half.policy.1", operation(job, STEP))
+        await wire.send("half.policy.2", operation(job, exploding()))
+        await wire.send("half.policy.3", operation(job, OptimStep(STEP.adam, allow_partial=True)))
+        assert (await wire.outcome("half.policy.2")).outcome is Outcome.FAILED
+        assert (await wire.outcome("half.policy.3")).outcome is Outcome.COMPLETED
+        assert [d.incarnation for d in (await job.status()).deployments] == [2]
 
 
 async def test_version_that_was_never_published_cannot_be_synced(mesh: Mesh, wire: Wire) -> None:

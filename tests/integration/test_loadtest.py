@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import chaos, load
+from loadtest import chaos, hiding, load
 from loadtest.watching import RANKS
 from phaseloom.common import streams
 
@@ -28,6 +28,22 @@ async def test_ten_jobs_of_two_hundred_operations_complete_without_a_restart(
     assert set(report.growth_bytes) == services
     assert all(report.samples[-1].memory_bytes[name] > 2**20 for name in services)
     assert 0 < report.step_p50_s <= report.step_p99_s
+
+
+async def test_switches_of_two_jobs_that_share_devices_are_seen_and_accounted_for(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    settings = hiding.Settings(
+        steps=5, state_mib=1, generate_s=0.05, environment_s=0.1, train_s=0.05, pause_s=0.1
+    )
+
+    report = await hiding.run(settings, short_dir)
+
+    assert report.switches >= 2, "each device was used by both"
+    assert set(report.idle_share) == {"rollout-0", "train-0"}
+    unhidden_s = sum(report.unhidden_seconds.values())
+    assert report.hidden_seconds + unhidden_s == pytest.approx(report.switch_seconds, abs=0.05)
 
 
 @pytest.mark.slow

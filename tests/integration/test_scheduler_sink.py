@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.codec import decode
-from phaseloom.common.ids import NodeId, OperationKey
-from phaseloom.common.messages import Command, CommandId, NodeCommand, Permit, Permits
+from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.messages import Command, CommandId, NodeCommand, Permit, Permits, Ticket
+from phaseloom.common.tickets import is_genuine
 from phaseloom.scheduler.core.outputs import SendCommand
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
@@ -48,3 +51,18 @@ async def test_permits_of_another_grouping_are_not_taken_for_sent(bus: Bus) -> N
         command = Permits(permits[0].id, NODE, 1, permits, [])
         await sink.perform(SendCommand(command), None)
     assert [len(c.permits) for c in await sent(bus) if isinstance(c, Permits)] == [2, 3]
+
+
+async def test_tickets_are_signed_alike_by_all_that_lead(bus: Bus) -> None:
+    version = VersionKey(DeploymentKey("t", "a", "policy"), 3)
+    ticket = Ticket(version, DeploymentKey("t", "a", "sampler"), 1, [NODE])
+    command = replace(permit(1, "sampler", "sync_weights"), ticket=ticket)
+    for number in range(2):
+        again = replace(command, id=CommandId(7, number))
+        await BusSink(bus, Snapshots(bus), secret="ours").perform(SendCommand(again), None)
+    first, second = (c.ticket for c in await sent(bus) if isinstance(c, Permit))
+    assert first is not None
+    assert first == second
+    assert replace(first, mac=b"") == ticket
+    assert is_genuine(first, "ours")
+    assert not is_genuine(first, "")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import Peer
 from phaseloom.common.ids import DeploymentKey, VersionKey
@@ -39,12 +39,12 @@ from phaseloom.common.statewire import (
 )
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
-from tests.support.peerfetch import fetch
+from tests.support.meshcerts import SECRET, ticket
+from tests.support.peerfetch import fetch, fetching
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
     SAMPLER,
-    SECRET,
     Daemon,
     MiB,
     Rank,
@@ -220,7 +220,7 @@ def _wait_until_released(heap: Heap) -> None:
         os.sched_yield()
 
 
-async def test_switch_fails_when_the_rank_keeps_device_memory_or_sends_no_digest(
+async def test_switch_fails_when_the_rank_keeps_device_memory_or_loads_something_else(
     short_dir: Path,
 ) -> None:
     """Engines have answered a sleep with success while their memory was still held."""
@@ -232,11 +232,12 @@ async def test_switch_fails_when_the_rank_keeps_device_memory_or_sends_no_digest
             await d.agent.switch_in(OTHER, 1, 2, [POLICY])
         assert (await d.agent.status()).device_used_bytes == [2 * MiB]
         assert [type(m) for m in liar.asked] == [CopyIn, CopyOut, CopyIn]
-        liar.resident_bytes, liar.digest = 0, ""
-        with pytest.raises(ResourceError, match="broke the protocol"):
-            await d.agent.switch_in(OTHER, 1, 3, [POLICY])
+        liar.resident_bytes, liar.digest = 0, "of something else"
+        await d.agent.switch_in(OTHER, 1, 3, [POLICY])
+        with pytest.raises(ResourceError, match="loaded a wrong copy"):
+            await d.agent.switch_in(POLICY, 1, 4, [OTHER])
         await asyncio.wait_for(liar.peer.closed, 10)
-        await d.agent.switch_in(OTHER, 1, 4, [POLICY])
+        assert (await d.agent.status()).device_used_bytes == [2 * MiB]
 
 
 @dataclass
@@ -256,7 +257,7 @@ class FakeRank:
 async def _fake_rank(
     d: Daemon, key: DeploymentKey, num_bytes: int, resident_bytes: int
 ) -> FakeRank:
-    digest = xxhash.xxh3_128(bytes(num_bytes)).hexdigest()
+    digest = digest_of(memoryview(bytes(num_bytes)))
     await d.agent.register_wpg(["liar"], key, 1, [0], 0)
     peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
     rank = FakeRank(peer, resident_bytes, digest)
@@ -426,7 +427,7 @@ async def test_newest_seal_the_one_before_and_the_committed_one_are_kept(short_d
         for seq, committed in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 4)):
             rank.run(seq)
             await d.agent.prepare_seal(POLICY, 1, seq)
-            await d.agent.write_seal(POLICY, 1, seq, [], committed)
+            await d.agent.write_seal(POLICY, 1, seq, [], committed=committed)
             if seq == 4:
                 assert names(d) == ["seal-1.state", "seal-3.state", "seal-4.state"]
         assert names(d) == ["seal-4.state", "seal-5.state"]
@@ -692,7 +693,10 @@ async def test_version_is_fetched_from_another_node_once(short_dir: Path) -> Non
         made = await policy.client.create_version(key, _weights(policy.slots))
         sources = [await train.endpoint()]
         digests = await asyncio.gather(
-            *(r.client.load_version(key, sources, sampler.slots) for r in (sampler, reference))
+            *(
+                r.client.load_version(key, sources, sampler.slots, ticket(key, name))
+                for r, name in ((sampler, "sampler"), (reference, "reference"))
+            )
         )
         assert digests == [made.digest, made.digest]
         assert _weights_of(sampler) == _weights_of(policy)
@@ -710,9 +714,9 @@ async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_d
         real = await train.endpoint()
         async with _cutting_proxy(real, after_bytes=30_000) as cut:
             with pytest.raises(ResourceError, match="broken off after"):
-                await sampler.client.load_version(key, [cut], sampler.slots)
+                await sampler.client.load_version(key, [cut], sampler.slots, ticket(key))
             assert (await rollout.agent.status()).versions == []
-            await sampler.client.load_version(key, [cut, real], sampler.slots)
+            await sampler.client.load_version(key, [cut, real], sampler.slots, ticket(key))
         assert _weights_of(sampler) == _weights_of(policy)
 
 
@@ -725,7 +729,7 @@ async def test_corruption_on_the_wire_is_found(short_dir: Path) -> None:
         await policy.client.create_version(key, _weights(policy.slots))
         async with _cutting_proxy(await train.endpoint(), flip_at=30_000) as bad:
             with pytest.raises(ResourceError) as caught:
-                await sampler.client.load_version(key, [bad], sampler.slots)
+                await sampler.client.load_version(key, [bad], sampler.slots, ticket(key))
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before
 
@@ -767,19 +771,19 @@ async def _cutting_proxy(
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_fetch_is_denied_without_the_secret_of_the_mesh(short_dir: Path) -> None:
+async def test_fetch_is_for_who_has_a_ticket(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train:
         policy = await _publishing(train)
         key = VersionKey(POLICY, 2)
         await policy.client.create_version(key, _weights(policy.slots))
-        host, port = (await train.endpoint()).rsplit(":", 1)
-        with pytest.raises(CallerError) as caught:
-            await fetch(f"{host}:{port}", "guess", key)
+        source = await train.endpoint()
+        with pytest.raises(CallerError, match="not signed by this mesh") as caught:
+            await fetching(key, shown=ticket(key, secret="a guess")).bring(source)
         assert caught.value.info.code is Code.PERMISSION_DENIED
-        _, content = await fetch(f"{host}:{port}", SECRET, key)
+        _, content = await fetch(source, key)
         assert len(content) == 256
         with pytest.raises(PhaseloomError, match="NOT_FOUND"):
-            await fetch(f"{host}:{port}", SECRET, VersionKey(POLICY, 9))
+            await fetch(source, VersionKey(POLICY, 9))
 
 
 async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Path) -> None:
@@ -798,7 +802,9 @@ async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Pa
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         assert (await train.agent.status()).versions == [key]
         sampler = await _sampling(rollout)
-        digest = await sampler.client.load_version(key, [await train.endpoint()], sampler.slots)
+        digest = await sampler.client.load_version(
+            key, [await train.endpoint()], sampler.slots, ticket(key)
+        )
         assert digest == made.digest
         assert _weights_of(sampler) == weights
         await train.agent.drop_versions([key])
@@ -811,20 +817,21 @@ async def test_bad_version_file_is_replaced_from_another_node(short_dir: Path) -
         key = VersionKey(POLICY, 2)
         made = await policy.client.create_version(key, _weights(policy.slots))
         sampler = await _sampling(other)
-        await sampler.client.load_version(key, [await train.endpoint()], sampler.slots)
+        await sampler.client.load_version(key, [await train.endpoint()], sampler.slots, ticket(key))
         await train.agent.prepare_seal(POLICY, 1, 1)
         await train.agent.write_seal(POLICY, 1, 1, [2])
         source = await other.endpoint()
-        # The node of the policy starts over, with a bad disk.
-        train.process.kill()
-        await train.process.wait()
+        # The node of the policy starts over, with a bad disk; nobody is left who would give the
+        # next daemon the memory of this one.
+        await train.leave()
+        await train.kill()
         (file,) = train.files.rglob("version-2.state")
         await asyncio.to_thread(_flip_bit, file, -1)
         async with daemon(short_dir / "a") as again:
             sampler = await _sampling(again)
             with pytest.raises(ResourceError, match="DATA_LOSS"):
                 await sampler.client.load_version(key, [], sampler.slots)
-            digest = await sampler.client.load_version(key, [source], sampler.slots)
+            digest = await sampler.client.load_version(key, [source], sampler.slots, ticket(key))
             assert digest == made.digest
 
 
@@ -900,6 +907,38 @@ async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_di
         assert second.heap.resident_bytes() == 0
         assert first.digest() == content
         assert (await d.agent.status()).device_used_bytes == [MiB]
+
+
+async def test_bit_that_flips_after_an_offload_is_never_loaded(short_dir: Path) -> None:
+    async with daemon(short_dir, devices=[MiB]) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        rank.run(1)
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.digested()
+        _flip_bit_in_host_memory(d, f"the host copy of {POLICY}")
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.switch_in(POLICY, 1, 2, [])
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert rank.heap.resident_bytes() == 0
+
+
+async def test_switch_back_at_once_waits_for_the_digest_and_brings_the_same_bytes(
+    short_dir: Path,
+) -> None:
+    size = 40 * MiB + 5
+    async with daemon(short_dir, devices=[size], host_bytes=128 * MiB) as d:
+        ranks = [await start(d, key, size) for key in (POLICY, OTHER)]
+        keys = [POLICY, OTHER]
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        for number in range(4):
+            rank, out, back = ranks[number % 2], keys[number % 2], keys[1 - number % 2]
+            content = rank.run(number)
+            await d.agent.switch_in(back, 1, 2 * number + 2, [out])
+            await d.agent.switch_in(out, 1, 2 * number + 3, [back])
+            assert rank.digest() == content
+            switched = await d.agent.switch_in(back, 1, 2 * number + 4, [out])
+            assert 0 < switched.copy_s <= switched.offload_s + switched.load_s
 
 
 async def test_bad_host_copy_is_never_sealed(short_dir: Path) -> None:
@@ -982,9 +1021,11 @@ async def test_fetch_goes_to_the_next_source_when_one_is_silent(short_dir: Path)
         made = await policy.client.create_version(key, _weights(policy.slots))
         with socket.create_server(("127.0.0.1", 0)) as silent:
             sources = [f"127.0.0.1:{silent.getsockname()[1]}", await train.endpoint()]
-            assert await sampler.client.load_version(key, sources, sampler.slots) == made.digest
+            digest = await sampler.client.load_version(key, sources, sampler.slots, ticket(key))
+            assert digest == made.digest
+        absent = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError, match="Errno 111"):
-            await sampler.client.load_version(VersionKey(POLICY, 3), sources[:1], sampler.slots)
+            await sampler.client.load_version(absent, sources[:1], sampler.slots, ticket(absent))
         with pytest.raises(CallerError, match="NOT_FOUND"):
             await rollout.agent.write_seal(SAMPLER, 9, 1, [])
 
@@ -996,7 +1037,7 @@ async def test_version_that_no_source_has_is_not_found_and_nothing_is_touched(
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         sampler = await _sampling(rollout)
         content = sampler.run(1)
-        empty = await train.endpoint()
+        absent, empty = VersionKey(POLICY, 9), await train.endpoint()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             nobody = f"127.0.0.1:{listener.getsockname()[1]}"
         for sources, code in (
@@ -1006,7 +1047,7 @@ async def test_version_that_no_source_has_is_not_found_and_nothing_is_touched(
             ([nobody, empty], Code.UNAVAILABLE),
         ):
             with pytest.raises(PhaseloomError) as caught:
-                await sampler.client.load_version(VersionKey(POLICY, 9), sources, sampler.slots)
+                await sampler.client.load_version(absent, sources, sampler.slots, ticket(absent))
             assert caught.value.info.code is code
         assert sampler.digest() == content
 

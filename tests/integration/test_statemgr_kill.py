@@ -30,12 +30,12 @@ from phaseloom.common.statewire import (
     Welcome,
 )
 from phaseloom.worker.stateclient import AgentStateClient
+from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
     SAMPLER,
-    SECRET,
     Daemon,
     MiB,
     Rank,
@@ -123,6 +123,7 @@ async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_in(short_dir: 
         await rank.ask("fill 3")
         content = await rank.ask("digest")
         await d.agent.switch_out(POLICY, 1, 1)
+        await d.digested()
         rank.process.send_signal(signal.SIGSTOP)
         switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 2, []))
         await asyncio.sleep(0)  # its request goes first, and the daemon starts them in order
@@ -313,6 +314,46 @@ async def test_bad_host_copy_is_never_taken_over(short_dir: Path) -> None:
         await d.agent.switch_in(OTHER, 1, 1, [])
 
 
+async def test_digest_of_an_offload_outlives_the_daemon(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        bad, good = await start(d, POLICY), await start(d, OTHER)
+        for key, rank in ((POLICY, bad), (OTHER, good)):
+            await d.agent.switch_in(key, 1, 1, [])
+            content = rank.run(3)
+            await d.agent.switch_out(key, 1, 1)
+        await d.digested()
+        _flip_bit(d, f"the host copy of {POLICY}")
+        await d.relaunch()
+        await asyncio.wait_for(bad.client.closed, 20)
+        assert "DATA_LOSS" in bad.client.closed.result()
+        assert [s.dirty_bytes for s in (await d.agent.status()).deployments] == [0]
+        await d.agent.switch_in(OTHER, 1, 2, [])
+        assert good.digest() == content
+
+
+async def test_digest_of_a_copy_that_was_dirty_at_the_kill_is_taken_by_the_next_life(
+    short_dir: Path,
+) -> None:
+    """The daemon stands still as the copy goes out, so that it cannot have hashed it."""
+    async with daemon(short_dir, devices=[MiB]) as d:
+        rank = await start(d, POLICY)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        content = rank.run(7)
+        rank.on_copy = lambda: os.kill(d.process.pid, signal.SIGSTOP)
+        switch = asyncio.create_task(d.agent.switch_out(POLICY, 1, 2))
+        await asyncio.to_thread(_wait_until_released, rank)
+        rank.on_copy = lambda: None
+        await d.relaunch()
+        await switch
+        await d.digested()
+        _flip_bit(d, f"the host copy of {POLICY}")
+        with pytest.raises(ResourceError, match="DATA_LOSS"):
+            await d.agent.switch_in(POLICY, 1, 3, [])
+        _flip_bit(d, f"the host copy of {POLICY}")
+        await d.agent.switch_in(POLICY, 1, 4, [])
+        assert rank.digest() == content
+
+
 async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
     short_dir: Path,
 ) -> None:
@@ -377,7 +418,7 @@ async def test_other_nodes_find_versions_at_the_same_address_afterwards(short_di
         endpoint = await d.endpoint()
         await d.relaunch()
         assert await d.endpoint() == endpoint
-        digest, _ = await fetch(endpoint, SECRET, VERSION)
+        digest, _ = await fetch(endpoint, VERSION)
         assert digest == made.digest
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import DeploymentState, DiskMethod
 from phaseloom.statemgr.disk.probing import probe
+from tests.support.meshcerts import certificates
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -203,8 +205,7 @@ async def test_hint_displaces_nothing_that_is_needed_sooner(short_dir: Path) -> 
         await d.agent.prefetch(OTHER, 1, 1.0)
         await d.agent.prefetch(SAMPLER, 1, 2.0)
         await d.agent.prefetch(POLICY, 1, 100.0)
-        while "nothing more can go to NVMe" not in d.text():
-            await d.agent.status()
+        await d.logged("nothing more can go to NVMe")
         assert await tiers(d) == {POLICY: "nvme", OTHER: "host", SAMPLER: "host"}
 
 
@@ -238,7 +239,7 @@ async def test_bad_copy_below_is_read_from_the_seal_of_the_same_state(short_dir:
         flip(path)
         await d.agent.switch_in(POLICY, 1, 4, [])
         assert first.digest() == content
-        assert "trying its seal at 1" in d.text()
+        await d.logged("trying its seal at 1")
 
 
 def flip(path: Path) -> None:
@@ -290,7 +291,7 @@ async def test_disk_that_fills_up_fails_that_move_only(short_dir: Path) -> None:
             (disk / "something else").write_bytes(bytes(4 * MiB))
             with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
                 await start(d, SAMPLER, SIZE)
-            assert "No space left on device" in d.text()
+            await d.logged("No space left on device")
             assert await tiers(d) == {POLICY: "host", OTHER: "host"}
             (disk / "something else").unlink()
             await start(d, SAMPLER, SIZE, incarnation=2)
@@ -322,6 +323,7 @@ async def test_spilled_state_is_there_after_a_kill(short_dir: Path) -> None:
         first, content = await filled(d, POLICY, 1)
         await filled(d, OTHER, 2)
         await filled(d, SAMPLER, 3)
+        await d.digested()
         before = await d.agent.status()
         for _ in range(2):
             await d.relaunch()
@@ -387,6 +389,7 @@ def test_daemon_refuses_capacities_that_the_machine_does_not_have(
         "NODE": "node0",
         "SOCKET": str(short_dir / "s"),
         "SECRET": "secret",
+        "CERTIFICATES": str(certificates()),
         "DIRECTORY": str(short_dir),
         "DEVICES": "[1]",
         "HOST_MEMORY_BYTES": "1",
@@ -401,3 +404,94 @@ def test_daemon_refuses_capacities_that_the_machine_does_not_have(
     )
     assert started.returncode
     assert f"{setting.lower()} is {2**60}: this machine has" in started.stderr
+
+
+async def publishing(d: Daemon, version: VersionKey) -> tuple[Rank, str]:
+    """A policy on its device, and the digest of a version of its weights that it has published."""
+    rank = await start(d, POLICY, SIZE)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    rank.run(1)
+    return rank, (await rank.client.create_version(version, rank.slots)).digest
+
+
+def is_mapped(name: str) -> bool:
+    """Whether this process, which the ranks are in, keeps the pages of such memory."""
+    return f"/memfd:phaseloom: {name}" in Path("/proc/self/maps").read_text()
+
+
+async def test_version_that_nobody_reads_makes_room_and_comes_back_from_disk(
+    short_dir: Path,
+) -> None:
+    version = VersionKey(POLICY, 2)
+    async with daemon(short_dir, host_bytes=5 * MiB) as d:
+        _, published = await publishing(d, version)
+        assert is_mapped(f"version {version}")  # its writer would reuse it
+        sampler = await start(d, SAMPLER, SIZE)
+        assert not is_mapped(f"version {version}")
+        (state,) = (await d.agent.status()).version_states
+        assert (state.in_host, state.on_nvme) == (False, True)
+        assert names(d) == ["version-2.state"]
+        await d.agent.switch_in(SAMPLER, 1, 2, [POLICY])
+        with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
+            # Both have what they need, and the version would be a third.
+            await start(d, OTHER, 3 * SIZE)
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert await sampler.client.load_version(version, [], sampler.slots) == published
+        assert (await d.agent.status()).host_used_bytes <= 5 * MiB
+
+
+async def test_version_on_disk_that_no_rank_has_goes_before_any_host_copy(short_dir: Path) -> None:
+    version = VersionKey(POLICY, 3)
+    async with daemon(short_dir, host_bytes=7 * MiB) as d:
+        policy, _ = await publishing(d, version)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [3])
+        await policy.client.close()
+        while (await d.agent.status()).deployments:
+            pass
+        await filled(d, OTHER, 1)
+        await filled(d, SAMPLER, 2)
+        await start(d, FOURTH, SIZE)
+        assert set((await tiers(d)).values()) == {"host"}
+        (state,) = (await d.agent.status()).version_states
+        assert (state.in_host, state.on_nvme) == (False, True)
+
+
+async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
+    short_dir: Path,
+) -> None:
+    version = VersionKey(POLICY, 4)
+    async with daemon(short_dir, host_bytes=7 * MiB, NVME_BYTES="0") as d:
+        policy, published = await publishing(d, version)
+        sampler = await start(d, SAMPLER, SIZE)
+        memory, digest = await sampler.client.open_version(version, [], sampler.slots)
+        with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
+            await start(d, OTHER, SIZE)
+        assert digest == published == digest_of(memory)
+        del memory
+        await start(d, FOURTH, SIZE)
+        assert not is_mapped(f"version {version}")
+        (state,) = (await d.agent.status()).version_states
+        assert (state.in_host, state.on_nvme) == (False, True)
+        assert policy.heap.resident_bytes() == SIZE
+
+
+async def test_drained_copy_makes_room_at_once_and_nothing_of_it_is_lost_in_a_kill(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, host_bytes=5 * MiB, HOST_SPARE="0.5") as d:
+        first, content = await filled(d, POLICY, 1)
+        second, other_content = await filled(d, OTHER, 2)
+        while names(d) != ["spill-1-0.state"]:
+            await asyncio.to_thread(os.sched_yield)
+        assert set((await tiers(d)).values()) == {"host"}
+        await d.relaunch()
+        assert set((await tiers(d)).values()) == {"host"}
+        await filled(d, SAMPLER, 3)
+        assert "nvme" in (await tiers(d)).values()
+        for seq, (key, rank, state) in enumerate(
+            ((POLICY, first, content), (OTHER, second, other_content)), start=4
+        ):
+            await d.agent.switch_in(key, 1, seq, [])
+            assert rank.digest() == state
+            await d.agent.switch_out(key, 1, seq)

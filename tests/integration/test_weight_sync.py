@@ -14,10 +14,11 @@ import pytest
 
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.statemgr import wire
+from phaseloom.statemgr import mesh, wire
 from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.fetching import Connection
 from phaseloom.statemgr.incoming import Incoming, Readable
+from phaseloom.statemgr.permission import Gate
 from phaseloom.statemgr.serving import VersionServer
 from phaseloom.statemgr.wire import (
     Next,
@@ -28,12 +29,12 @@ from phaseloom.statemgr.wire import (
     VersionDescription,
     Waiting,
 )
-from tests.support.peerfetch import fetching
+from tests.support.meshcerts import SECRET, identity, ticket
+from tests.support.peerfetch import fetching, home
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import (
     POLICY,
     SAMPLER,
-    SECRET,
     Daemon,
     MiB,
     Rank,
@@ -76,7 +77,7 @@ async def _nodes(
 
 
 async def _sync(sampler: Rank, source: Link) -> str:
-    return await sampler.client.load_version(KEY, [source.endpoint], sampler.slots)
+    return await sampler.client.load_version(KEY, [source.endpoint], sampler.slots, ticket(KEY))
 
 
 async def test_a_version_crosses_to_a_site_once(short_dir: Path) -> None:
@@ -157,10 +158,13 @@ async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(VersionServer(SECRET, 0.1, reading).serve(listener))
-        home = fetching(KEY, SECRET).home
-        connection = await Connection.open(endpoint, KEY, home, session="s", is_relay=True)
-        await wire.send(connection.sock, Take(0))
+        versions = VersionServer(Gate(SECRET), 0.1, reading)
+        server = mesh.Server(identity(), 10.0, {wire.SERVICE: versions.session})
+        serving = asyncio.create_task(server.serve(listener))
+        connection = await Connection.open(
+            endpoint, KEY, ticket(KEY), home(), session="s", is_relay=True
+        )
+        await connection.stream.send(Take(0))
         for _ in range(5):
             assert await _reply(connection) == Waiting()
         incoming.add(0, "digest of the block")
@@ -169,7 +173,7 @@ async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
             reply = await _reply(connection)
         assert reply == Part(0, "digest of the block", 0, [])
         memory = memoryview(bytearray(len(content)))
-        await wire.receive_bytes(connection.sock, memory, 0, 10.0)
+        await connection.stream.receive_into(memory, 10.0)
         assert memory == content
         # Nothing more comes: who waits is told.
         incoming.forget()
@@ -183,7 +187,7 @@ async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
 
 
 async def _reply(connection: Connection) -> Reply:
-    payload = await wire.receive(connection.sock, wire.MAX_REPLY_BYTES)
+    payload = await connection.stream.receive(wire.MAX_REPLY_BYTES)
     reply: Reply = msgspec.msgpack.decode(payload, type=Reply)
     return reply
 
@@ -216,15 +220,12 @@ async def test_a_neighbour_that_cannot_be_reached_costs_its_blocks_only(short_di
         link(await train.endpoint()) as slow,
     ):
         policy = await _published(train)
-        gone = fetching(KEY, SECRET, site="west", endpoint="127.0.0.1:1").home
-        connection = await Connection.open(slow.endpoint, KEY, gone)
+        gone = home(site="west", endpoint="127.0.0.1:1")
+        connection = await Connection.open(slow.endpoint, KEY, ticket(KEY), gone)
         for _ in range(3):
             part = await connection.ask(Next(0))
             assert isinstance(part, Part)
-            rest = bytearray(BLOCK)
-            while rest:
-                count = await asyncio.get_running_loop().sock_recv_into(connection.sock, rest)
-                del rest[:count]
+            await connection.stream.receive_into(memoryview(bytearray(BLOCK)), 10.0)
         connection.close()
         samplers = [await _sampler(d) for d in far]
         await asyncio.gather(*(_sync(sampler, slow) for sampler in samplers))
@@ -278,7 +279,7 @@ async def test_what_one_source_brought_no_other_brings_again(short_dir: Path) ->
         link(await train.endpoint()) as second,
     ):
         policy = await _published(train)
-        running = fetching(KEY, SECRET, timeout_s=5.0)
+        running = fetching(KEY, home(timeout_s=5.0))
         first.hold_after_bytes = SIZE // 2
         bringing = asyncio.create_task(running.bring(first.endpoint))
         await first.held.wait()
@@ -305,7 +306,7 @@ async def test_a_spoiled_block_is_fetched_again(short_dir: Path) -> None:
         slow.flip_at = SIZE // 2
         await _sync(sampler, slow)
         assert sampler.digest() == policy.digest()
-        assert f"version {KEY} from {slow.endpoint}" in rollout.text()
+        await rollout.logged(f"version {KEY} from {slow.endpoint}")
         assert SIZE < slow.passed_bytes < SIZE + 5 * BLOCK + _CONTROL
 
 
@@ -319,9 +320,10 @@ async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path
         assert isinstance(target, memoryview)
         await policy.client.commit_version(VersionKey(POLICY, 3), target)
         target[SIZE // 2] ^= 1
+        bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:
             await sampler.client.load_version(
-                VersionKey(POLICY, 3), [await train.endpoint()], sampler.slots
+                bad, [await train.endpoint()], sampler.slots, ticket(bad)
             )
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before

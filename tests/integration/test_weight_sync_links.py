@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.ids import VersionKey
+from tests.support.meshcerts import ticket
 from tests.support.netns import Host, NotPermittedError, hosts
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
@@ -40,7 +41,7 @@ class Mesh:
         source = await self.train.endpoint()
         started_s = time.perf_counter()
         opened = await asyncio.gather(
-            *(s.client.open_version(key, [source], s.slots) for s in self.samplers)
+            *(s.client.open_version(key, [source], s.slots, ticket(key)) for s in self.samplers)
         )
         seconds = time.perf_counter() - started_s
         assert all(bytes(memory) == bytes(self.policy.heap.buffer) for memory, _ in opened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -270,3 +271,14 @@ async def test_operation_that_kills_every_life_is_given_up_and_the_job_goes_on(
         await policy.optim_step(adam, allow_partial=True)
         assert [life.incarnation for life in log.starts("deadly.policy")] == [1, 2, 3]
         await bus.close()
+
+
+async def test_ranks_do_not_inherit_what_their_agent_proves_itself_by(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    (rank,) = node.rank_pids(policy)
+    status = await asyncio.to_thread(Path(f"/proc/{rank}/status").read_text)
+    (server,) = [line.split()[1] for line in status.splitlines() if line.startswith("PPid:")]
+    for pid in (str(rank), server):
+        inherited = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
+        assert b"PHASELOOM_WORKER_NODE=" in inherited
+        assert b"SECRET" not in inherited

@@ -17,6 +17,7 @@ from phaseloom.common.messages import (
     Checkpoint,
     Completion,
     LoadState,
+    LoadStateResult,
     Outcome,
     PublishWeights,
     SaveState,
@@ -161,6 +162,87 @@ async def test_checkpoint_is_only_found_done_by_the_operation_that_wrote_it(
     assert other.error.code is Code.ALREADY_EXISTS
 
 
+async def test_training_goes_on_while_a_checkpoint_is_written(node: TestNode) -> None:
+    """The state manager, which writes it, stands still meanwhile."""
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson(0), STEP])
+    expected = await sha(node, policy, "expected")
+    key = await node.put(policy, 3, SaveState("cut"))
+    await node.permit(key, SaveState("cut"), 2)
+    await node.cut(key)
+    with node.frozen("statemgr"):
+        for seq, args, prev in ((4, lesson(1), 2), (5, STEP, 4)):
+            assert (await node.run(policy, seq, args, prev)).outcome is Outcome.COMPLETED
+    assert saved(await node.outcome(key)).weights_sha256 == expected
+    assert await sha(node, policy, "after") != expected
+
+
+async def test_rank_killed_while_a_checkpoint_is_written_loses_none(node: TestNode) -> None:
+    """Rebuilt, it comes to the operation again in its place: the same state is found or made."""
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [lesson(0), STEP])
+    expected = await sha(node, policy, "expected")
+    args = SaveState("cut")
+    key = await node.put(policy, 3, args)
+    await node.permit(key, args, 2)
+    await node.cut(key)
+    with node.frozen("statemgr"):
+        assert (await node.run(policy, 4, lesson(1), 2)).outcome is Outcome.COMPLETED
+        await node.kill_rank(policy)
+    await node.lost(policy)
+    policy, _ = await node.start_wpg(policy_spec(), incarnation=2)
+    for seq, again, prev in ((1, lesson(0), 0), (2, STEP, 1), (3, args, 2), (4, lesson(1), 2)):
+        operation = await node.put_again(policy, seq)
+        await node.permit(operation, again, prev, 2, replay=True)
+        assert (await node.finished(operation, 2)).outcome is Outcome.COMPLETED
+    assert saved(await node.stored_outcome(key)).weights_sha256 == expected
+    loaded = await node.run(policy, 5, LoadState("cut"), 4, incarnation=2)
+    assert isinstance(loaded.result, LoadStateResult)
+    assert loaded.result.weights_sha256 == expected
+
+
+async def test_state_manager_killed_while_a_checkpoint_is_written_loses_none() -> None:
+    async with running_node() as node:
+        policy, _ = await node.start_wpg(policy_spec())
+        await train(node, policy, [lesson(0), STEP])
+        expected = await sha(node, policy, "expected")
+        key = await node.put(policy, 3, SaveState("cut"))
+        await node.permit(key, SaveState("cut"), 2)
+        await node.cut(key)
+        await node.kill("statemgr")
+        assert (await node.run(policy, 4, lesson(1), 2)).outcome is Outcome.COMPLETED
+        await node.start("statemgr")
+        assert saved(await node.outcome(key)).weights_sha256 == expected
+        assert await sha(node, policy, "cut-again") == expected
+
+
+async def test_old_checkpoints_go_but_for_what_the_job_may_fall_back_to(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    await sha(node, policy, "mine")
+    await node.run(policy, 1, SaveState("fallback", b"blob", keep=1))
+    for seq in range(2, 5):
+        await node.run(policy, seq, SaveState(f"auto{seq}", keep=1))
+    # Only now it is known that the last one has removed what is not needed.
+    await sha(node, policy, "last")
+    assert {p.name for p in kept_in(node, policy).iterdir()} == {
+        "mine",
+        "fallback",
+        "auto4",
+        "last",
+    }
+    await node.run(policy, 5, SaveState("second", b"blob", keep=1))
+    await node.run(policy, 6, SaveState("third", b"blob", keep=1))
+    await sha(node, policy, "end")
+    # Whoever attached before the third was there may load the second yet.
+    assert {p.name for p in kept_in(node, policy).iterdir()} == {
+        "mine",
+        "last",
+        "end",
+        "second",
+        "third",
+    }
+
+
 async def test_ranks_start_from_a_checkpoint_of_their_job(node: TestNode) -> None:
     policy, _ = await node.start_wpg(policy_spec())
     await train(node, policy, [lesson(0), STEP, lesson(1)])
@@ -207,7 +289,7 @@ async def test_checkpoint_that_cannot_be_written_fails_alone(node: TestNode) -> 
     place.write_text("in the way")
     done = await node.run(policy, 1, SaveState("name", b"blob"))
     assert done.error is not None
-    assert done.error.code is Code.RESOURCE_EXHAUSTED
+    assert done.error.code is Code.UNAVAILABLE
     assert (await node.run(policy, 2, lesson())).outcome is Outcome.COMPLETED
 
 

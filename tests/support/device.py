@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from phaseloom.common import lifecycle
 from phaseloom.common.codec import MSGPACK
@@ -30,7 +29,6 @@ from phaseloom.common.messages import (
 )
 from phaseloom.worker.backends.base import Watch
 from phaseloom.worker.backends.sampler import SamplerBackend
-from phaseloom.worker.checkpoints import Checkpoints
 from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor
 from phaseloom.worker.heap import Heap
@@ -105,8 +103,8 @@ async def device(batching: Batching) -> AsyncIterator[Device]:
     heap = Heap(Recording.heap_bytes(deployment))
     backend = thread.submit(Recording, deployment, heap).result()
     backend.calls = []
-    settings = RankConfig("token", KEY, 1, deployment, "n0", 0, "", "", "")
-    executor = Executor(settings, backend, Checkpoints(Path("nowhere"), KEY))
+    settings = RankConfig("token", KEY, 1, deployment, "n0", 0, "", "")
+    executor = Executor(settings, backend)
     mine, others = socket.socketpair()
     ranks = Ranks(thread, Peer[RankMessage](mine, RankMessage))
     running = Device(executor, ranks, batching)

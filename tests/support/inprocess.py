@@ -42,6 +42,7 @@ from phaseloom.common.statewire import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, Unwatched
 from phaseloom.worker.heap import Heap
+from tests.support.saved import load, save
 
 R_co = TypeVar("R_co", covariant=True)
 VersionId = tuple[str, int]
@@ -240,8 +241,7 @@ class Deployment:
         def run() -> SaveStateResult:
             directory = self._directory(name)
             directory.mkdir(parents=True)
-            self.backend.save(directory)
-            return SaveStateResult(str(directory), self.backend.weights_sha256())
+            return SaveStateResult(str(directory), save(self.backend, self.heap, directory))
 
         return self._do("save_state", run, after)
 
@@ -249,8 +249,7 @@ class Deployment:
         self, name: str, after: Iterable[Handle[object]] = ()
     ) -> Handle[LoadStateResult]:
         def run() -> LoadStateResult:
-            self.backend.load(self._directory(name))
-            self.backend.weights_changed()
+            load(self.backend, self.heap, self._directory(name))
             return LoadStateResult(self.backend.weights_sha256())
 
         return self._do("load_state", run, after)

@@ -112,11 +112,15 @@ async def run_job(
     settings: Settings,
     name: str = "",
     barrier: Callable[[str], Awaitable[None]] = no_barrier,
+    *,
+    durability: client.Durability = client.Durability.NODE,
 ) -> str:
     """Submit a GRPO job, called like its task where not told, run it, and give the final SHA."""
     reports = Reports()
     async with tenant(mesh) as connection:
-        job = await connection.submit_job(name or task, deployments(settings))
+        job = await connection.submit_job(
+            name or task, deployments(settings), durability=durability
+        )
         await train(job, task, settings, reports, barrier)
         await job.finish()
     return reports.weights_sha256

@@ -12,14 +12,15 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nats.aio.msg import Msg
 
+from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.supervisor import ChildSpec, MeshConfig, NodeConfig, child_specs
 from phaseloom.common import config as configuration
 from phaseloom.common import streams
@@ -54,6 +55,7 @@ from phaseloom.common.messages import (
     SealCommitted,
     SealState,
     StartWpg,
+    StateCut,
     StopWpg,
     WpgLost,
     WpgStarted,
@@ -185,6 +187,15 @@ class TestNode:
             if process is not None:
                 process.terminate()
                 await asyncio.wait_for(process.wait(), _GONE_S)
+
+    @contextmanager
+    def frozen(self, service: str) -> Iterator[None]:
+        """Its process stands still meanwhile."""
+        os.kill(self._processes[service].pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._processes[service].pid, signal.SIGCONT)
 
     def rank_pids(self, deployment: DeploymentKey) -> list[int]:
         """Of its newest life, rank 0 first or not: as their log tells."""
@@ -369,6 +380,13 @@ class TestNode:
         )
         await self._event(SealCommitted, lambda e: e.deployment == deployment and e.seq == seq)
 
+    async def cut(self, key: OperationKey, incarnation: int = 1) -> StateCut:
+        """Once what it saves is apart from the devices."""
+        cut: StateCut = await self._event(
+            StateCut, lambda e: e.key == key and e.incarnation == incarnation
+        )
+        return cut
+
     async def finished(self, key: OperationKey, incarnation: int = 0) -> OperationFinished:
         """What the decision log says of it, of any life where none is named."""
         finished: OperationFinished = await self._event(
@@ -418,6 +436,7 @@ async def _running(
     environment: dict[str, str],
 ) -> AsyncIterator[TestNode]:
     mesh = MeshConfig(nodes=[node], tenants=[TENANT])
+    await asyncio.to_thread(make_certificates, directory / "certificates", [NODE])
     specs = child_specs(mesh, directory, directory, server.credentials, _SECRET)
     mine = [
         replace(spec, environment={**spec.environment, **environment})

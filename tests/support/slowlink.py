@@ -15,6 +15,8 @@ _CHUNK_BYTES = 64 * 1024
 class Link:
     """What flows back from one endpoint, over all connections."""
 
+    source: str
+    """Where it ends; may be changed, for connections to come."""
     endpoint: str = ""
     passed_bytes: int = 0
     hold_after_bytes: int = 1 << 60
@@ -57,8 +59,7 @@ class Link:
 @asynccontextmanager
 async def link(source: str) -> AsyncIterator[Link]:
     """A link that ends at another endpoint of this machine."""
-    host, port = source.rsplit(":", 1)
-    running = Link()
+    running = Link(source)
 
     async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while chunk := await reader.read(65536):
@@ -68,6 +69,7 @@ async def link(source: str) -> AsyncIterator[Link]:
         ends = [writer]
         asking: asyncio.Task[None] | None = None
         try:
+            host, port = running.source.rsplit(":", 1)
             answers, asks = await asyncio.open_connection(host, int(port))
             ends.append(asks)
             running.connections.update(ends)

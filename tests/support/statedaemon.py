@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from tests.support.meshcerts import NODE, SECRET, certificates
 from tests.support.staterank import fill, slots_of
 
 MiB = 1024 * 1024
-SECRET = "the mesh's secret"
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")
 OTHER = DeploymentKey("acme", "letters", "policy")
@@ -52,6 +51,11 @@ class Daemon:
     @property
     def files(self) -> Path:
         return self.directory / "files"
+
+    async def digested(self) -> None:
+        """Every host copy has its digest."""
+        while any(state.dirty_bytes for state in (await self.agent.status()).deployments):
+            pass
 
     async def endpoint(self) -> str:
         return (await self.agent.status()).endpoint
@@ -83,11 +87,23 @@ class Daemon:
     def text(self) -> str:
         return "".join(self.log)
 
+    async def logged(self, text: str) -> None:
+        """Its log comes here by itself, maybe after the answer that it is about."""
+        async with asyncio.timeout(30):
+            while text not in self.text():
+                await self.agent.status()
+
     async def kill(self) -> None:
         """kill -9; returns when it is dead, as it may be already."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
+
+    async def leave(self) -> None:
+        """Let agent and ranks go: they come to no later life."""
+        for rank in self.ranks:
+            await rank.close()
+        await self.agent.close()
 
     async def relaunch(self) -> None:
         """kill -9, and another life; agent and ranks come back to it by themselves."""
@@ -108,12 +124,14 @@ async def daemon(
     """A running state manager; at the end its books must agree and it must stop cleanly."""
     await asyncio.to_thread(directory.mkdir, exist_ok=True)
     settings = {
-        "NODE": "node0",
+        "NODE": NODE,
+        "CERTIFICATES": str(certificates(extra.get("NODE", NODE))),
         "SOCKET": str(directory / "state.sock"),
         "SECRET": SECRET,
         "DIRECTORY": str(directory / "files"),
         "DEVICES": json.dumps(devices or [16 * MiB]),
         "HOST_MEMORY_BYTES": str(host_bytes),
+        "HOST_SPARE": "0",  # what goes down, and when, is for the test to say
         **extra,
     }
     environment = os.environ | {
@@ -131,9 +149,7 @@ async def daemon(
             if running.process.returncode is None:
                 await running.agent.status()  # fails where its books contradict themselves
         finally:
-            for rank in running.ranks:
-                await rank.close()
-            await running.agent.close()
+            await running.leave()
             if running.process.returncode is None:
                 running.process.terminate()
             code = await running.process.wait()
@@ -144,8 +160,13 @@ async def daemon(
 class Rank:
     """A rank in this process."""
 
-    def __init__(self, heap: Heap, slots: list[TensorSlot]) -> None:
+    def __init__(
+        self, heap: Heap, slots: list[TensorSlot], *, frozen: bool = False, content: int = 0
+    ) -> None:
+        """Args: content: seq that the initial state is filled as."""
         self.client: RankStateClient
+        self.frozen = frozen
+        self.content = content
         self.heap = heap
         self.slots = slots
         self.seq = 0
@@ -162,7 +183,7 @@ class Rank:
         self.on_loaded()
 
     def digest(self) -> str:
-        return str(xxhash.xxh3_128(self.heap.buffer).hexdigest())
+        return digest_of(self.heap.buffer)
 
     def run(self, seq: int) -> str:
         """A mutating operation; the digest of what it leaves."""
@@ -182,14 +203,17 @@ async def start(
     slots: list[TensorSlot] | None = None,
     applied: int = 0,
     reconnect_s: float = 30.0,
+    frozen: bool = False,
+    content: int = 0,
 ) -> Rank:
     """Register a deployment with a rank in this process; it is offloaded then.
 
     Args: applied: seq that its initial state stands for.
+          content: what it is filled with; equal ones are equal.
     """
     token = f"token of {key} {incarnation}"
     await daemon.agent.register_wpg([token], key, incarnation, [device], seal_seq)
-    rank = Rank(Heap(num_bytes), slots or slots_of(num_bytes))
+    rank = Rank(Heap(num_bytes), slots or slots_of(num_bytes), frozen=frozen, content=content)
     await join(daemon, token, rank, applied=applied, reconnect_s=reconnect_s)
     return rank
 
@@ -202,12 +226,13 @@ async def start_ranks(
     devices: list[int] | None = None,
     incarnation: int = 1,
     seal_seq: int = 0,
+    frozen: bool = False,
 ) -> list[Rank]:
     """Register a deployment with several ranks, rank i on device i where none are named."""
     tokens = [f"token of {key} {incarnation} {index}" for index in range(len(sizes))]
     devices = devices or list(range(len(sizes)))
     await daemon.agent.register_wpg(tokens, key, incarnation, devices, seal_seq)
-    ranks = [Rank(Heap(size), slots_of(size)) for size in sizes]
+    ranks = [Rank(Heap(size), slots_of(size), frozen=frozen) for size in sizes]
     for token, rank in zip(tokens, ranks, strict=True):
         await join(daemon, token, rank)
     return ranks
@@ -224,9 +249,9 @@ async def join(
         reconnect_s=reconnect_s,
     )
     daemon.ranks.append(rank.client)
-    rank.seq = await rank.client.register_heap(rank.heap, rank.slots)
+    rank.seq = await rank.client.register_heap(rank.heap, rank.slots, frozen=rank.frozen)
     if not rank.seq:
-        fill(rank.heap, 0)
+        fill(rank.heap, rank.content)
         rank.seq = applied
         await rank.client.commit_initial(applied)
 

@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
@@ -57,7 +56,7 @@ async def main(socket: str, token: str, heap_bytes: int) -> None:
                 fill(heap, seq)
                 return seq
             case ["digest"]:
-                return xxhash.xxh3_128(heap.buffer).hexdigest()
+                return digest_of(heap.buffer)
             case ["rss_anon"]:
                 return rss_anon_bytes()
         raise ValueError(line)

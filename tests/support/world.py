@@ -32,6 +32,7 @@ from phaseloom.common.messages import (
     JobSpec,
     JobSubmitted,
     Layout,
+    MirrorState,
     ModelSpec,
     NodeUp,
     OpenActivation,
@@ -39,6 +40,7 @@ from phaseloom.common.messages import (
     Outcome,
     Permit,
     PermitReturned,
+    PrefetchState,
     QueuedOperation,
     ReleaseVersions,
     Residency,
@@ -47,6 +49,8 @@ from phaseloom.common.messages import (
     SealCommitted,
     SealState,
     StartWpg,
+    StateCut,
+    StateMirrored,
     StopWpg,
     TimerFired,
     WpgLost,
@@ -68,6 +72,8 @@ CONFIG = SchedulerConfig(
     phase_hold_s=1.0,
     early_switch=True,
     outcome_retention_s=1e12,
+    node_grace_s=0.0,
+    node_gone_s=0.0,
 )
 STATE_BYTES = 10
 TENANT = "t"
@@ -120,11 +126,19 @@ class World:
     seals: dict[DeploymentKey, dict[int, State]] = field(default_factory=dict)
     parts: dict[tuple[DeploymentKey, int], set[NodeId]] = field(default_factory=dict)
     """Of each seal: the nodes that have written theirs."""
+    files: dict[NodeId, set[tuple[DeploymentKey, int, int]]] = field(default_factory=dict)
+    """On each node's disk: seals, and which part of them."""
+    mirror_error: ErrorInfo | None = None
+    """Why no node can take a copy."""
     versions: dict[VersionKey, State] = field(default_factory=dict)
     """In the memory of the policies' node, or on its disk."""
     durable_versions: set[VersionKey] = field(default_factory=set)
     on_device: dict[tuple[NodeId, int], set[DeploymentKey]] = field(default_factory=dict)
     """Whose state is where, as the state managers have it."""
+    latency_s: float = 0.0
+    """Of an activation, beside its copies."""
+    hinted: dict[tuple[DeploymentKey, NodeId], int] = field(default_factory=dict)
+    """Incarnation of what a node was told will be needed, and was neither opened nor withdrawn."""
     num_devices: int = 1
     """Of each node."""
     replan_s: float | None = None
@@ -134,6 +148,11 @@ class World:
     checkpoints: dict[tuple[DeploymentKey, str], State] = field(default_factory=dict)
     failing: dict[str, ErrorInfo] = field(default_factory=dict)
     """Operations that fail without an effect, and how."""
+    write_s: float = 0.0
+    """How long a `save_state` takes from its cut until it is durable; 0: it is not cut, its
+    deployment waits for it."""
+    saved: dict[str, State] = field(default_factory=dict)
+    """By each `save_state`."""
     saves: dict[str, dict[str, str]] = field(default_factory=dict)
     """`save_state`s with a controller's blob: the checkpoints that they name."""
     runs: list[tuple[float, float, str]] = field(default_factory=list)
@@ -181,7 +200,7 @@ class World:
         """What a process that has died meanwhile would have said."""
         if isinstance(event, OperationFinished) and event.incarnation == 0:
             return False
-        if isinstance(event, OperationFinished | WpgStarted):
+        if isinstance(event, OperationFinished | WpgStarted | StateCut):
             key = event.deployment if isinstance(event, WpgStarted) else event.key.deployment_key
             ranks = self.ranks.get(key)
             return ranks is None or ranks.incarnation != event.incarnation
@@ -191,6 +210,8 @@ class World:
         self.log.append((self.now_s, event))
         if isinstance(event, OperationFinished) and event.incarnation:
             self._effect(event)
+        if isinstance(event, StateCut):
+            self._save(event.key)
         if isinstance(event, WpgLost):
             self._bury(event.deployment, event.incarnation, event.node)
         if isinstance(event, ActivationOpened) and event.deployment in self.ranks:
@@ -226,7 +247,7 @@ class World:
             case _:
                 pass
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command) -> None:  # noqa: PLR0912 - one arm a command
         match command:
             case StartWpg():
                 self._start(command)
@@ -236,6 +257,10 @@ class World:
                 self._permit(command)
             case SealState():
                 self._seal(command)
+            case MirrorState():
+                self._mirror(command)
+            case PrefetchState():
+                self._hint(command)
             case CloseActivation():
                 self._take_off(command.deployment, command.node)
             case CancelOperation():
@@ -254,6 +279,19 @@ class World:
             case _:
                 pass
 
+    def _hint(self, command: PrefetchState) -> None:
+        """Of a life's state that is not on all of its devices, once until it is needed no more."""
+        key, node = command.deployment, command.node
+        ranks = self.ranks[key]
+        assert command.incarnation == ranks.incarnation, f"{key}: a hint for another life"
+        is_told = self.hinted.pop((key, node), 0) == ranks.incarnation
+        assert is_told == (command.in_s is None), f"{key}: told twice, or withdrawn untold"
+        if command.in_s is not None:
+            assert command.in_s >= 0, f"{key}: needed {command.in_s} s from now"
+            here = [self.on_device.get(place, set()) for place in ranks.places]
+            assert not all(key in keys for keys in here), f"{key}: a hint for what is there"
+            self.hinted[key, node] = ranks.incarnation
+
     def _start(self, command: StartWpg) -> None:
         key = command.deployment
         seals = self.seals.get(key, {})
@@ -261,6 +299,7 @@ class World:
         applied = command.seal_seq or command.applied
         if command.seal_seq:
             assert command.seal_seq in seals, "started from a seal that was never taken"
+            self._fetch(command, command.rank_offset)
         elif command.checkpoint:
             state = self.checkpoints[key, command.checkpoint]
         nodes = command.nodes or [command.node]
@@ -282,6 +321,29 @@ class World:
         jitter_s = self.random.uniform(0.0, 0.5) if command.nodes else 0.0
         self.later(0.5 + jitter_s, started)
 
+    def _fetch(self, command: StartWpg | MirrorState, offset: int | None = None) -> None:
+        """It has, or gets from the first source that has it, the seal: whichever part of it that
+        is, for all parts have one name. It is to be the one that begins with this rank."""
+        seal = (command.deployment, command.seal_seq)
+        up = {f"{name}:1": NodeId(name) for name, n in self.core.state.nodes.items() if n.is_up}
+        sources = [up[source] for source in command.sources if source in up]
+        for source in [command.node, *sources]:
+            found = [file for file in self.files.get(source, set()) if file[:2] == seal]
+            if found:
+                (file,) = found
+                assert offset in (None, file[2]), f"{seal}: {command.node} has another part of it"
+                self.files.setdefault(command.node, set()).add(file)
+                return
+        raise AssertionError(f"{seal}: nobody has it of {sources}")
+
+    def _mirror(self, command: MirrorState) -> None:
+        error = self.mirror_error
+        if command.seal_seq and error is None:
+            self._fetch(command)
+        key = command.deployment
+        done = StateMirrored(key, command.seal_seq, command.node, command.id, error)
+        self.later(self.random.uniform(0.01, 0.3), done)
+
     def _leave(self, key: DeploymentKey) -> None:
         """Versions in the memory of the nodes that it was on are not on those where it goes."""
         for version in [v for v in self.versions if v.policy == key]:
@@ -294,10 +356,18 @@ class World:
         assert ranks.applied == command.seq, "sealed at another seq than the state's"
         parts = self.parts.setdefault((key, command.seq), set())
         parts.add(command.node)
+        offset = next(
+            sum(len(ranks.devices[n]) for n in list(ranks.devices)[:index])
+            for index, node in enumerate(ranks.devices)
+            if node == command.node
+        )
+        for node in (command.node, *command.replicas):
+            self.files.setdefault(node, set()).add((key, command.seq, offset))
         if parts >= set(ranks.devices):
             self.seals.setdefault(key, {})[command.seq] = ranks.state
             self.durable_versions |= {VersionKey(key, seq) for seq in command.versions}
-        sealed = SealCommitted(key, command.seq, command.node, command.versions)
+        copies = list(command.replicas)
+        sealed = SealCommitted(key, command.seq, command.node, command.versions, copies)
         self.later(self.random.uniform(0.01, 0.2), sealed)
 
     def _open(self, command: OpenActivation) -> None:
@@ -306,6 +376,7 @@ class World:
         epoch = ranks.epochs.get(command.node, 0)
         assert command.epoch > epoch, "an epoch that is not newer"
         ranks.epochs[command.node] = command.epoch
+        self.hinted.pop((command.deployment, command.node), None)
         for key in command.displaces:
             on_node = [on for (node, _), on in self.on_device.items() if node == command.node]
             is_there = any(key in on for on in on_node)
@@ -328,7 +399,8 @@ class World:
             bytes_in=1,
             early=command.early,
         )
-        self.later(0.02 if len(ranks.devices) == 1 else self.random.uniform(0.01, 0.2), opened)
+        takes_s = 0.02 if len(ranks.devices) == 1 else self.random.uniform(0.01, 0.2)
+        self.later(self.latency_s + takes_s, opened)
 
     def _take_off(self, key: DeploymentKey, on: NodeId | None = None) -> None:
         """Args: on: this node only."""
@@ -384,7 +456,17 @@ class World:
             error=error,
             checkpoints=self.saves.get(str(key), {}),
         )
+        if command.kind == "save_state" and self.write_s and not command.replay:
+            self.later(duration_s, StateCut(key, command.epoch, command.incarnation))
+            duration_s += self.write_s * self.random.uniform(0.5, 1.5)
         self.later(duration_s, finished)
+
+    def _save(self, key: OperationKey) -> None:
+        """Its cut is made; if it was before, then of the same state."""
+        ranks = self.ranks[key.deployment_key]
+        ranks.running.pop(str(key), None)
+        state = self.saved.setdefault(str(key), ranks.state)
+        assert key.seq is None or state == ranks.state, f"{key}: cut again with another content"
 
     def _cancel(self, command: CancelOperation) -> None:
         """A reading operation that runs is stopped at once."""
@@ -398,11 +480,15 @@ class World:
 
     def _effect(self, event: OperationFinished) -> None:
         ranks = self.ranks[event.key.deployment_key]
-        del ranks.running[str(event.key)]
+        if event.kind == "save_state" and str(event.key) in ranks.running:
+            self._save(event.key)
+        ranks.running.pop(str(event.key), None)
         self.done.setdefault(str(event.key), event.outcome)
         for name, checkpoint in event.checkpoints.items():
             key = DeploymentKey(event.key.tenant, event.key.job, name)
-            self.checkpoints[key, checkpoint] = self.ranks[key].state
+            own = key == event.key.deployment_key
+            state = self.saved[str(event.key)] if own else self.ranks[key].state
+            self.checkpoints[key, checkpoint] = state
         if event.kind == "optim_step" and event.outcome is Outcome.FAILED:
             # Refused: the gradients are zeroed.
             while ranks.state and self._kind(event.key, ranks.state[-1]) == _FB:
@@ -448,9 +534,11 @@ class World:
         ranks = self.ranks.get(key)
         if ranks is not None and node in ranks.devices:
             return  # of the same name, and newer
-        for (other, seq), nodes in self.parts.items():
-            if other == key and node in nodes:
-                nodes.remove(node)
+        self.files[node] = {file for file in self.files.get(node, set()) if file[0] != key}
+        every = {file for files in self.files.values() for file in files}
+        for (other, seq), writers in self.parts.items():
+            num_left = sum(file[:2] == (key, seq) for file in every)
+            if other == key and num_left < len(writers):
                 self.seals.get(key, {}).pop(seq, None)
         if ranks is not None or node not in self.homes.get(key, [node]):
             return  # it has moved away
@@ -595,10 +683,18 @@ def node_up(
     memory_bytes: int = 2 * STATE_BYTES,
     residency: Residency = Residency.JOB,
     num_devices: int = 1,
+    host_memory_bytes: int = 1000,
 ) -> NodeUp:
     devices = [DeviceSpec(memory_bytes)] * num_devices
     return NodeUp(
-        NodeId(name), pool, devices, 1000, revision, f"{name}:1", residency, can_move=True
+        NodeId(name),
+        pool,
+        devices,
+        host_memory_bytes,
+        revision,
+        f"{name}:1",
+        residency,
+        can_move=True,
     )
 
 

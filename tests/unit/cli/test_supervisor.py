@@ -90,6 +90,7 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         name for name, environ in environments(MeshConfig()).items() if "secret" in environ.values()
     }
     assert has_secret == {
+        "scheduler",
         "statemgr-rollout-0",
         "worker-rollout-0",
         "statemgr-train-0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,63 +27,28 @@ from phaseloom.common.resharding import (
     Topology,
     Vocabulary,
     missing_bytes,
+    node_fetches,
     plan,
     scatter_broadcast,
-    shards,
+    source_parts,
     traffic,
 )
 from phaseloom.common.resharding.planning import deal
+from tests.support.sharded import DTYPES, holdings, tensors
 
-Array = np.ndarray[Any, Any]
 QKV = FusedQkv(num_heads=8, num_kv_heads=2, head_size=2)
 NUM_LAYERS = 4
 NUM_EXPERTS = 4
-_DTYPES = {"float32": np.uint32, "bfloat16": np.uint16, "int8": np.uint8}
 _SMALL = st.integers(1, 4)
 
 
 # --- A world of small arrays ---------------------------------------------------------------------
 
 
-def _local(whole: Array, shard: Shard) -> Array:
-    """What a rank holds of an array, taken index by index."""
-    for dim, held in enumerate(shard.dims):
-        indices = [0 if i is None else i for i in held.indices]
-        whole = np.take(whole, indices, axis=dim)
-        padding = [i is None for i in held.indices]
-        whole[(slice(None),) * dim + (np.array(padding, dtype=bool),)] = 0
-    return whole
-
-
-def _held(parameter: Parameter, sharding: Sharding) -> dict[int, Shard]:
-    """By rank."""
-    cuts = sharding.cuts(is_expert=parameter.expert is not None)
-    cut = shards(parameter.shape, sharding.rule_of(parameter), *cuts)
-    ranks = sharding.ranks(*sharding.place(parameter))
-    return {rank: shard for shard, holders in zip(cut, ranks, strict=True) for rank in holders}
-
-
-def _whole(parameter: Parameter, number: int) -> Array:
-    """Neighbours differ in every byte, and no byte is zero, which padding is."""
-    dtype = np.dtype(_DTYPES[parameter.dtype])
-    size = int(np.prod(parameter.shape)) * dtype.itemsize
-    raw = (np.arange(size) + 7 * number) % 251 + 1
-    return raw.astype(np.uint8).view(dtype).reshape(parameter.shape)
-
-
-def _tensors(parameters: list[Parameter], sharding: Sharding) -> dict[tuple[int, int], Array]:
-    """(parameter, rank) → what it holds."""
-    return {
-        (number, rank): _local(_whole(parameter, number), shard)
-        for number, parameter in enumerate(parameters)
-        for rank, shard in _held(parameter, sharding).items()
-    }
-
-
 def _carry_out(made: Plan, source: Sharding, target: Sharding) -> None:
     """Every byte of every target comes once and is right; nobody relays what it has not got."""
     parameters = list(made.parameters)
-    there, wanted = _tensors(parameters, source), _tensors(parameters, target)
+    there, wanted = tensors(parameters, source), tensors(parameters, target)
     here = {key: np.zeros(each.nbytes, np.uint8) for key, each in wanted.items()}
     written = {key: np.zeros(each.nbytes, np.uint8) for key, each in wanted.items()}
     moved = 0
@@ -132,7 +96,7 @@ def _parameters(draw: st.DrawFn) -> list[Parameter]:
         rule, shape = draw(_rules())
         layer = draw(st.sampled_from([*range(NUM_LAYERS), *End]))
         expert = draw(st.sampled_from([None, *range(NUM_EXPERTS)]))
-        dtype = draw(st.sampled_from(list(_DTYPES)))
+        dtype = draw(st.sampled_from(list(DTYPES)))
         alike = draw(st.integers(1, 3))
         found += [
             Parameter(f"p{number}.{i}", shape, dtype, layer, rule, expert) for i in range(alike)
@@ -198,10 +162,51 @@ def test_every_byte_comes_from_the_nearest_that_has_it(
         here = topology.targets[copy.target]
         distance = topology.distance(topology.sources[copy.source], here)
         # Element by element, from the ranks' own indices: who else has the box's first element?
-        held = _held(parameters[copy.parameter], source)
+        held = holdings(parameters[copy.parameter], source)
         first = _indices(held[copy.source], copy.source_start)
         others = [rank for rank, shard in held.items() if _has(shard, first)]
         assert distance == min(topology.distance(topology.sources[r], here) for r in others)
+
+
+@given(_parameters(), _shardings(), _shardings(), st.data())
+def test_a_node_fetches_what_its_ranks_need_once(
+    parameters: list[Parameter], source: Sharding, target: Sharding, data: st.DataObject
+) -> None:
+    made = plan(parameters, source, target)
+    parts = source_parts(made)
+    all_ranks = st.integers(0, target.layout.num_ranks - 1)
+    here = data.draw(st.sets(all_ranks, max_size=4))
+    there, wanted = tensors(parameters, source), tensors(parameters, target)
+    built = {key: np.zeros_like(each) for key, each in wanted.items() if key[1] in here}
+    boxes: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+    fetched = 0
+    for fetch in node_fetches(made, here):
+        sender = there[fetch.parameter, parts[fetch.part][0]]
+        for twin in parts[fetch.part]:
+            assert np.array_equal(there[fetch.parameter, twin], sender)
+        content = sender[_inside(fetch.start, fetch.size)]
+        assert content.nbytes == fetch.num_bytes
+        fetched += content.nbytes
+        assert fetch.uses
+        for use in fetch.uses:
+            assert use.shape == built[fetch.parameter, use.rank].shape
+            built[fetch.parameter, use.rank][_inside(use.start, fetch.size)] = content
+            boxes[fetch.parameter, use.rank, use.start] += 1
+    for key, each in built.items():
+        assert np.array_equal(each, wanted[key])
+    assert set(boxes.values()) <= {1}
+    nodes = [f"n{rank}" for rank in range(target.layout.num_ranks)]
+    nodes = ["here" if rank in here else node for rank, node in enumerate(nodes)]
+    away = Topology(
+        ["away"] * source.layout.num_ranks,
+        nodes,
+        {**{node: node for node in nodes}, "away": "away"},
+    )
+    assert fetched == _needed(parameters, source, target, away).get("here", 0)
+
+
+def _inside(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))
 
 
 def _indices(shard: Shard, at: tuple[int, ...]) -> list[int]:
@@ -221,7 +226,7 @@ def test_replicas_send_alike(
     made = plan(parameters, source, target)
     held: dict[int, list[tuple[int, Shard]]] = {}
     for number, parameter in enumerate(parameters):
-        for rank, shard in _held(parameter, source).items():
+        for rank, shard in holdings(parameter, source).items():
             held.setdefault(rank, []).append((number, shard))
     largest = max((_num_bytes(copy) for copy in made.copies()), default=0)
     for rank, other in product(held, held):
@@ -329,11 +334,11 @@ def _needed(
             (here, topology.targets, target),
             (there, topology.sources, source),
         ):
-            for rank, shard in _held(parameter, sharding).items():
+            for rank, shard in holdings(parameter, sharding).items():
                 if topology.sites[nodes[rank]] == site:
                     indices = [[i for i in held.indices if i is not None] for held in shard.dims]
                     mask[np.ix_(*indices) if indices else ()] = True
-        size = np.dtype(_DTYPES[parameter.dtype]).itemsize
+        size = np.dtype(DTYPES[parameter.dtype]).itemsize
         needed[site] += int((here & ~there).sum()) * size
     return {site: count for site, count in needed.items() if count}
 

@@ -61,6 +61,7 @@ SOUND: list[Args] = [
     ),
     OptimStep(AdamParams(learning_rate=1e-4)),
     SaveState("step-1"),
+    SaveState("step-2", keep=3),
     SaveState("step-1", b"\x00blob", {"sampler": "step-1"}),
     OptimStep(AdamParams(learning_rate=1e-4), allow_partial=True),
     Generate(
@@ -138,6 +139,7 @@ BAD: list[tuple[Args, str]] = [
     (OptimStep(AdamParams(1.0, beta2=-0.1)), "args.adam.beta2"),
     (OptimStep(AdamParams(1.0, grad_clip_norm=math.inf)), "args.adam.grad_clip_norm"),
     (SaveState("../escape"), "args.name"),
+    (SaveState("s", keep=-1), "args.keep"),
     (LoadState(""), "args.name"),
     (SaveState("s", b"x" * (2**20 + 1)), "args.controller_blob"),
     (SaveState("s", b"x", {"../policy": "s"}), "args.checkpoints"),

@@ -111,9 +111,10 @@ def test_job_waits_for_nodes_that_are_down_or_unknown() -> None:
         return decision.why
 
     assert why(Need(), "tpu") == "pool 'tpu': no node has ever declared it"
-    assert why(Need(num_devices=4)) == "pool 'train': every node of it that is large enough is down"
+    large = "every node of it that is large enough is down or drained"
+    assert why(Need(num_devices=4)) == f"pool 'train': {large}"
     groups.host_down(cluster, NodeId("x0"))
-    assert why(Need()) == "pool 'train': every node of it is down"
+    assert why(Need()) == "pool 'train': every node of it is down or drained"
 
 
 def test_pools_that_a_waiting_job_keeps_from_later_ones() -> None:

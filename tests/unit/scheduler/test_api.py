@@ -81,6 +81,10 @@ def cycling(period_s: float = 10.0, duration_s: float = 0.0, **segment: Any) -> 
         (cycling(0.0), "spec.cycle.period_s"),
         (cycling(float("nan")), "spec.cycle.period_s"),
         (cycling(float("inf")), "spec.cycle.period_s"),
+        (
+            SubmitJob("a", JobSpec(deployments=[SOUND], cycle=Cycle(10.0, SEGMENTS, 0))),
+            "spec.cycle.num_optim_steps",
+        ),
         (cycling(duration_s=-1.0), "spec.duration_s"),
         (cycling(duration_s=float("inf")), "spec.duration_s"),
         (cycling(pool="rollout"), "spec.cycle.segments[1].pool"),

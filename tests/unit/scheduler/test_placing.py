@@ -40,6 +40,8 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.groups import group_of, join, leave
 from phaseloom.scheduler.core.outputs import Answer, ComputeReplan, PutView, Tell
 from phaseloom.scheduler.core.state import JobState
+from phaseloom.scheduler.core.weave.load import is_overloaded
+from phaseloom.scheduler.core.weave.seats import seat_of
 from tests.support.world import CONFIG, TENANT, World, node_up, spec
 
 CYCLE = Cycle(10.0, [Segment("rollout", 0, 5.0), Segment("train", 5.0, 3.0)])
@@ -305,9 +307,48 @@ def test_iterations_are_counted_against_what_the_job_expects() -> None:
     assert member.ends_s - member.began_s == 240.0, "twice as long, at the duty limit"
 
 
+def test_iterations_of_several_optimizer_steps_are_counted_by_their_last() -> None:
+    """A policy and a critic are both trained in each, say."""
+    world = world_of()
+    specs = [spec("policy", "train", trainable=True)]
+    cycle = Cycle(10.0, [Segment("train", 0, 5.0)], num_optim_steps=2)
+    world.feed(JobSubmitted(JobKey(TENANT, "a"), JobSpec(deployments=specs, cycle=cycle), "s"))
+    world.run()
+    for seq in range(1, 8):
+        world.queue("a", "policy", seq, "optim_step")
+    world.run()
+    member = group_of(world.core.state.cluster, "t.a").members["t.a"]
+    assert (member.iterations, member.num_optim_steps) == (3, 1)
+    world.feed(replace(trace("a", cycle), num_optim_steps=3))
+    assert (member.iterations, member.num_optim_steps) == (2, 1), "as measured, not as declared"
+    assert member.cycle is not None
+    assert member.cycle.period_s == 10.0
+
+
+def test_steps_before_the_cycle_was_known_are_counted_again_by_it() -> None:
+    world = world_of()
+    world.feed(
+        JobSubmitted(
+            JobKey(TENANT, "a"), JobSpec(deployments=[spec("policy", "train", trainable=True)]), "s"
+        )
+    )
+    world.run()
+    for seq in range(1, 8):
+        world.queue("a", "policy", seq, "optim_step")
+    world.run()
+    member = group_of(world.core.state.cluster, "t.a").members["t.a"]
+    assert (member.iterations, member.alone_s) == (7, 0.0)
+    world.feed(replace(trace("a"), num_optim_steps=2))
+    assert (member.iterations, member.num_optim_steps) == (3, 1)
+    assert member.alone_s == 3 * 10.0
+    world.feed(replace(trace("a"), num_optim_steps=1))
+    assert (member.iterations, member.alone_s) == (7, 6 * 10.0)
+
+
 # --- drift ---------------------------------------------------------------------------------------
 
 LONG = Cycle(16.0, [Segment("rollout", 0, 12.0), Segment("train", 12.0, 3.0)])
+TRAINING = Cycle(10.0, [Segment("rollout", 0, 2.0), Segment("train", 2.0, 8.0)])
 LONGER = Cycle(32.0, [Segment("rollout", 0, 28.0), Segment("train", 28.0, 3.0)])
 
 
@@ -362,6 +403,48 @@ def test_cycle_longer_than_its_declared_worst_case_counts_as_drift() -> None:
     world.feed(trace("b", LONGER))
     world.run()
     assert "r1" in nodes(world, "b")
+
+
+def test_what_a_job_may_take_goes_by_its_cycles_as_they_were() -> None:
+    """One that grows has not saved what its first iterations would take now, and one that shrinks
+    does not do more of them."""
+    world = world_of("r1", "t1", policy="coexec_repack")
+    specs = [spec(pool, pool, trainable=pool == "train") for pool in ("rollout", "train")]
+    job = JobSpec(2.0, specs, TRAINING, duration_s=100.0)
+    world.feed(JobSubmitted(JobKey(TENANT, "a"), job, "s"))
+    world.run()
+    member = group_of(world.core.state.cluster, "t.a").members["t.a"]
+    for seq in range(1, 6):
+        world.queue("a", "train", seq, "optim_step")
+        world.run()
+        if seq == 3:
+            longer = Cycle(20.0, [Segment("rollout", 0, 12.0), Segment("train", 12.0, 8.0)])
+            world.feed(trace("a", longer, drift=1.0))
+    assert (member.iterations, member.num_iterations) == (5, 10)
+    assert member.alone_s == 3 * 10.0 + 2 * 20.0
+    seat = seat_of(world.core.state.cluster, member)
+    assert seat.left == 5
+    assert seat.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
+
+
+def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:
+    """A group past the round robin's saturation is sound while everybody keeps within its budget,
+    and is not once somebody cannot."""
+    world = world_of("r1", "t1", policy="coexec_repack")
+    for name in "ab":
+        submit(world, name, cycle=TRAINING, slo=2.0)
+    world.run()
+    assert nodes(world, "a") == nodes(world, "b") == {"r0", "t0"}
+    group = group_of(world.core.state.cluster, "t.a")
+    assert is_overloaded(group), "by the rule of the round robin"
+    world.feed(trace("b", Cycle(10.5, [*TRAINING.segments[:1], Segment("train", 2.0, 8.5)]), 0.05))
+    assert set(group.members) == {"t.a", "t.b"}
+    world.feed(trace("b", Cycle(17.0, [*TRAINING.segments[:1], Segment("train", 2.0, 15.0)]), 0.6))
+    world.run()
+    assert set(group.members) == {"t.a"}
+    assert nodes(world, "b") == {"r1", "t1"}
+    (reason,) = told(world, "job moved")
+    assert "its cycle takes 17 s now" in reason
 
 
 # --- nodes ---------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from phaseloom.common.messages import (
     Cycle,
     DeploymentCreated,
     DeploymentDeleted,
+    Durability,
     JobFinished,
     JobSpec,
     JobSubmitted,
+    NodeDrainRequested,
     NodeLost,
     Outcome,
     PhaseTrace,
@@ -38,7 +40,7 @@ CYCLES = [
 ]
 STEPS = [
     *["submit", "work", "work", "work", "trace", "trace", "finish", "run", "run", "run"],
-    *["lose", "lose", "back", "again", "kill", "create", "delete"],
+    *["lose", "lose", "back", "again", "kill", "create", "delete", "drain", "drain", "undo"],
 ]
 
 
@@ -60,7 +62,7 @@ class Mesh:
     """A world, and what was done in it."""
 
     def __init__(self, policy: str, seed: int) -> None:
-        config = replace(CONFIG, placement=policy, seal_every=2)
+        config = replace(CONFIG, placement=policy, seal_every=2, node_grace_s=1.0)
         self.world = World(config=config, seed=seed, node_names=dict(NODES), replan_s=0.3)
         self.world.run()
         self.jobs: list[str] = []
@@ -69,11 +71,13 @@ class Mesh:
         self.extras: list[str] = []
         """Names of deployments that jobs got while they ran."""
 
-    def submit(self, cycle: Cycle | None, slo: float, *, may_wait: bool) -> None:
+    def submit(
+        self, cycle: Cycle | None, slo: float, durability: Durability, *, may_wait: bool
+    ) -> None:
         name = f"j{len(self.seqs)}"
         self.seqs[name] = 0
         specs = [spec("sampler", "rollout"), spec("policy", "train", trainable=True)]
-        job = JobSpec(slo, specs, cycle, may_wait=may_wait)
+        job = JobSpec(slo, specs, cycle, may_wait=may_wait, durability=durability)
         self.world.feed(JobSubmitted(JobKey(TENANT, name), job, f"submit-{name}"))
         if self.world.core.state.jobs[f"{TENANT}.{name}"].state is not JobState.REJECTED:
             self.jobs.append(name)
@@ -108,6 +112,9 @@ class Mesh:
         revision = self.world.revisions[node]
         self.world.feed(node_up(node, NODES[node], revision=revision))
 
+    def drain(self, node: str, *, undo: bool) -> None:
+        self.world.feed(NodeDrainRequested(NodeId(node), "drain", undo=undo))
+
     def bring_back(self, node: str) -> None:
         self.down.remove(node)
         self.world.bring_back(node)
@@ -133,15 +140,12 @@ def _take(mesh: Mesh, step: str, draw: random.Random) -> None:
     world = mesh.world
     if step == "submit":
         cycle = draw.choice([None, *CYCLES])
-        mesh.submit(cycle, draw.choice([0.0, 0.0, 1.2, 2.0]), may_wait=draw.random() < 0.8)
+        slo, durability = draw.choice([0.0, 0.0, 1.2, 2.0]), draw.choice(list(Durability))
+        mesh.submit(cycle, slo, durability, may_wait=draw.random() < 0.8)
     elif step == "run":
         world.run(until_s=world.now_s + draw.uniform(0.01, 2.0))
-    elif step == "lose" and len(mesh.down) < len(NODES):
-        mesh.lose(draw.choice(sorted(NODES.keys() - mesh.down)))
-    elif step == "back" and mesh.down:
-        mesh.bring_back(draw.choice(sorted(mesh.down)))
-    elif step == "again":
-        mesh.tell_again(draw.choice(sorted(NODES)))
+    elif step in ("lose", "back", "again", "drain", "undo"):
+        _take_on_a_node(mesh, step, draw)
     elif step == "kill" and world.ranks:
         world.kill(draw.choice(sorted(world.ranks, key=str)))
     elif mesh.jobs:
@@ -161,8 +165,21 @@ def _take(mesh: Mesh, step: str, draw: random.Random) -> None:
             world.feed(PhaseTrace(job, cycle.period_s, cycle.segments, [], worst_s, drift))
 
 
+def _take_on_a_node(mesh: Mesh, step: str, draw: random.Random) -> None:
+    if step == "lose" and len(mesh.down) < len(NODES):
+        mesh.lose(draw.choice(sorted(NODES.keys() - mesh.down)))
+    elif step == "back" and mesh.down:
+        mesh.bring_back(draw.choice(sorted(mesh.down)))
+    elif step == "again":
+        mesh.tell_again(draw.choice(sorted(NODES)))
+    elif step in ("drain", "undo"):
+        mesh.drain(draw.choice(sorted(NODES)), undo=step == "undo")
+
+
 def _come_to_rest(mesh: Mesh) -> None:
     world = mesh.world
+    for node in sorted(NODES):
+        mesh.drain(node, undo=True)
     for node in sorted(mesh.down):
         mesh.bring_back(node)
     world.run()

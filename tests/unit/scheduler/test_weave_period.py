@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.scheduler.core.weave.fifo import Rollout, mean_iterations_s, worst_iterations_s
+from phaseloom.scheduler.core.weave.fifo import (
+    MAX_LAPS,
+    NUM_STARTS,
+    RESOLUTION_S,
+    SPREAD,
+    WARM_LAPS,
+    Rollout,
+    mean_iterations_s,
+    worst_iterations_s,
+)
 from phaseloom.scheduler.core.weave.period import (
     Phases,
     cycle_s,
@@ -145,3 +155,68 @@ def test_nobody_is_faster_than_alone_and_no_node_busier_than_always(jobs: list[R
         worst >= mean - 1e-6
         for worst, mean in zip(worst_iterations_s(tuple(jobs), 0.0), means, strict=True)
     )
+
+
+def naive_means(
+    jobs: tuple[Rollout, ...], switch_s: float, starts_s: Sequence[float]
+) -> tuple[float, ...]:
+    """Phase after phase, and every start to its end."""
+    nodes = {node for job in jobs for node in job.nodes}
+    free_s, last = dict.fromkeys([*nodes, "train"], 0.0), dict.fromkeys([*nodes, "train"], -1)
+    ready_s, trains, laps = list(starts_s), [False] * len(jobs), [0] * len(jobs)
+    pace = max(range(len(jobs)), key=lambda i: sum(jobs[i][:3]))
+    seen: dict[object, tuple[float, list[int]]] = {}
+    while True:
+        now_s = min(ready_s)
+        i = ready_s.index(now_s)
+        job = jobs[i]
+        if i == pace and not trains[i] and laps[i] >= WARM_LAPS:
+            state = (
+                *(int((at_s - now_s) / RESOLUTION_S) for at_s in ready_s),
+                *(int(max(0.0, at_s - now_s) / RESOLUTION_S) for at_s in free_s.values()),
+                *trains,
+            )
+            began_s, before = seen.setdefault(state, (now_s, list(laps)))
+            if began_s < now_s or laps[i] >= MAX_LAPS:
+                if began_s == now_s:
+                    began_s, before = next(iter(seen.values()))
+                return tuple(
+                    (now_s - began_s) / max(1, b - a) for a, b in zip(before, laps, strict=True)
+                )
+        takes = ("train",) if trains[i] else job.nodes
+        begins_s = max([now_s, *(free_s[node] for node in takes)])
+        if any(last[node] != i for node in takes):
+            begins_s += switch_s
+        ends_s = begins_s + (job.train_s if trains[i] else job.rollout_s)
+        free_s.update(dict.fromkeys(takes, ends_s))
+        last.update(dict.fromkeys(takes, i))
+        laps[i] += trains[i]
+        ready_s[i] = ends_s + (job.gap_s if trains[i] else 0.0)
+        trains[i] = not trains[i]
+
+
+ANY_ROLLOUTS = st.lists(
+    st.builds(
+        Rollout,
+        SECONDS,
+        SECONDS,
+        st.sampled_from([0.0, 1e-14, -1e-14, 7.5, -3.0]),
+        st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True).map(tuple),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ANY_ROLLOUTS, st.sampled_from([0.0, 5.0]))
+def test_shortcuts_of_the_simulation_change_nothing(jobs: list[Rollout], switch_s: float) -> None:
+    group = tuple(jobs)
+    starts = [
+        [(k * SPREAD[i]) % 1.0 * sum(job[:3]) for i, job in enumerate(group)]
+        for k in range(NUM_STARTS)
+    ]
+    found = [naive_means(group, switch_s, starts_s) for starts_s in starts]
+    assert mean_iterations_s(group, switch_s) == found[0]
+    worst = [max(means) for means in zip(*found, strict=True)]
+    assert worst_iterations_s(group, switch_s) == pytest.approx(worst, rel=1e-9)

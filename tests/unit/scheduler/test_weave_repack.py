@@ -15,6 +15,7 @@ from phaseloom.scheduler.core.placement import POLICIES
 from phaseloom.scheduler.core.weave.board import board_of
 from phaseloom.scheduler.core.weave.fifo import worst_iterations_s
 from phaseloom.scheduler.core.weave.seats import MOVE_S, holds, seat_of, shape
+from phaseloom.scheduler.core.weave.timing import timing_of
 from tests.unit.scheduler.weave_cluster import empty, job, keep, partition, pin
 
 POLICY = POLICIES["coexec_repack"]
@@ -39,6 +40,7 @@ def replan(cluster: Cluster) -> list[Move]:
 
 def lived(member: Member, iterations: int, seconds: float) -> Member:
     member.iterations = iterations
+    member.alone_s = iterations * timing_of(member).solo_s
     member.iterated_s = member.submitted_s + seconds
     return member
 
@@ -131,6 +133,12 @@ def test_a_saturated_group_is_joined_where_everybody_tolerates_it() -> None:
     for name in ("a", "b", "c"):
         arriving = job(name, 100, 100, 2.0, iterations=500)
         assert place(cluster, arriving) == ("" if name == "a" else "g1")
+
+
+def test_a_best_effort_job_of_known_length_shares() -> None:
+    cluster = empty()
+    pin(cluster, "", job("a", 100, 100, 2.0, iterations=500), ["r000"], ["t000"])
+    assert place(cluster, job("patient", 100, 100, 0.0, iterations=500)) == "g1"
 
 
 def test_short_jobs_are_not_held_to_long_ones() -> None:

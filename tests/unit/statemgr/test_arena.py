@@ -102,3 +102,15 @@ def test_extents_of_the_daemon_before_keep_their_numbers() -> None:
     assert arena.reserve(PAGE_BYTES, "another").extent > 7
     arena.free(7)
     arena.validate()
+
+
+def test_extent_is_counted_once_and_stays_until_its_last_holder_lets_go() -> None:
+    arena = Arena(2 * PAGE_BYTES)
+    extent = arena.reserve(1, "a").extent
+    arena.hold(extent)
+    arena.hold(extent)
+    assert (arena.num_holders(extent), arena.used_bytes) == (3, PAGE_BYTES)
+    assert [arena.let_go(extent) for _ in range(3)] == [True, True, False]
+    arena.free(extent)
+    arena.validate()
+    assert arena.used_bytes == 0

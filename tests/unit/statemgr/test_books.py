@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.statemgr.core.books import Books, books_of, encode_record, newest_record
+from phaseloom.statemgr.core.books import Books, books_of, content_of, encode_record, newest_record
+from phaseloom.statemgr.core.contents import Contents
+from phaseloom.statemgr.core.cuts import Cuts
+from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Version, Versions
 
 KEY = DeploymentKey("acme", "sums", "policy")
+FROZEN = DeploymentKey("acme", "also", "reference")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
 
 
@@ -57,7 +61,7 @@ def test_flipped_bit_is_found(data: st.DataObject) -> None:
 
 
 def test_books_say_what_is_needed_to_go_on() -> None:
-    residency, versions = Residency([100, 100]), Versions()
+    residency, versions, contents = Residency([100, 100]), Versions(), Contents({})
     residency.register(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0)
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(["t0", "t1"], KEY, 3, [0, 1], 5)
@@ -66,11 +70,29 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     residency.fill(rank, 5, "digest")
     versions.adopt(Version(VersionKey(KEY, 6), 24, [SLOT], "version's digest", 8, 3))
     versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
-    encoded = msgspec.msgpack.encode(books_of(residency, versions, "host:1"))
+    residency.register(["frozen"], FROZEN, 1, [0], 0)
+    frozen = residency.authenticate("frozen")
+    residency.register_heap(frozen, 24, [SLOT], 9)
+    frozen.frozen, frozen.model = True, "model"
+    residency.fill(frozen, 2, "its digest")
+    frozen.extent = None
+    contents.attach(frozen, content := contents.add(frozen, 9))
+    content.hash, content.is_immutable = "hash", True
+    encoded = msgspec.msgpack.encode(
+        books_of(residency, versions, contents, Cuts(), HostSeals(), "host:1")
+    )
     books = msgspec.msgpack.decode(encoded, type=Books)
     assert books.endpoint == "host:1"
-    assert dict(books.fences) == {DeploymentKey("acme", "gone", "policy"): 9, KEY: 3}
-    (wpg,) = books.wpgs
+    gone = DeploymentKey("acme", "gone", "policy")
+    assert dict(books.fences) == {gone: 9, KEY: 3, FROZEN: 1}
+    other, wpg = books.wpgs
+    assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "model")
+    assert (other.ranks[0].content, other.ranks[0].extent) == (content.number, None)
+    content.users.clear()
+    (found,) = map(content_of, books.contents)
+    assert {name: getattr(found, name) for name in found.__slots__} == {
+        name: getattr(content, name) for name in content.__slots__
+    }
     assert (wpg.key, wpg.incarnation, wpg.seal_seq, wpg.prepared) == (KEY, 3, 5, None)
     assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
     described = wpg.ranks[1]

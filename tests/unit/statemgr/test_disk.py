@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import DiskMethod, Role, TensorSlot
@@ -27,7 +28,6 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
-from phaseloom.statemgr.disk.disk import BLOCK_BYTES
 from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
 from phaseloom.statemgr.files import StateDirectory, find_parts
 
@@ -144,7 +144,7 @@ def written(directory: StateDirectory) -> tuple[Path, list[memoryview]]:
                 TensorSlot(f"w{start // MiB}", Role.WEIGHT, "uint8", [1], start, MiB)
                 for start in range(0, size, MiB)
             ],
-            xxhash.xxh3_128(content).hexdigest(),
+            digest_of(content),
         )
         for size, content in zip(SIZES, contents, strict=True)
     ]
@@ -217,6 +217,27 @@ def test_checksums_that_do_not_cover_the_memory_are_data_loss(tmp_path: Path) ->
     header = msgspec.structs.replace(place.header, sections=sections)
     with pytest.raises(ResourceError, match="not a checksum for each block"):
         directory.read(type(place)(place.file, header, 1, place.offset), memory(SIZES[1]))
+
+
+def test_digest_follows_from_what_was_written_where_none_was_known(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, contents = directory.seal(KEY, 3), [memory(size) for size in SIZES]
+    header = seal_header(KEY, 3, [Section(size, [], "") for size in SIZES])
+    written = directory.write(path, header, contents)
+    assert [part.digest for part in written.parts] == [digest_of(content) for content in contents]
+    assert find_parts(path)[0].header == written
+    assert written.digest == seal_header(KEY, 3, written.parts).digest
+
+
+def test_memory_of_another_digest_is_not_written(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    path, content = directory.seal(KEY, 3), memory(SIZES[0])
+    header = seal_header(KEY, 3, [Section(SIZES[0], [], digest_of(content))])
+    content[BLOCK_BYTES + 5] ^= 1
+    with pytest.raises(ResourceError, match="not what its digest says") as caught:
+        directory.write(path, header, [content])
+    assert caught.value.info.code is Code.DATA_LOSS
+    assert list(path.parent.iterdir()) == []
 
 
 def test_seal_of_an_older_release_without_block_checksums_is_verified_as_a_whole(

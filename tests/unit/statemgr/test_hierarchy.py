@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Prefetch, Role, TensorSlot
-from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.messages import Durability
+from phaseloom.common.statewire import Prefetch, PrepareSeal, Role, TensorSlot, WriteSeal
+from phaseloom.statemgr.core.residency import Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader
 from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.files import NEVER, StateDirectory
 from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.sealing import Sealer
 
 PAGE = 4096
 SIZE = 16 * PAGE
@@ -44,9 +47,9 @@ class GatedDirectory(StateDirectory):
         header: StateHeader,
         memories: list[memoryview],
         cancelled: threading.Event = NEVER,
-    ) -> None:
+    ) -> StateHeader:
         self._wait(cancelled)
-        super().write(path, header, memories, cancelled)
+        return super().write(path, header, memories, cancelled)
 
     def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
         self._wait(cancelled)
@@ -74,7 +77,8 @@ class World:
         node.residency.register([f"token {name}"], key, 1, [0], 0)
         (rank,) = node.residency.current(key, 1).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
-        extent = await self.hierarchy.reserve(HEAP, name)
+        with self.hierarchy.using(rank.wpg):
+            extent = await self.hierarchy.reserve(HEAP, name)
         node.residency.register_heap(rank, HEAP, slots, extent)
         memory = node.memory[extent].view(HEAP)
         memory[:] = name.encode() * HEAP
@@ -209,6 +213,60 @@ async def test_deployment_that_ends_on_its_way_down_leaves_no_file_and_no_bytes(
         assert w.node.memory.arena.used_bytes == SIZE
 
 
+async def test_deployment_that_ends_as_its_way_down_begins_makes_the_room_itself(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as w:
+        asking = asyncio.create_task(w.hierarchy.reserve(SIZE, "new"))
+        await asyncio.sleep(0)
+        assert w.state("b") is State.SPILLING
+        w.node.retire(w.wpgs["b"], "its rank has left")
+        w.node.memory.free(await asking)
+        await w.rest()
+        assert not w.directory.spill(w.wpgs["b"].key, 1, 0).exists()
+
+
+async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> None:
+    """A seal, and somebody who needs its memory."""
+    async with world(tmp_path, closed=False) as w:
+        key = VersionKey(DeploymentKey("acme", "job", "policy"), 1)
+        slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
+        extent = await w.hierarchy.reserve(HEAP, "a version")
+        await w.at_gate()
+        w.directory.gate.clear()
+        version = w.node.versions.begin(key, HEAP, slots, extent)
+        w.node.versions.commit(version, digest_of(w.node.memory[extent].view(HEAP)))
+        moves = w.hierarchy.versions
+        both = [asyncio.create_task(moves.persist(version)) for _ in range(2)]
+        await w.at_gate()
+        w.directory.gate.set()
+        await asyncio.gather(*both)
+        assert version.is_on_disk
+        assert not w.directory.at_gate.acquire(blocking=False)
+
+
+async def test_books_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
+    async with world(tmp_path, closed=False) as w:
+        w.node.memory.arena.budget_bytes += 2 * SIZE
+        sealer = Sealer(w.node, w.directory, w.hierarchy)
+        wpg, busy = w.wpgs["b"], threading.Event()
+        await sealer.prepare(PrepareSeal(wpg.key, 1, 1))
+        one_thread = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(one_thread)
+        one_thread.submit(busy.wait)
+        request = WriteSeal(wpg.key, 1, 1, [], durability=Durability.HOST)
+        writing = asyncio.create_task(sealer.write(request))
+        used_bytes = w.node.memory.arena.used_bytes
+        while w.node.memory.arena.used_bytes == used_bytes:
+            await asyncio.sleep(0)
+        try:
+            w.node.validate()
+        finally:
+            busy.set()
+            await writing
+        await sealer.forget(wpg.key)
+
+
 async def test_one_spill_makes_room_for_one_of_two_who_ask(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         w.node.retire(w.wpgs["c"], "room")
@@ -255,4 +313,123 @@ async def test_caller_that_is_cancelled_leaves_the_move_whole(tmp_path: Path) ->
         w.directory.gate.set()
         await w.rest()
         assert w.state("b") is State.SPILLED
+        await w.use("b")
+
+
+@asynccontextmanager
+async def draining(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIterator[World]:
+    """Room for three, one of which is to be had at once; the gate is closed. `a` and `b` are there,
+    and the room of the third is free."""
+    node = Node(NodeId("n"), [SIZE], 3 * SIZE, 10.0)
+    gated = await asyncio.to_thread(GatedDirectory, directory)
+    gated.gate.clear()
+    hierarchy = Hierarchy(node, gated, nvme_bytes, spare_bytes=SIZE)
+    made = World(node, gated, hierarchy)
+    async with asyncio.TaskGroup() as tasks:
+        hierarchy.start(tasks)
+        for name in ("a", "b"):
+            await made.add(name)
+            async with hierarchy.in_host(made.wpgs[name]):
+                pass
+        try:
+            yield made
+        finally:
+            hierarchy.stop()
+            gated.gate.set()
+        await made.rest()
+        node.validate()
+    node.keeper.close()
+    node.memory.close()
+
+
+def drained(w: World) -> list[str]:
+    return [name for name, wpg in w.wpgs.items() if wpg.ranks[0].is_drained]
+
+
+async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_for_the_disk(
+    tmp_path: Path,
+) -> None:
+    async with draining(tmp_path) as w:
+        assert w.hierarchy.num_moves == 0
+        await w.add("c")
+        await w.at_gate()
+        assert w.state("a") is State.SPILLING
+        w.directory.gate.set()
+        await w.node.until(lambda: drained(w) == ["a"] and not w.hierarchy.num_moves)
+        assert w.state("a") is State.HOST
+        assert w.is_whole("a")
+        assert w.node.nvme_used_bytes() == HEAP
+        w.node.validate()
+        w.directory.gate.clear()
+        extent = await w.hierarchy.reserve(SIZE, "new")
+        assert (w.state("a"), drained(w)) == (State.SPILLED, [])
+        # That took the room which was to be had at once: the next one is on its way.
+        await w.at_gate()
+        assert w.state("b") is State.SPILLING
+        w.directory.gate.set()
+        await w.rest()
+        w.node.memory.free(extent)
+        await w.use("a")
+
+
+async def test_draining_gives_way_to_who_needs_the_copy(tmp_path: Path) -> None:
+    async with draining(tmp_path) as w:
+        await w.add("c")
+        await w.at_gate()
+        await w.use("a")
+        assert w.state("a") is State.HOST
+        # Another one is needed last now.
+        await w.at_gate()
+        assert w.state("b") is State.SPILLING
+        w.directory.gate.set()
+        await w.node.until(lambda: drained(w) == ["b"])
+
+
+async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_drained(tmp_path: Path) -> None:
+    async with draining(tmp_path) as w:
+        for name in ("b", "a"):
+            w.hint(name, {"a": 1.0, "b": 2.0}[name])
+        await w.add("c")
+        w.hint("c", 3.0)
+        await w.at_gate()
+        going = [name for name in w.wpgs if w.state(name) is State.SPILLING]
+        with w.hierarchy.using(*(w.wpgs[name] for name in w.wpgs if name not in going)):
+            asking = asyncio.create_task(w.hierarchy.reserve(SIZE, "new"))
+            await asyncio.sleep(0)
+            w.directory.gate.set()
+            w.node.memory.free(await asking)
+        assert [name for name in w.wpgs if w.state(name) is State.SPILLED] == going
+
+
+async def test_copy_that_goes_to_the_device_is_drained_no_more(tmp_path: Path) -> None:
+    async with draining(tmp_path) as w:
+        await w.add("c")
+        w.directory.gate.set()
+        await w.node.until(lambda: drained(w) == ["a"] and not w.hierarchy.num_moves)
+        (rank,) = w.wpgs["a"].ranks
+        async with w.hierarchy.in_host(w.wpgs["a"]):
+            w.node.residency.begin_load(rank)
+            w.node.residency.step(rank, Step.LOAD_VERIFIED)
+        assert "a" not in drained(w)
+        assert "a" not in {path.parent.name for path in w.directory.spilled()}
+        await w.node.until(lambda: drained(w) == ["b"])
+
+
+async def test_nothing_is_drained_where_the_tier_below_is_full(tmp_path: Path) -> None:
+    async with draining(tmp_path, nvme_bytes=HEAP - 1) as w:
+        await w.add("c")
+        with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
+            await w.hierarchy.reserve(SIZE, "new")
+        assert [w.state(name) for name in NAMES] == [State.HOST] * 3
+        assert drained(w) == []
+
+
+async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, closed=False) as w:
+        (rank,) = w.wpgs["b"].ranks
+        rank.copied(1, "")
+        w.node.memory.free(await w.hierarchy.reserve(SIZE, "new"))
+        assert (w.state("b"), rank.digest) == (State.SPILLED, w.digests["b"])
         await w.use("b")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
@@ -36,8 +36,7 @@ def header(content: bytes, seq: int = 3, num_tensors: int = 1) -> StateHeader:
     tensors = [
         TensorSlot(f"w{i}", Role.WEIGHT, "float32", [6], 64 * i, 24) for i in range(num_tensors)
     ]
-    digest = xxhash.xxh3_128(content).hexdigest()
-    return StateHeader("seal", KEY, seq, len(content), tensors, digest)
+    return StateHeader("seal", KEY, seq, len(content), tensors, digest_of(memoryview(content)))
 
 
 @given(st.integers(0, 300))
@@ -111,7 +110,7 @@ def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
     contents = [b"first" * 1000, b"", b"third"]
-    sections = [Section(len(c), [], xxhash.xxh3_128(c).hexdigest()) for c in contents]
+    sections = [Section(len(c), [], digest_of(memoryview(c))) for c in contents]
     directory.write(path, seal_header(KEY, 3, sections), [memoryview(c) for c in contents])
     places = find_parts(path)
     assert places[0].header.num_bytes == 5005
@@ -209,3 +208,12 @@ def test_unwritable_directory_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as caught:
         directory.write(directory.seal(KEY, 1), header(b"x"), [memoryview(b"x")])
     assert caught.value.info.code is Code.UNAVAILABLE
+
+
+def test_seal_of_a_release_that_did_not_say_which_slice_a_tensor_is_is_restorable() -> None:
+    known = msgspec.structs.replace(SLOT, global_shape=[4, 3], start=[2, 0])
+    stored = StateHeader("seal", KEY, 1, 64, [SLOT], "x")
+    check_restorable(stored, 0, 1, heap_bytes=64, tensors=[known], file="f")
+    moved = msgspec.structs.replace(known, offset=64)
+    with pytest.raises(CallerError, match="another layout"):
+        check_restorable(stored, 0, 1, heap_bytes=64, tensors=[moved], file="f")

@@ -88,3 +88,33 @@ def test_version_in_memory_joins_its_file_unless_they_differ() -> None:
     assert not versions.adopt(Version(KEY, 64, [], "another", extent=6))
     assert versions.find(KEY) is adopted
     versions.validate()
+
+
+def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> None:
+    versions, (key, part, open_) = Versions(), _keys()
+    for number, each in enumerate((key, part, open_)):
+        versions.begin(each, 64, [], extent=number)
+    versions.commit(version := _found(versions, key), "digest")
+    versions.commit(_found(versions, part), "digest")
+    assert versions.unused() == [version]
+    versions.acquire(version)
+    assert versions.unused() == []
+    versions.release(version)
+    with pytest.raises(AssertionError):
+        versions.leave_memory(version)
+    version.is_on_disk = True
+    assert versions.leave_memory(version) == 0
+    versions.validate()
+    assert versions.unused() == []
+    assert (version.extent, version.is_committed) == (None, True)
+
+
+def _keys() -> tuple[VersionKey, VersionKey, VersionKey]:
+    policy = DeploymentKey("acme", "leaving", "policy")
+    return VersionKey(policy, 1), VersionKey(policy, 1, "0of2"), VersionKey(policy, 2)
+
+
+def _found(versions: Versions, key: VersionKey) -> Version:
+    version = versions.find(key)
+    assert version is not None
+    return version

@@ -14,5 +14,5 @@ from phaseloom.worker.config import WorkerConfig
 def test_price_of_a_node_is_the_usual_one_of_its_pool_where_none_is_given(
     pool: str, given: float, price: float
 ) -> None:
-    config = WorkerConfig("n0", pool, [1], 1, "s", "secret", "/run", "/c", price_per_hour=given)
+    config = WorkerConfig("n0", pool, [1], 1, "s", "secret", "/run", price_per_hour=given)
     assert config.price == pytest.approx(price)

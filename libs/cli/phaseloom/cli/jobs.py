@@ -1,5 +1,5 @@
 """What the mesh knows of its jobs (`phaseloom jobs`), and of a job or an operation (`phaseloom
-explain`); ending a job from outside (`phaseloom cancel`, `phaseloom drain`)."""
+explain`); ending a job from outside (`phaseloom cancel`, `phaseloom drain`), emptying a node."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phaseloom.cli import nodes
 from phaseloom.cli.rundir import bus_config
 from phaseloom.common.api import call_api
 from phaseloom.common.bus import Bus, BusConfig, connect
@@ -21,6 +22,7 @@ from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import JobKey, OperationKey, check_name, parse_operation_key
 from phaseloom.common.messages import (
     DeploymentStatus,
+    DrainNode,
     Explanation,
     JobRequest,
     JobStatus,
@@ -84,16 +86,43 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.finish", request)), key, console)
 
 
-def drain(job: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Let a job take no new operations, and end once those that are open have ended.
+def drain(
+    what: str,
+    *,
+    run: Path | None = None,
+    undo: bool = False,
+    gone: bool = False,
+    timeout_s: float = 600.0,
+    console: Console | None = None,
+) -> int:
+    """Move all that is on a node elsewhere; or let a job take no new operations, and end once those
+    that are open have ended.
+
+    Exit code 1 where something is still on the node after the timeout.
 
     Parameters
     ----------
-    job
-        `<tenant>.<job>`.
+    what
+        A node, which is waited for until nothing is on it any more; or `<tenant>.<job>`.
     run
         As for `phaseloom jobs`.
+    undo
+        The node may be used again.
+    gone
+        The node is down and does not come back: jobs that need what it alone had fall back to their
+        last checkpoint, or fail.
+    timeout_s
+        How long to wait for a node.
     """
+    target = console or Console()
+    if "." not in what:
+        request = DrainNode(check_name(what, "node"), undo, gone)
+        return uvloop.run(nodes.drain(bus_config(run), request, timeout_s, target))
+    _drain_job(what, run, target)
+    return 0
+
+
+def _drain_job(job: str, run: Path | None, console: Console) -> None:
     key = _job_key(job)
     request = JobRequest(key.job)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.drain", request)), key, console)

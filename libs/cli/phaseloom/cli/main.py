@@ -35,6 +35,11 @@ def application() -> App:
         name="state",
         help="Show which state lies where on each node: device memory, host memory, NVMe.",
     )
+    app.command(
+        "phaseloom.cli.certs:certs",
+        name="certs",
+        help="Make the certificates by which the nodes of a mesh know one another.",
+    )
     app.command("phaseloom.cli.top:top", name="top", help="Watch the mesh, live.")
     app.command(
         "phaseloom.cli.trace:trace", name="trace", help="Show where an operation's time went."
@@ -48,7 +53,11 @@ def application() -> App:
         help="Say why a job is where it is, or what an operation waits for.",
     )
     app.command("phaseloom.cli.jobs:cancel", name="cancel", help="End a job now.")
-    app.command("phaseloom.cli.jobs:drain", name="drain", help="End a job once it has run dry.")
+    app.command(
+        "phaseloom.cli.jobs:drain",
+        name="drain",
+        help="Empty a node, or end a job once it has run dry.",
+    )
     app.command(
         "phaseloom.cli.simulate:simulate",
         name="simulate",

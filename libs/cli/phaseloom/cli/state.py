@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,12 @@ from phaseloom.common.codec import decode
 from phaseloom.common.errors import PhaseloomError, ResourceError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.leases import node_lease_key
-from phaseloom.common.statewire import StatusReport
+from phaseloom.common.statewire import ContentState, StatusReport
 from phaseloom.common.streams import Bucket, state_subject
 
 _TIMEOUT_S = 5.0
 _NOTHING = "–"
+_HASH_CHARS = 12
 
 
 def state(
@@ -100,13 +102,23 @@ def headline(node: str, report: StatusReport) -> str:
             f"host memory: {_of(report.host_used_bytes, report.host_budget_bytes)}",
             f"NVMe ({report.disk.method}): "
             f"{_of(report.nvme_used_bytes, report.nvme_budget_bytes)} for host copies",
+            *_sharing(report),
         ]
     )
 
 
+def _sharing(report: StatusReport) -> list[str]:
+    """How often what lies there would lie there if each owner had its own."""
+    if not report.held_bytes:
+        return []
+    ratio = report.owned_bytes / report.held_bytes
+    return [f"{_size(report.owned_bytes)} in {_size(report.held_bytes)} ({ratio:.2f} to 1)"]
+
+
 def tables(report: StatusReport) -> list[Table]:
-    """Deployments, then weights versions; none of what there is none of."""
-    deployments = Table("deployment", "life", "seq", "device", "host", "NVMe", box=None)
+    """Deployments, weights versions, contents; none of what there is none of."""
+    columns = ("life", "seq", "device", "host", "NVMe", "never on a device", "shared")
+    deployments = Table("deployment", *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
             str(deployment.deployment),
@@ -115,6 +127,8 @@ def tables(report: StatusReport) -> list[Table]:
             _size(deployment.device_bytes),
             _size(deployment.host_bytes),
             _size(deployment.nvme_bytes),
+            _size(deployment.host_only_bytes),
+            _size(deployment.shared_bytes),
         )
     versions = Table("weights version", "host", "NVMe", "in use", box=None)
     for version in report.version_states:
@@ -124,7 +138,31 @@ def tables(report: StatusReport) -> list[Table]:
             _size(version.num_bytes * version.on_nvme),
             str(version.num_users),
         )
-    return [table for table in (deployments, versions) if table.row_count]
+    contents = Table("content", "bytes", "in", "held for", box=None)
+    for content in report.contents:
+        contents.add_row(
+            _named(content),
+            _size(content.num_bytes),
+            "NVMe" if content.on_nvme else "host",
+            ", ".join(_users(content)),
+        )
+    return [table for table in (deployments, versions, contents) if table.row_count]
+
+
+def _named(content: ContentState) -> str:
+    """A hash is shown as far as people compare it; `--json` has the whole."""
+    if content.version is not None:
+        return str(content.version)
+    known = content.hash[:_HASH_CHARS] or "not hashed"
+    return f"{content.base} ({known})" if content.base else known
+
+
+def _users(content: ContentState) -> list[str]:
+    """Each once, with the number of its ranks where it has several."""
+    return [
+        user if number == 1 else f"{user} ×{number}"
+        for user, number in Counter(content.users).items()
+    ]
 
 
 def _of(used: int, budget: int) -> str:

@@ -9,7 +9,8 @@ server last. If this process is killed instead, the kernel kills its children (s
 and ranks end with their agent.
 
 The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
-`credentials.json` (for its owner only), `mesh.json` (url, pids, metrics), and the nodes' disks.
+`credentials.json` and `certificates/` (for its owner only), `mesh.json` (url, pids, metrics), and
+the nodes' disks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
+from phaseloom.cli.certs import make_certificates
 from phaseloom.common import config as configuration
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
+from phaseloom.common.certificates import directory_of
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import check_name
@@ -73,6 +76,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
     """Placement prefers what costs less; 0: what its pool usually costs."""
+    site: str = ""
+    """What fast links join: a weights version crosses to each other site once. Empty: none."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -105,10 +110,17 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Planned for each phase on shared nodes, by placement that promises an SLO."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
+    frozen_bases: dict[str, list[str]] = {}
+    """Name → BLAKE3 of the content of each of its ranks: models that never change, and that tenants
+    may share. `phaseloom state --json` tells the hashes."""
     seal_every: int = 60
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
     """A WPG that dies more often than this at one operation fails it."""
+    node_grace_s: float = 30.0
+    """A node that is away for longer loses what can be rebuilt elsewhere."""
+    node_gone_s: float = 1800.0
+    """A node that is away for longer counts as gone for good; 0: only an operator can say so."""
     ops_max_bytes: int = 2**30
     """Of each tenant's operation stream; when it is full, publishing is refused."""
     tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
@@ -157,7 +169,8 @@ def child_specs(
     """Every service of the mesh; a section's variables go only to the service that reads it.
 
     Args: sockets: directory with a name short enough for Unix sockets.
-          secret: the mesh's: agents and state managers know one another by it.
+          secret: the mesh's: agents and state managers know one another by it, and the
+              scheduler signs tickets with it.
     """
     bus = {"URL": credentials.url, "USER": credentials.user, "PASSWORD": credentials.password}
     shared = {
@@ -167,14 +180,14 @@ def child_specs(
         **_section("METRICS", {"PORT": 0}),
         "OMP_NUM_THREADS": "1",
     }
-    specs = [*_schedulers(config), *_routers(config)]
+    specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     for node in config.nodes:
-        specs += _node(node, run_dir, sockets, secret)
+        specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
 
 
-def _schedulers(config: MeshConfig) -> list[ChildSpec]:
+def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
     specs = []
     for number in range(config.schedulers):
         name = f"scheduler-{number}" if number else "scheduler"
@@ -188,6 +201,9 @@ def _schedulers(config: MeshConfig) -> list[ChildSpec]:
             "IDLE_GRACE_S": config.idle_grace_s,
             "SEAL_EVERY": config.seal_every,
             "MAX_LOSSES": config.max_losses,
+            "NODE_GRACE_S": config.node_grace_s,
+            "NODE_GONE_S": config.node_gone_s,
+            "STATE_SECRET": secret,
         }
         specs.append(ChildSpec(name, "phaseloom.scheduler.main", _section("SCHEDULER", settings)))
     return specs
@@ -207,15 +223,21 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
     return specs
 
 
-def _node(node: NodeConfig, run_dir: Path, sockets: Path, secret: str) -> list[ChildSpec]:
+def _node(
+    node: NodeConfig, config: MeshConfig, run_dir: Path, sockets: Path, secret: str
+) -> list[ChildSpec]:
     socket = sockets / f"{node.name}.sock"
     state = {
         "NODE": node.name,
         "SOCKET": socket,
         "SECRET": secret,
         "DIRECTORY": run_dir / "nodes" / node.name,
+        "CERTIFICATES": directory_of(run_dir / "certificates", node.name),
+        "SITE": node.site,
+        "FROZEN_BASES": config.frozen_bases,
         "DEVICES": node.devices,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
+        "CHECKPOINT_ROOT": run_dir / "checkpoints",
     }
     worker = {
         "NODE": node.name,
@@ -227,7 +249,6 @@ def _node(node: NodeConfig, run_dir: Path, sockets: Path, secret: str) -> list[C
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,
         "RUNTIME_DIRECTORY": sockets,
-        "CHECKPOINT_ROOT": run_dir / "checkpoints",
     }
     return [
         ChildSpec(f"statemgr-{node.name}", "phaseloom.statemgr.main", _section("STATEMGR", state)),
@@ -320,6 +341,11 @@ class Child:
             self.send(signal.SIGKILL)
             await self._stopped.wait()
 
+    def kill(self) -> None:
+        """End it at once, for good."""
+        self._stopping.set()
+        self.send(signal.SIGKILL)
+
     def send(self, number: int) -> None:
         if self.process is not None:
             with suppress(ProcessLookupError):
@@ -387,6 +413,8 @@ class Mesh:
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+            names = [node.name for node in self.config.nodes]
+            await asyncio.to_thread(make_certificates, self.run_dir / "certificates", names)
             await stack.enter_async_context(self._server)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
@@ -457,6 +485,12 @@ class Mesh:
         for pid in pids:
             os.kill(pid, number)
         return pids
+
+    def lose(self, node: str) -> None:
+        """As when a machine fails: its processes are killed, and not started again."""
+        for child in self._children:
+            if child.spec.name in (f"worker-{node}", f"statemgr-{node}"):
+                child.kill()
 
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -155,17 +155,21 @@ class Deployment:
         *,
         controller_blob: bytes = b"",
         checkpoints: Mapping[str, str] | None = None,
+        keep: int = 0,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[SaveStateResult]:
-        """Write a checkpoint under the tenant's root.
+        """Write a checkpoint under the tenant's root; what comes after it goes on meanwhile.
 
         Args: controller_blob: this program's own state, 1 MiB at most: with it, the checkpoint
                   becomes the job's last, which `attach` gives to the next controller.
               checkpoints: of the job's other deployments, the checkpoints that belong to it:
                   deployment → name. Save those first, and name them in `after`.
+              keep: once this one is durable, older ones of this deployment that were saved with a
+                  `keep` go, but for the newest so many, this one among them; never one that the job
+                  may fall back to. 0: it stays, whatever is saved later.
         """
-        args = SaveState(name, controller_blob, dict(checkpoints or {}))
+        args = SaveState(name, controller_blob, dict(checkpoints or {}), keep)
         return self._submit([args], after, only(SaveStateResult), timeout_s)
 
     def load_state(

@@ -42,6 +42,7 @@ from phaseloom.common.messages import (
     DeploymentRequest,
     DeploymentSpec,
     DeploymentStatus,
+    Durability,
     Explanation,
     Heartbeat,
     JobRequest,
@@ -215,6 +216,7 @@ class Mesh:
         cycle: Cycle | None = None,
         duration_s: float = 0.0,
         may_wait: bool = True,
+        durability: Durability = Durability.NODE,
     ) -> MeshJob:
         """Submit a job and attach to it when all its deployments are ready.
 
@@ -225,11 +227,13 @@ class Mesh:
                 cycle: what it does again and again, where that is known; else it is profiled.
                 duration_s: how long it would run alone; 0: not known.
                 may_wait: else it is refused where there is no place for it now.
+                durability: what its seals survive: the death of every process (`host`), a restart
+                of their node (`node`), its loss (`remote`).
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; ResourceError:
                 RESOURCE_EXHAUSTED, there is no place for it; PhaseloomError: why it failed.
         """
         check_name(name, "name")
-        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait)
+        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability)
         await self._once("job.submit", SubmitJob(name, spec))
 
         def is_active(status: JobStatus) -> bool:

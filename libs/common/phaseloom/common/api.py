@@ -35,7 +35,7 @@ from phaseloom.common.errors import (
 )
 from phaseloom.common.ids import check_name
 from phaseloom.common.messages import ApiError
-from phaseloom.common.streams import api_subject
+from phaseloom.common.streams import api_subject, node_subject
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +51,15 @@ async def serve_api(
     service_name: str,
     endpoints: Mapping[str, tuple[Any, ApiHandler]],
     *,
+    operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
     queue_group: str | None = None,
 ) -> Service:
     """Serve calls for every tenant until the answered service's `stop()`.
 
     Args: endpoints: call (`job.submit`) -> (request type, handler). Requests of one call are
               handled one after another.
+          operators: as endpoints, on subjects that no tenant can reach (`pl.v1.node.<call>`); the
+              handler's tenant is empty.
           queue_group: replicas in the same group share the calls; default: the service's name.
     """
     # nats-py asks for utcnow(), deprecated since Python 3.12.
@@ -72,16 +75,28 @@ async def serve_api(
         await service.add_endpoint(
             name=call.replace(".", "-"),
             subject=api_subject("*", call),
-            handler=_endpoint(call, kind, handler),
+            handler=_endpoint(call, kind, handler, _tenant_of),
+        )
+    for call, (kind, handler) in (operators or {}).items():
+        await service.add_endpoint(
+            name=f"node-{call}",
+            subject=node_subject(call),
+            handler=_endpoint(call, kind, handler, lambda request: ""),
         )
     return service
 
 
-def _endpoint(call: str, kind: Any, handler: ApiHandler) -> Callable[[Request], Awaitable[None]]:
+def _tenant_of(request: Request) -> str:
+    return check_name(request.subject.split(".")[_TENANT_TOKEN], "subject.tenant")
+
+
+def _endpoint(
+    call: str, kind: Any, handler: ApiHandler, tenant_of: Callable[[Request], str]
+) -> Callable[[Request], Awaitable[None]]:
     async def handle(request: Request) -> None:
         content_type = content_type_of(request.headers)
         try:
-            tenant = check_name(request.subject.split(".")[_TENANT_TOKEN], "subject.tenant")
+            tenant = tenant_of(request)
             answer = await handler(tenant, decode(request.data, kind, content_type))
             payload = encode(answer, content_type)
         except PhaseloomError as error:
@@ -117,9 +132,22 @@ async def call_api(
     Raises: PhaseloomError: what the service answered; ResourceError UNAVAILABLE: no answer (nobody
             serves it, no connection, or no time left): whether it took effect is not known.
     """
+    return await _called(client, api_subject(tenant, call), request, answer, timeout_s)
+
+
+async def call_node_api(
+    client: Client, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
+) -> Any:
+    """As `call_api`, of an operator."""
+    return await _called(client, node_subject(call), request, answer, timeout_s)
+
+
+async def _called(
+    client: Client, subject: str, request: object, answer: Any, timeout_s: float
+) -> Any:
     message = await request_reply(
         client,
-        api_subject(tenant, call),
+        subject,
         encode(request),
         timeout_s=timeout_s,
         headers={CONTENT_TYPE: MSGPACK},

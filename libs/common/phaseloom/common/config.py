@@ -71,6 +71,11 @@ def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return dict(os.environ if environ is None else environ)
 
 
+def keep_from_children(section: str, field: str) -> None:
+    """Processes that this one starts from now on do not inherit this variable."""
+    os.environ.pop(f"{PREFIX}{section.upper()}_{field.upper()}", None)
+
+
 def hand_down(variable: str, value: str) -> None:
     """Set a variable for the processes that this one starts from now on."""
     os.environ[variable] = value

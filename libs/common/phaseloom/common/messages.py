@@ -77,6 +77,14 @@ class Batching(StrEnum):
     on what else was."""
 
 
+class OptimizerOn(StrEnum):
+    DEVICE = "device"
+    """The optimizer's state comes and goes with the weights."""
+    HOST = "host"
+    """It lives in host memory, where `optim_step` runs too: half as many bytes on the device and in
+    a switch. The same numbers, a slower step where the device is faster than the host."""
+
+
 class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One logical model of a job. controller → job API → scheduler → agent → ranks."""
 
@@ -96,6 +104,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its ranks are spread evenly over so many nodes of the pool."""
     host_bytes: int = 0
     """Working set in the host memory of each of its nodes; 0: not declared."""
+    optimizer_on: OptimizerOn = OptimizerOn.DEVICE
 
 
 # --- Operations: controller → OPS → router; payload read by the WPG leader -----------------------
@@ -192,6 +201,9 @@ class SaveState(Message, frozen=True):
     """The controller's own state, at most 1 MiB."""
     checkpoints: dict[str, str] = {}
     """Other deployment of the job → the name of its checkpoint that belongs to this one."""
+    keep: int = 0
+    """Once it is durable, those of this deployment's checkpoints that were saved with a `keep` too
+    go, but for the newest so many and those that may be needed; 0: it stays, whatever is saved."""
 
 
 class LoadState(Message, frozen=True):
@@ -398,6 +410,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Share of its cycle that a member of a group may be predicted to wait, at most."""
     switch_s: float = 0.0
     """Planned for each phase of a shared group, by policies that promise an SLO."""
+    node_grace_s: float = 30.0
+    """A node that is away for longer loses what can be rebuilt elsewhere, if it can move."""
+    node_gone_s: float = 1800.0
+    """A node that is away for longer counts as gone for good: what it alone had is lost, and the
+    jobs that need it fall back or fail. 0: only an operator can say so."""
 
 
 class SchedulerConfigured(Message, frozen=True):
@@ -466,6 +483,40 @@ class WpgLost(Message, frozen=True):
     error: ErrorInfo
 
 
+class CommandId(msgspec.Struct, frozen=True, order=True):
+    """The decision-log sequence of the event that caused a command, and its place in the answer."""
+
+    sequence: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.sequence}:{self.index}"
+
+
+class NodeDrainRequested(Message, frozen=True, omit_defaults=True):
+    """operator API → scheduler. What is on the node is to go to others."""
+
+    node: NodeId
+    request: str
+    """Id of the API request that this answers."""
+    undo: bool = False
+    """It is not to be drained any more."""
+    gone: bool = False
+    """It is gone for good, with all that it alone had."""
+
+
+class StateMirrored(Message, frozen=True, omit_defaults=True):
+    """agent → scheduler. Answer to `MirrorState`."""
+
+    deployment: DeploymentKey
+    seq: int
+    """Of the seal; 0: none was asked for."""
+    node: NodeId
+    command: CommandId
+    error: ErrorInfo | None = None
+    """It is not here, and why."""
+
+
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run of operations of one job on one pool: seconds from the start of its cycle."""
 
@@ -481,6 +532,19 @@ class Cycle(msgspec.Struct, frozen=True):
 
     period_s: float
     segments: list[Segment]
+    num_optim_steps: int = 1
+    """Of all deployments, in one period."""
+
+
+class Durability(StrEnum):
+    """What a committed seal survives. Above it the operation stream is kept."""
+
+    HOST = "host"
+    """The death of every process; kept in its node's memory."""
+    NODE = "node"
+    """A restart of its node, too: on its disk, fsynced."""
+    REMOTE = "remote"
+    """The loss of its node: on the disk of another one as well."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -493,6 +557,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """How long it would run alone; 0: not known. Only reservations of others go by it."""
     may_wait: bool = True
     """Whether it waits for a place that is not there now, or is refused."""
+    durability: Durability = Durability.NODE
+    """Of the seals of its deployments."""
 
 
 class JobSubmitted(Message, frozen=True):
@@ -659,6 +725,15 @@ class PermitReturned(Message, frozen=True):
     error: ErrorInfo
 
 
+class StateCut(Message, frozen=True):
+    """WPG leader → scheduler. What a `save_state` saves is apart from the devices now: others may
+    go on while it is written."""
+
+    key: OperationKey
+    epoch: int
+    incarnation: int
+
+
 class SealCommitted(Message, frozen=True):
     """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
     on several nodes, this one's part of it."""
@@ -668,6 +743,31 @@ class SealCommitted(Message, frozen=True):
     node: NodeId
     versions: list[int]
     """Weights versions of this policy that are as durable as the seal."""
+    copies: list[NodeId] = []
+    """Other nodes that have all of this on their disks."""
+
+
+class SealRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """agents → KV `seals`: the commit record of a deployment's newest seal.
+
+    Each node of a WPG adds its part, by compare and swap; with the last one the seal is committed.
+    """
+
+    seq: int
+    num_parts: int = 1
+    parts: list[SealCommitted] = []
+    committed: int = 0
+    """seq of the committed seal before, which stands until this one is whole; 0: none does."""
+
+    @property
+    def is_whole(self) -> bool:
+        # One of before there were parts names none.
+        return not self.parts or len(self.parts) == self.num_parts
+
+    @property
+    def newest(self) -> int:
+        """seq of the newest committed seal; 0: there is none."""
+        return self.seq if self.is_whole else self.committed
 
 
 class SealFailed(Message, frozen=True):
@@ -708,6 +808,8 @@ class PhaseTrace(Message, frozen=True):
     """The period where every operation takes its `worst_s`."""
     drift: float = 0.0
     """Relative change of the period against the one that was told before; 0: none to speak of."""
+    num_optim_steps: int = 1
+    """Of all deployments, in one period."""
 
 
 class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -745,6 +847,7 @@ Event = (
     SchedulerConfigured
     | NodeUp
     | NodeLost
+    | NodeDrainRequested
     | WpgStarted
     | WpgLost
     | JobSubmitted
@@ -763,8 +866,10 @@ Event = (
     | ActivationOpened
     | ActivationRefused
     | PermitReturned
+    | StateCut
     | SealCommitted
     | SealFailed
+    | StateMirrored
     | PhaseTrace
     | ReplanComputed
     | TimerFired
@@ -781,21 +886,42 @@ def parts(event: Event) -> Seq[Event]:
 # --- Commands to a node: scheduler → PERMITS → agent ---------------------------------------------
 
 
-class CommandId(msgspec.Struct, frozen=True, order=True):
-    """The decision-log sequence of the event that caused a command, and its place in the answer."""
-
-    sequence: int
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.sequence}:{self.index}"
-
-
 class NodeCommand(Message, frozen=True):
     id: CommandId
     node: NodeId
     revision: int
     """The node's life this is meant for."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Leave for nodes to fetch a weights version from others, for one life of one deployment.
+
+    It lasts as long as that life and the version: a state manager that has seen the ticket of a
+    later life refuses it.
+    """
+
+    version: VersionKey
+    reader: DeploymentKey
+    incarnation: int
+    """Of the reader."""
+    nodes: list[str]
+    """Where the reader's ranks are; certificates name nodes so."""
+    mac: bytes = b""
+    """Of the scheduler that permits the read; see `phaseloom.common.tickets`."""
+
+
+class FilesTicket(msgspec.Struct, frozen=True):
+    """Leave for nodes to fetch a deployment's seals and durable weights versions from others.
+
+    It lasts until a later life of the deployment asks.
+    """
+
+    deployment: DeploymentKey
+    incarnation: int
+    nodes: list[str]
+    """Who may have them, as their certificates name them."""
+    mac: bytes = b""
+    """Of the scheduler; see `phaseloom.common.tickets`."""
 
 
 class StartWpg(NodeCommand, frozen=True):
@@ -816,6 +942,13 @@ class StartWpg(NodeCommand, frozen=True):
     """Of this node's first rank; rank 0 leads."""
     nodes: list[NodeId] = []
     """Of the whole WPG, by rank, where it is spread over several; each starts its own ranks."""
+    versions: list[int] = []
+    """Weights versions of this policy that are as durable as the seal."""
+    sources: list[str] = []
+    """Endpoints of the state managers that have the seal and the versions, where this node may
+    lack them."""
+    ticket: FilesTicket | None = None
+    """With sources."""
 
 
 class StopWpg(NodeCommand, frozen=True):
@@ -855,6 +988,8 @@ class Permit(NodeCommand, frozen=True):
     """Of `sync_weights`: endpoints of the state managers that have the version."""
     partial: bool = False
     """Of `optim_step`: a `forward_backward` since the last one was not completed."""
+    ticket: Ticket | None = None
+    """Of `sync_weights`: what the sources ask for."""
 
 
 class Permits(NodeCommand, frozen=True):
@@ -886,12 +1021,35 @@ class CloseActivation(NodeCommand, frozen=True):
 
 
 class SealState(NodeCommand, frozen=True):
-    """Commit a copy of the whole state at `seq`, and these versions, to this node's disk."""
+    """Commit a copy of the whole state at `seq`, and these versions."""
 
     deployment: DeploymentKey
     incarnation: int
     seq: int
     versions: list[int]
+    durability: Durability = Durability.NODE
+    replicas: dict[NodeId, str] = {}
+    """Of `remote`: nodes whose disks get a copy before it is committed, and the endpoints of their
+    state managers."""
+    num_parts: int = 1
+    """Nodes of the WPG: the seal is committed with the last one's part."""
+    ticket: FilesTicket | None = None
+    """Of the replicas."""
+
+
+class MirrorState(NodeCommand, frozen=True):
+    """Bring a copy of another node's state to this node's disk; answered by a StateMirrored."""
+
+    deployment: DeploymentKey
+    seal_seq: int
+    """0: only versions."""
+    versions: list[int]
+    """Its own."""
+    sources: list[str]
+    """Endpoints of the state managers that have them."""
+    ticket: FilesTicket
+    holds: Ticket | None = None
+    """For the version that it holds, which may be another deployment's."""
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
@@ -918,6 +1076,7 @@ Command = (
     | CancelOperation
     | CloseActivation
     | SealState
+    | MirrorState
     | ReleaseVersions
     | PrefetchState
 )
@@ -1023,6 +1182,28 @@ class OperationRequest(msgspec.Struct, frozen=True):
     job: str
     deployment: str
     slot: str
+
+
+class DrainNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`pl.v1.node.{drain,status}`, of operators: answered with a NodeStatus. `status` changes
+    nothing."""
+
+    node: str
+    undo: bool = False
+    gone: bool = False
+
+
+class NodeStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A node as the scheduler sees it."""
+
+    node: str
+    is_up: bool
+    is_draining: bool = False
+    is_gone: bool = False
+    deployments: list[DeploymentKey] = []
+    """That are on it, or on their way to it."""
+    waits_for: list[str] = []
+    """Why those that are to leave have not left; one line each."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):

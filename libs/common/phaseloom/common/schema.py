@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from phaseloom.common import messages, streams
+from phaseloom.common import messages, statewire, streams
 
 VERSION = "1.0.0"
 _REFERENCE = "#/$defs/{name}"
@@ -37,6 +37,11 @@ _API = {
     "tenant.usage": (messages.UsageRequest, messages.Usage),
 }
 """Call → (request, answer). An error is an `ApiError`."""
+_NODE_API = {
+    "drain": (messages.DrainNode, messages.NodeStatus),
+    "status": (messages.DrainNode, messages.NodeStatus),
+}
+"""As `_API`, of operators."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,28 @@ def channels() -> list[Channel]:
             f"{prefix}.permit.{{node}}",
             "scheduler → agent: every command to a node",
             get_args(messages.Command),
+        ),
+        Channel(
+            "state",
+            f"{prefix}.state.{{node}}",
+            "request and reply: an empty message → StatusReport, what the node's state manager has",
+            (statewire.StatusReport,),
+        ),
+        *(
+            Channel(
+                f"node.{call}",
+                streams.node_subject(call),
+                f"request and reply, of operators: {request.__name__} → {answer.__name__} or "
+                "ApiError",
+                (request, answer, messages.ApiError),
+            )
+            for call, (request, answer) in _NODE_API.items()
+        ),
+        Channel(
+            "seals",
+            f"$KV.{streams.Bucket.SEALS}.{{tenant}}.{{job}}.{{deployment}}",
+            "agents: the commit record of a deployment's newest seal, by compare and swap",
+            (messages.SealRecord,),
         ),
         Channel(
             "event",

@@ -7,7 +7,8 @@ that names it. Calls go both ways on a rank's connection: a rank asks for memory
 the state manager tells it to copy its device heap out or in.
 
 The state manager keeps a deployment's state as one host extent that mirrors the rank's device heap
-byte for byte; the `TensorSlot`s say what lies where. Digests are xxh3-128 in hex.
+byte for byte, and behind that holds what never is on a device; the `TensorSlot`s say what lies
+where. Digests are those of `phaseloom.common.blockhash`.
 
 What a killed state manager held is not lost while its agent lives: the agent keeps a duplicate of
 every extent's descriptor and of the index, which tells what is in them (`KeepHandles`). It hands
@@ -21,8 +22,20 @@ from enum import StrEnum
 import msgspec
 
 from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Message
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.messages import Durability, FilesTicket, Message, Ticket
+
+EXTENT_ALIGNMENT_BYTES = 4096
+
+
+def host_start(heap_bytes: int) -> int:
+    """Where, in a rank's extent, the state begins that lives in host memory alone."""
+    return -(-heap_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
+
+
+def extent_bytes(heap_bytes: int, host_bytes: int) -> int:
+    """How much of a rank's extent is its state: the heap's copy, and what lives there alone."""
+    return host_start(heap_bytes) + host_bytes if host_bytes else heap_bytes
 
 
 class Role(StrEnum):
@@ -31,8 +44,8 @@ class Role(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-class TensorSlot(msgspec.Struct, frozen=True):
-    """A tensor's place in a heap or in a weights version."""
+class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor's place in a heap or in a weights version, and what of the whole tensor it is."""
 
     name: str
     """The parameter's fully qualified name; optimizer state: `<parameter>.<key>`."""
@@ -43,6 +56,10 @@ class TensorSlot(msgspec.Struct, frozen=True):
     offset: int
     """Bytes, a multiple of 64."""
     num_bytes: int
+    global_shape: list[int] = []
+    """Of the whole tensor; empty: it is here whole."""
+    start: list[int] = []
+    """Where in the whole tensor this slice begins, one index a dim; empty: it is here whole."""
 
 
 # --- agent → state manager -----------------------------------------------------------------------
@@ -119,6 +136,8 @@ class Switched(Message, frozen=True):
     bytes_out: int
     bytes_in: int
     displaced: list[DeploymentKey]
+    copy_s: float = 0.0
+    """Of both times, what ranks spent copying."""
 
 
 class PrepareSeal(Message, frozen=True):
@@ -141,12 +160,41 @@ class WriteSeal(Message, frozen=True):
     versions: list[int]
     committed: int = 0
     """seq of the newest committed seal, whose file is kept whatever is written; 0: none is."""
+    durability: Durability = Durability.NODE
+    """`host`: it stays in host memory; `remote`: the replicas have it before it is answered."""
+    replicas: dict[NodeId, str] = msgspec.field(default_factory=dict)
+    """Nodes, and the endpoints of their state managers."""
+    ticket: FilesTicket | None = None
+    """Of the replicas."""
 
 
 class Sealed(Message, frozen=True):
     file: str
     digest: str
     num_bytes: int
+    written_bytes: int = 0
+    """Of these, what was not on this disk already, in a seal before."""
+
+
+class BringState(Message, frozen=True):
+    """Have this seal and these versions on this node's disk. Answer: Done.
+
+    What is here and whole stays; the rest is fetched from the sources.
+
+    A version that no source has any more is left out: it was released meanwhile.
+
+    Raises: DATA_LOSS: every source answers, and none has the seal whole. UNAVAILABLE: one does not
+    answer. RESOURCE_EXHAUSTED: the disk is full.
+    """
+
+    deployment: DeploymentKey
+    seal_seq: int
+    """0: no seal."""
+    versions: list[int]
+    sources: list[str]
+    ticket: FilesTicket | None = None
+    holds: Ticket | None = None
+    """For a version, maybe of another deployment, to be brought into host memory, if it can be."""
 
 
 class DropWpg(Message, frozen=True):
@@ -202,6 +250,30 @@ class DeploymentState(msgspec.Struct, frozen=True):
     """Host memory taken for its copies, also while the heap is in device memory."""
     nvme_bytes: int = 0
     """Copies that are on NVMe instead of in host memory."""
+    host_only_bytes: int = 0
+    """State that is never on a device, wherever its host copy is."""
+    shared_bytes: int = 0
+    """Of both, what others hold too: it is there once, and counted at each of them."""
+    dirty_bytes: int = 0
+    """Of `host_bytes`, copies that are offloaded and whose digest is still being taken."""
+
+
+class ContentState(msgspec.Struct, frozen=True):
+    """Bytes that are held once, for all who refer to them."""
+
+    num_bytes: int
+    hash: str
+    """BLAKE3, in hex; empty: not taken yet, or not needed."""
+    base: str
+    """Name of the frozen base that the operator registered it as; empty: it is none."""
+    users: list[str]
+    """Deployments, one entry a rank."""
+    version: VersionKey | None
+    """The weights version whose bytes they are, and that lies here too."""
+    in_host: bool
+    on_nvme: bool
+    model: str = ""
+    """What the first user's model is; see `RegisterHeap.model`."""
 
 
 class VersionState(msgspec.Struct, frozen=True):
@@ -249,6 +321,13 @@ class StatusReport(Message, frozen=True):
     nvme_used_bytes: int = 0
     version_states: list[VersionState] = msgspec.field(default_factory=list)
     """Of the committed ones, in the order of `versions`."""
+    contents: list[ContentState] = msgspec.field(default_factory=list)
+    owned_bytes: int = 0
+    """Host copies and weights versions in host memory and on NVMe, counted at each owner."""
+    held_bytes: int = 0
+    """What lies there for them."""
+    can_move: bool = False
+    """Whether it hands over what it has to other nodes' daemons, and takes what they have."""
 
 
 # --- state manager → agent -----------------------------------------------------------------------
@@ -289,6 +368,7 @@ class RankResume(Message, frozen=True):
     """Of the state."""
     digest: str
     """Of the host copy where the heap is not resident; empty: the rank has not seen it."""
+    host_bytes: int = 0
 
 
 class RegisterHeap(Message, frozen=True):
@@ -300,9 +380,21 @@ class RegisterHeap(Message, frozen=True):
 
     heap_bytes: int
     tensors: list[TensorSlot]
+    frozen: bool = False
+    """Nothing but `load_state` and `sync_weights` writes the heap: whenever `applied` is what the
+    host copy holds, so are the bytes. The rank keeps no extent mapped: each order to copy brings
+    the one to use."""
+    model: str = ""
+    """BLAKE3 of the model's spec, in hex: with name, slice, dtype and seq what a tensor is."""
+    host_bytes: int = 0
+    """State that the rank works on in the extent itself (`host_start`), never on its device."""
+    pins: bool = False
+    """It keeps the extent's pages in the device's hands: before they are given back, `Unpin`."""
 
 
 class HeapRegistered(Message, frozen=True):
+    """No memfd comes where a frozen heap is restored."""
+
     applied: int
     """seq that the extent holds; 0: nothing, the rank must fill its heap and `CommitInitial`."""
 
@@ -316,7 +408,10 @@ class CommitInitial(Message, frozen=True):
 
 
 class CreateVersion(Message, frozen=True):
-    """From rank 0. Answer: VersionExtent with a writable memfd, or `exists` and no memfd."""
+    """From rank 0, or a part (`VersionKey.part`) from any rank.
+
+    Answer: VersionExtent, without its tensors, and a writable memfd; or `exists` and no memfd.
+    """
 
     version: VersionKey
     num_bytes: int
@@ -335,6 +430,118 @@ class OpenVersion(Message, frozen=True):
 
     version: VersionKey
     sources: list[str]
+    ticket: Ticket | None = None
+    """Of the permit; the sources ask for it."""
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor in some part of a version, and where the reader wants it."""
+
+    part: str
+    """As in VersionKey; empty: of a version that was written whole."""
+    name: str
+    dtype: str
+    start: list[int]
+    """In the tensor as that part has it, one index a dim."""
+    size: list[int]
+    offset: int
+    """In the reader's memory: bytes, a multiple of 64. The box lies there without gaps."""
+    num_bytes: int
+
+
+class PartSources(msgspec.Struct, frozen=True):
+    part: str
+    endpoints: list[str]
+    """Of the state managers that hold it; all of them are asked, each for something else."""
+
+
+class OpenSlices(Message, frozen=True):
+    """Exactly these bytes of a version, each fetched once, whoever asks for the same on this node.
+
+    Answer: VersionExtent with a read-only memfd, one tensor a slice, in their order.
+    """
+
+    version: VersionKey
+    num_bytes: int
+    """Of the memory that the offsets are in."""
+    slices: list[Slice]
+    sources: list[PartSources]
+    ticket: Ticket | None = None
+
+
+class HoldVersion(Message, frozen=True):
+    """The frozen heap has exactly this version's bytes: its memory may be the host copy.
+
+    Answer: Done, also where it is not taken as one.
+    """
+
+    version: VersionKey
+    applied: int
+    """seq of the sync."""
+
+
+class CutState(Message, frozen=True):
+    """From rank 0, between two operations. Copy every rank's state, as it is now, aside for the
+    checkpoint that this operation writes; then the ranks may go on. Answer: CutTaken.
+
+    Raises: ALREADY_EXISTS: another operation's. RESOURCE_EXHAUSTED, with the numbers.
+    """
+
+    operation: str
+    """Its id: whatever is asked again for it is answered the same."""
+    name: str
+    """Of the checkpoint."""
+    seq: int
+    """The last mutating operation in the state."""
+
+
+class CutTaken(Message, frozen=True):
+    """It is there until `WriteCheckpoint`."""
+
+
+class WriteCheckpoint(Message, frozen=True):
+    """From rank 0. Put what was cut on disk; the daemon goes on with it where nobody waits any
+    more. Answer: CheckpointWritten, once it has its name and is fsynced."""
+
+    operation: str
+    name: str
+    config: str
+    """The model's, as JSON."""
+    keep: int = 0
+    """Of the `save_state`."""
+
+
+class CheckpointWritten(Message, frozen=True):
+    weights_sha256: str
+
+
+class ReadCheckpoint(Message, frozen=True):
+    """Replace the state by a checkpoint's, whatever layout wrote it. Answer: CheckpointRead.
+
+    From rank 0: that of every rank. From one that has registered its heap and has no state yet:
+    its extent's content alone, for `CommitInitial`.
+
+    Raises: NOT_FOUND. FAILED_PRECONDITION: it is of another model. DATA_LOSS, naming file and
+            tensor. RESOURCE_EXHAUSTED. Whatever is raised, no state was changed.
+    """
+
+    name: str
+
+
+class CheckpointRead(Message, frozen=True):
+    weights_sha256: str
+    """Of the weights when they were saved; empty: an older release did not say."""
+    digest: str = ""
+    """Of an extent that was filled."""
+
+
+class PruneCheckpoints(Message, frozen=True):
+    """From rank 0. Remove the deployment's checkpoints that were saved with a `keep`, but for the
+    newest so many. Answer: Done."""
+
+    keep: int
+    needed: list[str]
+    """Names that stay in any case."""
 
 
 class VersionExtent(Message, frozen=True):
@@ -342,6 +549,29 @@ class VersionExtent(Message, frozen=True):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
+    """Of the memory."""
+    exists: bool
+    content: str = ""
+    """Of slices: what the parts are that they come from; other parts, another content."""
+
+
+class ShareOnDevice(Message, frozen=True):
+    """Device memory with a version's bytes, laid out as the version is, a descriptor beside.
+
+    From the rank that committed it. It is kept while the version and the device's budget allow, for
+    ranks on the same device that open it. Answer: Done, also where it is not kept.
+    """
+
+    version: VersionKey
+
+
+class OpenOnDevice(Message, frozen=True):
+    """Answer: OnDevice, with the descriptor where there is such memory on the rank's device."""
+
+    version: VersionKey
+
+
+class OnDevice(Message, frozen=True):
     exists: bool
 
 
@@ -349,13 +579,49 @@ class VersionExtent(Message, frozen=True):
 
 
 class CopyOut(Message, frozen=True):
-    """Copy the whole heap to the extent; with `release`, give its memory back. Answer: Copied."""
+    """Copy the whole heap to the extent; with `release`, give its memory back. Answer: Copied.
+
+    For a frozen heap first without an extent: whether anything must be copied.
+    """
 
     release: bool
+    whole_at: int = -1
+    """seq that the host copy holds whole; −1: none, or the heap is not frozen."""
+    digest: str = ""
+    """Of that copy."""
+
+
+class Unpin(Message, frozen=True):
+    """The extent's pages are about to be given back: let go of them. Answer: Done.
+
+    The mapping stays; whoever copies next may pin what it then holds.
+    """
+
+
+class LetGo(Message, frozen=True):
+    """Host memory is short: unmap the weights versions that are not in use, and what a frozen heap
+    was loaded from. Answer: StillMapped."""
+
+
+class StillMapped(Message, frozen=True):
+    versions: list[VersionKey]
+    """Those that the rank uses."""
 
 
 class CopyIn(Message, frozen=True):
     """Copy the extent to the heap and verify. Answer: Copied, or DATA_LOSS."""
+
+    digest: str
+
+
+class CopyAside(Message, frozen=True):
+    """Copy the whole state to the memfd beside, laid out as the extent is. Answer: Copied, whose
+    digest is empty. The host copy stays as it is."""
+
+
+class CopyFrom(Message, frozen=True):
+    """Replace the whole state by the memfd beside, laid out as the extent is, and verify. Answer:
+    Copied, or DATA_LOSS. The host copy stays as it is."""
 
     digest: str
 
@@ -367,6 +633,8 @@ class Copied(Message, frozen=True):
     resident_bytes: int
     """Heap memory resident afterwards."""
     duration_s: float
+    changed: bool = False
+    """Nothing was copied or released, for the heap is not at `CopyOut.whole_at` any more."""
 
 
 # --- both ----------------------------------------------------------------------------------------
@@ -396,6 +664,7 @@ StateMessage = (
     | PrepareSeal
     | WriteSeal
     | Sealed
+    | BringState
     | DropWpg
     | Prefetch
     | DropVersions
@@ -409,9 +678,26 @@ StateMessage = (
     | CreateVersion
     | CommitVersion
     | OpenVersion
+    | OpenSlices
+    | HoldVersion
+    | CutState
+    | CutTaken
+    | WriteCheckpoint
+    | CheckpointWritten
+    | ReadCheckpoint
+    | CheckpointRead
+    | PruneCheckpoints
+    | CopyAside
+    | CopyFrom
     | VersionExtent
+    | LetGo
+    | StillMapped
     | CopyOut
     | CopyIn
+    | Unpin
+    | ShareOnDevice
+    | OpenOnDevice
+    | OnDevice
     | Copied
     | Done
     | Failed

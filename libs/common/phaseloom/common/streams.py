@@ -27,6 +27,7 @@ from phaseloom.common.messages import (
     Event,
     JobFinished,
     JobSubmitted,
+    NodeDrainRequested,
     NodeLost,
     NodeUp,
     OperationFinished,
@@ -42,6 +43,8 @@ from phaseloom.common.messages import (
     SealFailed,
     SessionLost,
     SessionOpened,
+    StateCut,
+    StateMirrored,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -65,7 +68,7 @@ class Bucket(StrEnum):
     LEASES = "leases"
     """agent, scheduler. Who is alive; the revision fences the holder."""
     SEALS = "seals"
-    """agent. The commit record of each deployment's newest seal."""
+    """agents. The commit record of each deployment's newest seal: a `SealRecord`."""
     SESSIONS = "sessions"
     """router. The newest session number of each job."""
     SNAPSHOTS = "snapshots"
@@ -105,6 +108,11 @@ def state_subject(node: NodeId) -> str:
     return f"{PREFIX}.state.{node}"
 
 
+def node_subject(call: str) -> str:
+    """Where the scheduler answers operators' calls about nodes."""
+    return f"{PREFIX}.node.{call}"
+
+
 def dead_subject(source: str) -> str:
     return f"{PREFIX}.dead.{source}"
 
@@ -126,10 +134,12 @@ LOG_SUBJECTS: dict[type, str] = {
     ReplanComputed: f"{PREFIX}.sched.job",
     NodeUp: f"{PREFIX}.sched.node",
     NodeLost: f"{PREFIX}.sched.node",
+    NodeDrainRequested: f"{PREFIX}.sched.node",
     WpgStarted: f"{PREFIX}.sched.node",
     WpgLost: f"{PREFIX}.sched.node",
     SealCommitted: f"{PREFIX}.sched.seal",
     SealFailed: f"{PREFIX}.sched.seal",
+    StateMirrored: f"{PREFIX}.sched.seal",
     SchedulerConfigured: f"{PREFIX}.sched.job",
     JobSubmitted: f"{PREFIX}.sched.job",
     JobFinished: f"{PREFIX}.sched.job",
@@ -144,6 +154,7 @@ LOG_SUBJECTS: dict[type, str] = {
     ActivationOpened: f"{PREFIX}.sched.progress",
     ActivationRefused: f"{PREFIX}.sched.progress",
     PermitReturned: f"{PREFIX}.sched.progress",
+    StateCut: f"{PREFIX}.sched.progress",
 }
 
 

@@ -18,6 +18,7 @@ from phaseloom.common.errors import CallerError, Code, session_over, to_exceptio
 from phaseloom.common.ids import (
     DeploymentKey,
     JobKey,
+    NodeId,
     OperationKey,
     check_name,
     parse_operation_key,
@@ -31,6 +32,7 @@ from phaseloom.common.messages import (
     DeploymentDeleted,
     DeploymentRequest,
     DeploymentSpec,
+    DrainNode,
     DrainRequested,
     Explanation,
     JobFinished,
@@ -39,6 +41,8 @@ from phaseloom.common.messages import (
     JobStatus,
     JobSubmitted,
     Layout,
+    NodeDrainRequested,
+    NodeStatus,
     OperationRequest,
     PhaseDeclared,
     PhaseRequest,
@@ -47,7 +51,7 @@ from phaseloom.common.messages import (
     Usage,
     UsageRequest,
 )
-from phaseloom.scheduler.core import explain, jobs
+from phaseloom.scheduler.core import evacuation, explain, jobs
 from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.core.step import Step
 from phaseloom.scheduler.shell import Shell
@@ -104,6 +108,12 @@ def _check_cycle(cycle: Cycle, pools: set[str]) -> None:
             f"a cycle does not take {cycle.period_s} s",
             field="spec.cycle.period_s",
             remedy="give the seconds that an iteration takes alone, or no cycle",
+        )
+    if cycle.num_optim_steps < 1:
+        raise CallerError(
+            f"a cycle of {cycle.num_optim_steps} optimizer steps never ends",
+            field="spec.cycle.num_optim_steps",
+            remedy="count those of all deployments in one iteration",
         )
     if not cycle.segments:
         raise CallerError(
@@ -312,6 +322,29 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         "operation.cancel": (OperationRequest, cancel),
         "operation.explain": (OperationRequest, why),
     }
+
+
+def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
+    """The endpoints of `serve_api` that are for operators."""
+
+    async def drain(_: str, request: DrainNode) -> NodeStatus:
+        node = NodeId(check_name(request.node, "node"))
+        id = uuid.uuid4().hex
+        event = NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
+        return await shell.ask_node(event, id)
+
+    async def status(_: str, request: DrainNode) -> NodeStatus:
+        node = NodeId(check_name(request.node, "node"))
+        if node not in shell.core.state.nodes:
+            raise CallerError(
+                f"node {node} is not known",
+                code=Code.NOT_FOUND,
+                field="node",
+                remedy="see `phaseloom state`",
+            )
+        return evacuation.status(_now(shell), node)
+
+    return {"drain": (DrainNode, drain), "status": (DrainNode, status)}
 
 
 def _now(shell: Shell) -> Step:

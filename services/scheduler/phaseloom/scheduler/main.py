@@ -24,7 +24,7 @@ from phaseloom.common.ids import OperationKey
 from phaseloom.common.leases import Lease, scheduler_lease_key
 from phaseloom.common.messages import Completion, SchedulerConfig
 from phaseloom.common.patience import PatientLog
-from phaseloom.scheduler.api import OutcomeOf, job_api
+from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.housekeeping import Housekeeping
@@ -70,6 +70,11 @@ class Config(msgspec.Struct, frozen=True):
     """Share of its time that a member of a group may be predicted to wait, at most."""
     switch_s: float = 0.0
     """Planned for each phase of a shared group, by policies that promise an SLO."""
+    node_grace_s: float = 30.0
+    """A node that is away for longer loses what can be rebuilt elsewhere."""
+    node_gone_s: float = 1800.0
+    """A node that is away for longer counts as gone for good: jobs that need what it alone had fall
+    back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
     max_open_operations: int = 10_000
     """Of one deployment, without an outcome; more are refused."""
     outcome_retention_s: float = 86_400.0
@@ -81,6 +86,9 @@ class Config(msgspec.Struct, frozen=True):
     agent takes to kill its ranks."""
     lease_ttl_s: float = 3.0
     """How long after its last sign a leader counts as gone; in whole seconds."""
+    state_secret: str = ""
+    """The mesh's, which state managers know too: it signs the tickets by which they give weights
+    versions to other nodes. Without it a version stays on the nodes of its policy."""
     name: str = "scheduler"
     """Of this process, for people: in the lease, and as NATS shows the connection."""
 
@@ -146,7 +154,7 @@ async def _lead(bus: Bus, settings: Config, lease: Lease, stop: asyncio.Event) -
     """
     snapshots = Snapshots(bus)
     core = await _restored(bus, snapshots)
-    sink = BusSink(bus, snapshots)
+    sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = PatientLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
     Gauges(core, bus).register()
@@ -209,7 +217,7 @@ def _policy(settings: Config) -> SchedulerConfig:
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
-    await serve_api(bus, "scheduler", job_api(shell, _outcomes(bus)))
+    await serve_api(bus, "scheduler", job_api(shell, _outcomes(bus)), operators=node_api(shell))
     log.info("scheduling from log sequence %d on", shell.core.state.sequence)
 
 

@@ -27,6 +27,7 @@ from phaseloom.common.messages import (
     Event,
     Explanation,
     JobStatus,
+    NodeStatus,
     OperationFinished,
     OperationsQueued,
     Permit,
@@ -161,6 +162,12 @@ class Shell:
         answer = await self._ask(event, request, timeout_s)
         assert answer.explanation is not None
         return answer.explanation
+
+    async def ask_node(self, event: Event, request: str, timeout_s: float = 10.0) -> NodeStatus:
+        """As `request`, of a node."""
+        answer = await self._ask(event, request, timeout_s)
+        assert answer.node is not None
+        return answer.node
 
     async def _ask(self, event: Event, request: str, timeout_s: float) -> Answer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
 from nats.js.errors import NotFoundError
 from opentelemetry.context import Context
 
-from phaseloom.common import streams, telemetry
+from phaseloom.common import streams, telemetry, tickets
 from phaseloom.common.bus import AlreadyStored, Bus
 from phaseloom.common.codec import content_type_of, decode, encode
 from phaseloom.common.gathering import Gathering
@@ -21,9 +22,13 @@ from phaseloom.common.messages import (
     READING_KINDS,
     Command,
     Completion,
+    MirrorState,
     OperationFinished,
     Permit,
     Permits,
+    SealState,
+    StartWpg,
+    Ticket,
     checkpoints_of,
 )
 from phaseloom.common.patience import until_done
@@ -46,8 +51,10 @@ _DELETIONS_AT_ONCE = 8
 
 
 class BusSink:
-    def __init__(self, bus: Bus, snapshots: Snapshots) -> None:
+    def __init__(self, bus: Bus, snapshots: Snapshots, *, secret: str = "") -> None:
+        """Args: secret: the mesh's, for the tickets of permits."""
         self._bus = bus
+        self._secret = secret
         self._snapshots = snapshots
         self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._permits = Gathering(self._send_permits)
@@ -78,7 +85,7 @@ class BusSink:
             case SendCommand(Permits() as command):
                 await self._permits.add((command, context))
             case SendCommand(command):
-                await self._send(command, context)
+                await self._send(self._signed(command), context)
             case WriteCompletion(key, completion, content_type):
                 await self._write(key, completion, content_type)
             case SettleCompletion(key, kind, completion, content_type):
@@ -95,6 +102,20 @@ class BusSink:
                 self._forget(job, deployments)
             case Tell(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
+
+    def _signed(self, command: Command) -> Command:
+        """With the mesh's word for what it allows."""
+        if isinstance(command, MirrorState) and command.holds is not None:
+            holds = tickets.signed(command.holds, self._secret)
+            command = msgspec.structs.replace(command, holds=holds)
+        match command:
+            case Permit(ticket=Ticket() as ticket):
+                ours = tickets.signed(ticket, self._secret)
+                return msgspec.structs.replace(command, ticket=ours)
+            case StartWpg() | SealState() | MirrorState() if command.ticket is not None:
+                files = tickets.signed(command.ticket, self._secret)
+                return msgspec.structs.replace(command, ticket=files)
+        return command
 
     async def _send(self, command: Command, context: Context | None) -> None:
         # What is sent twice is taken once. The server may look at ids, too, to save work, but which

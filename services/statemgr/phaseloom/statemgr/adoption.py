@@ -2,8 +2,9 @@
 
 The index says what was in memory; nothing is believed that cannot be verified. Weights versions are
 there when their digest is right. Of a deployment each rank comes back and says where its state is:
-in its heap, which it alone knows, or in its host copy, whose digest must be right. A deployment of
-which a rank stays away, or whose copy is bad, is lost: its ranks are cut off.
+in its heap, which it alone knows, or in its host copy, whose digest must be right; of one that is
+dirty it is taken now. A deployment of which a rank stays away, or whose copy is bad, is lost: its
+ranks are cut off.
 """
 
 from __future__ import annotations
@@ -14,17 +15,31 @@ import os
 
 import msgspec
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import RankResume, StateMessage
-from phaseloom.statemgr.core.books import Books, RankBook, VersionBook, WpgBook, newest_record
+from phaseloom.common.statewire import RankResume, StateMessage, extent_bytes
+from phaseloom.statemgr import sharing
+from phaseloom.statemgr.core.books import (
+    Books,
+    ContentBook,
+    CutBook,
+    RankBook,
+    VersionBook,
+    WpgBook,
+    content_of,
+    cut_of,
+    newest_record,
+)
+from phaseloom.statemgr.core.contents import Content
+from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.hierarchy import Hierarchy
+from phaseloom.statemgr.imaging import find_image_parts
 from phaseloom.statemgr.keeping import INDEX_HANDLES
-from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
 
 log = logging.getLogger(__name__)
@@ -41,6 +56,8 @@ class Adoption:
         self._missing: set[Rank] = set()
         """They have memory, and did not come back yet."""
         self._lost: list[DeploymentKey] = []
+        self._contents: dict[int, Content] = {}
+        """Those that are whole."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
         """Raises: CallerError: not one descriptor for each handle, or a handle twice."""
@@ -64,12 +81,20 @@ class Adoption:
             return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in books.fences:
             self._node.residency.fence(key, incarnation)
+        for content in books.contents:
+            await self._restore_content(content)
         for wpg in books.wpgs:
             self._restore_wpg(wpg)
         for version in books.versions:
             await self._restore_version(version)
+        # Only now: one that nobody refers to any more may be a version all the same.
+        self._drop_unused_contents()
         for alive in self._node.residency.alive():
             await self._check_prepared(alive)
+        for cut in books.cuts:
+            self._restore_cut(cut)
+        for seal in books.seals:
+            self._restore_seal(HostSeal(seal.key, seal.seq, seal.extent, seal.num_bytes))
         close_fds(self._handles.values())
         self._handles.clear()
         # Only now: before, the books that would be recorded were not whole.
@@ -101,19 +126,97 @@ class Adoption:
                 return
 
     def _restore_rank(self, rank: Rank, book: RankBook) -> bool:
-        if book.extent is None:
+        if book.extent is None and book.content is None:
             return True
+        if book.frozen:
+            return self._restore_frozen(rank, book)
+        assert book.extent is not None
         name, is_below = f"the host copy of {rank.owner}", book.state in ON_NVME
-        if not self._adopt_extent(book.extent, book.heap_bytes, name, is_vacated=is_below):
+        num_bytes = extent_bytes(book.heap_bytes, book.host_bytes)
+        if not self._adopt_extent(book.extent, num_bytes, name, is_vacated=is_below):
             return False
-        self._node.residency.restore(rank, book.heap_bytes, unpack(book.tensors), book.extent)
-        rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
+        self._node.residency.restore(
+            rank, book.heap_bytes, unpack(book.tensors), book.extent, book.host_bytes
+        )
+        rank.pins = book.pins
+        rank.state, rank.applied = book.state, book.applied
+        rank.digest, rank.is_dirty = book.digest, book.is_dirty
         self._missing.add(rank)
         return True
+
+    def _restore_frozen(self, rank: Rank, book: RankBook) -> bool:
+        content = None if book.content is None else self._contents.get(book.content)
+        if content is None and book.content is not None:
+            return False
+        name = f"the host copy of {rank.owner}"
+        if book.extent is not None and not self._adopt_extent(book.extent, book.heap_bytes, name):
+            return False
+        contents, tensors = self._node.contents, unpack(book.tensors)
+        rank.frozen, rank.model = True, book.model
+        self._node.residency.restore(rank, book.heap_bytes, tensors, book.extent)
+        rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
+        if content is not None:
+            if not contents.is_known(content):
+                contents.adopt(content)
+            contents.attach(rank, content)
+        self._missing.add(rank)
+        return True
+
+    async def _restore_content(self, book: ContentBook) -> None:
+        """Where it is whole. A kill in the middle of a move leaves either place."""
+        content, memory = content_of(book), self._node.memory
+        is_above = book.extent is not None and book.state not in ON_NVME
+        if is_above and self._adopt_extent(content.extent or 0, book.num_bytes, str(content)):
+            assert content.extent is not None
+            extent = memory[content.extent]
+            if await _has(extent.readable(content.num_bytes), content.digest):
+                content.state, content.is_immutable = State.HOST, extent.is_frozen
+                self._contents[content.number] = content
+                return
+            memory.free(content.extent)
+        content.state, content.extent = State.SPILLED, None
+        if await asyncio.to_thread(self._hierarchy.contents.is_spilled, content):
+            self._contents[content.number] = content
+        else:
+            log.error("%s cannot be taken over", content)
+
+    def _drop_unused_contents(self) -> None:
+        """Of lives that are lost."""
+        for content in self._contents.values():
+            if not self._node.contents.is_known(content) and content.extent is not None:
+                self._node.memory.free(content.extent)
+
+    def _restore_seal(self, seal: HostSeal) -> None:
+        """Its blocks are verified when it is read."""
+        node = self._node
+        if not self._adopt_extent(seal.extent, seal.num_bytes, seal.name):
+            return
+        try:
+            find_image_parts(node.memory[seal.extent].view(seal.num_bytes), seal.name)
+        except ResourceError as error:
+            log.error("%s", error)
+            node.memory.free(seal.extent)
+            return
+        node.seals.add(seal)
+
+    def _restore_cut(self, book: CutBook) -> None:
+        """For whoever asks to have it written."""
+        name = f"checkpoint {book.name!r} of {book.key}"
+        adopted: list[int] = []
+        for part in book.parts:
+            if not self._adopt_extent(part.extent, part.num_bytes, name):
+                for extent in adopted:
+                    self._node.memory.free(extent)
+                return
+            adopted.append(part.extent)
+        self._node.cuts.add(cut_of(book))
 
     def _adopt_extent(
         self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
     ) -> bool:
+        if extent in self._node.memory.arena.extents_in_use():
+            self._node.memory.hold(extent)
+            return True
         fd = self._handles.get(extent)
         if fd is None:
             log.error("the memory for %s was not handed over", name)
@@ -131,6 +234,8 @@ class Adoption:
         if await self._is_version_kept(book):
             return
         log.error("version %s cannot be taken over from memory", book.key)
+        if book.key.is_copy:
+            return  # whoever needs it brings it again
         # Only its policy can make it again, from the log: whoever syncs it waits for that.
         policy = node.residency.find(book.key.policy)
         if policy is not None and book.digest and node.versions.find(book.key) is None:
@@ -154,6 +259,9 @@ class Adoption:
             extent=book.extent,
             incarnation=book.incarnation,
         )
+        # Who has it mapped was not kept; only those of its job can.
+        job = book.key.policy.job_key
+        version.readers = {wpg for wpg in node.residency.alive() if wpg.key.job_key == job}
         if is_good and node.versions.adopt(version):
             return True
         node.memory.free(book.extent)
@@ -163,13 +271,16 @@ class Adoption:
         if wpg.prepared is None:
             return
         for rank in wpg.ranks:
-            if not await self._is_whole(rank, rank.digest):
+            # What stood still of host memory was not kept; the rank may have worked on there.
+            is_known = rank.is_dirty or rank.content is not None
+            is_kept = is_known or await self._is_whole(rank, rank.digest)
+            if rank.host_bytes or not is_kept:
                 self._node.residency.end_seal(wpg)
                 return
 
     async def _is_whole(self, rank: Rank, digest: str) -> bool:
         assert rank.extent is not None
-        memory = self._node.memory[rank.extent].view(rank.heap_bytes)
+        memory = self._node.memory[rank.extent].view(rank.extent_bytes)
         return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
 
     async def resume(self, message: RankResume) -> Rank:
@@ -182,10 +293,13 @@ class Adoption:
         rank = node.residency.known(message.token)
         if rank not in self._missing:
             raise CallerError(f"{rank} is not awaited", code=Code.PERMISSION_DENIED, field="token")
-        if (message.heap_bytes, message.tensors) != (rank.heap_bytes, rank.tensors):
+        heap = (message.heap_bytes, message.host_bytes, message.tensors)
+        if heap != (rank.heap_bytes, rank.host_bytes, rank.tensors):
             self._lose(rank.wpg, "it came back with another heap")
             raise CallerError(f"{rank} had another heap", code=Code.FAILED_PRECONDITION)
-        if not message.filled:
+        if rank.frozen:
+            await self._resume_frozen(rank, message)
+        elif not message.filled:
             node.residency.resume(rank, State.FILLING)
         elif message.resident:
             self._occupy(rank)
@@ -196,16 +310,42 @@ class Adoption:
             if tier is None:
                 self._lose(rank.wpg, "its host copy cannot be verified")
                 raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
-            rank.applied, rank.digest = message.applied, digest
+            rank.copied(message.applied, digest)
             node.residency.resume(rank, tier)
+            node.digests.begin([rank])
         self._missing.discard(rank)
         node.announce()
         return rank
+
+    async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
+        """Its host copy is a content, which is whole; or what it copied out last."""
+        node, digest = self._node, message.digest or rank.digest
+        state = State.HOST
+        if rank.content is None and not message.filled:
+            state = State.FILLING
+        elif message.filled and not message.resident and await self._has_copied(rank, digest):
+            sharing.settle_copy(node, rank, message.applied, digest)
+        elif rank.content is not None and (message.resident or rank.content.digest == digest):
+            sharing.drop_copy(node, rank)
+            state = State.RESIDENT if message.resident else State.HOST
+        else:
+            self._lose(rank.wpg, "its host copy cannot be verified")
+            raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
+        node.residency.resume(rank, state)
+
+    async def _has_copied(self, rank: Rank, digest: str) -> bool:
+        if rank.extent is None:
+            return False
+        return await _has(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
         """Its heap is where the state is, so its host copy needs its memory again."""
         if rank.state not in ON_NVME or rank.extent is None:
             return
+        if rank.host_bytes:
+            # It was given back above: what lives there alone is gone.
+            self._lose(rank.wpg, "a part of its state was in memory that is given back")
+            raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
         try:
             self._node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
         except ResourceError:
@@ -215,7 +355,8 @@ class Adoption:
     async def _tier_of(self, rank: Rank, digest: str) -> State | None:
         """Where its host copy is whole. A kill in the middle of a spill leaves either place."""
         is_below = rank.state in ON_NVME
-        if not is_below and await self._is_whole(rank, digest):
+        if not is_below and (not digest or await self._is_whole(rank, digest)):
+            # Without a digest: the rank says that it copied it out, and nobody has come to hash it.
             return State.HOST
         if not await asyncio.to_thread(self._hierarchy.is_spilled, rank, digest):
             return None
@@ -228,7 +369,10 @@ class Adoption:
         rank = self._node.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
-            self._node.memory.free(self._node.residency.reset(rank))
+            self._node.leave_content(rank)
+            extent = self._node.residency.reset(rank)
+            if extent is not None:
+                self._node.memory.free(extent)
             self._node.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
@@ -239,6 +383,8 @@ class Adoption:
         except TimeoutError:
             for wpg in {rank.wpg for rank in self._awaited()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
+        for content in self._node.contents.all():
+            self._node.on_content(content)
         return self._lost
 
     def _awaited(self) -> list[Rank]:
@@ -248,3 +394,7 @@ class Adoption:
         log.error("%s is lost with the daemon before: %s", wpg, why)
         self._lost.append(wpg.key)
         self._node.retire(wpg, why)
+
+
+async def _has(memory: memoryview, digest: str) -> bool:
+    return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest

@@ -16,6 +16,14 @@ def check_host(budget_bytes: int) -> None:
         raise _too_much("host_memory_bytes", budget_bytes, there, "bytes of memory")
 
 
+def check_spare(share: float) -> None:
+    """Raises: CallerError: it is no share."""
+    if not 0 <= share <= 1:
+        raise CallerError(
+            f"host_spare is {share}", field="host_spare", remedy="set it to 0 to 1, as 0.1"
+        )
+
+
 def nvme_budget(directory: Path, budget_bytes: int | None) -> int:
     """What spilled state may take; where nothing is configured, as much as the disk takes.
 

@@ -9,10 +9,8 @@ the next; what is verified stays. At the end the whole is verified.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -20,27 +18,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.ids import VersionKey
+from phaseloom.common.messages import Ticket
 from phaseloom.statemgr import wire
 from phaseloom.statemgr.incoming import Incoming
-from phaseloom.statemgr.memory import digest_of
-from phaseloom.statemgr.wire import (
-    Again,
-    Challenge,
-    Elsewhere,
-    FetchReply,
-    FetchRequest,
-    Next,
-    Over,
-    Part,
-    Refusal,
-    Reply,
-    Request,
-    Take,
-    VersionDescription,
-    Waiting,
-)
+from phaseloom.statemgr.mesh import Identity, Stream, connect, explained
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +39,7 @@ _FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
 class Home:
     """The daemon that fetches."""
 
-    secret: bytes
+    identity: Identity
     endpoint: str
     """Where it serves its neighbours."""
     site: str
@@ -69,8 +53,9 @@ class Fetching:
     """One version, from one source after another."""
 
     version: VersionKey
+    ticket: Ticket | None
     home: Home
-    place: Callable[[VersionDescription], Awaitable[Incoming]]
+    place: Callable[[wire.VersionDescription], Awaitable[Incoming]]
     """Finds memory for it; asked once. May raise."""
     incoming: Incoming | None = None
     progress_s: float = field(default_factory=time.monotonic)
@@ -84,7 +69,7 @@ class Fetching:
         Raises: ResourceError: out of reach, broken off, or DATA_LOSS; `place`'s refusal.
                 CallerError: NOT_FOUND there, or PERMISSION_DENIED; a bad endpoint.
         """
-        connection = await Connection.open(source, self.version, self.home)
+        connection = await Connection.open(source, self.version, self.ticket, self.home)
         try:
             incoming = await self._placed(source, connection.description)
             stage = _Round(self, incoming, source, connection)
@@ -107,7 +92,7 @@ class Fetching:
             return False
         return time.monotonic() - self.progress_s < self.home.timeout_s
 
-    async def _placed(self, source: str, description: VersionDescription) -> Incoming:
+    async def _placed(self, source: str, description: wire.VersionDescription) -> Incoming:
         if self.incoming is None:
             self.incoming = await self.place(description)
         elif self.incoming.description != description:
@@ -181,7 +166,7 @@ class _Round:
                         connection = await self._open(self._source, is_relay=False)
                     await self._ask(connection, asked)
                 except _FAILURES as error:
-                    if isinstance(asked, Again):
+                    if isinstance(asked, wire.Again):
                         self._put_back([(asked.block, asked.failed)])
                     if connection is not None:
                         connection.close()
@@ -195,7 +180,7 @@ class _Round:
             if connection is not None:
                 connection.close()
 
-    def _choose(self) -> Request | None:
+    def _choose(self) -> wire.Request | None:
         """What to ask the source for next; None: nothing for now."""
         if not self._again and self._is_over and not self._num_asked:
             # Given to this fetch by an answer that was lost.
@@ -204,31 +189,31 @@ class _Round:
         while self._again:
             block, failed = self._again.popleft()
             if not self._incoming.has(block):
-                return Again(block, failed)
-        return None if self._is_over else Next(self._seen)
+                return wire.Again(block, failed)
+        return None if self._is_over else wire.Next(self._seen)
 
-    async def _ask(self, connection: Connection, asked: Request) -> None:
+    async def _ask(self, connection: Connection, asked: wire.Request) -> None:
         reply = await connection.ask(asked)
         match reply:
-            case Part():
-                if isinstance(asked, Again) and reply.block != asked.block:
+            case wire.Part():
+                if isinstance(asked, wire.Again) and reply.block != asked.block:
                     raise ConnectionError(f"it sent block {reply.block} for {asked.block}")
                 self._accounted.add(reply.block)
                 self._learn(reply.seen, reply.given)
                 try:
                     size = await self._receive(connection, reply)
                 except _FAILURES:
-                    if not isinstance(asked, Again):
+                    if not isinstance(asked, wire.Again):
                         self._put_back([(reply.block, self._home.endpoint)])
                     raise
                 self._failures = 0
                 self._fetching.from_source_bytes += size
-            case Elsewhere(block, endpoint):
+            case wire.Elsewhere(block, endpoint):
                 self._assign(block, endpoint)
-            case Over(seen, given):
+            case wire.Over(seen, given):
                 self._is_over = True
                 self._learn(seen, given)
-            case Refusal(error):
+            case wire.Refusal(error):
                 raise to_exception(error)
 
     def _failed(self, error: Exception) -> None:
@@ -273,10 +258,10 @@ class _Round:
                     continue
                 if connection is None:
                     connection = await self._open(endpoint, is_relay=True)
-                reply = await connection.ask(Take(blocks[0]))
-                if isinstance(reply, Refusal):
+                reply = await connection.ask(wire.Take(blocks[0]))
+                if isinstance(reply, wire.Refusal):
                     raise to_exception(reply.error)
-                if not isinstance(reply, Part) or reply.block != blocks[0]:
+                if not isinstance(reply, wire.Part) or reply.block != blocks[0]:
                     raise ConnectionError("it answered something else")
                 size = await self._receive(connection, reply)
                 self._fetching.relayed_bytes += size
@@ -296,6 +281,7 @@ class _Round:
         connection = await Connection.open(
             endpoint,
             self._fetching.version,
+            self._fetching.ticket,
             self._home,
             session=self._session,
             is_relay=is_relay,
@@ -305,12 +291,14 @@ class _Round:
             raise ResourceError(f"version {self._fetching.version} is another at {endpoint}")
         return connection
 
-    async def _receive(self, connection: Connection, part: Part) -> int:
+    async def _receive(self, connection: Connection, part: wire.Part) -> int:
         """The bytes of a block, verified; returns how many."""
         if not 0 <= part.block < self._incoming.blocks.count or self._incoming.has(part.block):
             raise ConnectionError(f"it sent block {part.block}")
         memory = self._incoming.span(part.block)
-        digest = await wire.receive_bytes(connection.sock, memory, part.block, self._home.timeout_s)
+        digest = await wire.receive_block(
+            connection.stream, memory, part.block, self._home.timeout_s
+        )
         if digest != part.digest:
             raise ResourceError(
                 f"block {part.block} does not match its digest", code=Code.DATA_LOSS
@@ -332,12 +320,12 @@ class _Round:
 
 
 class Connection:
-    """An authenticated stream."""
+    """A stream that a source has answered with what it has."""
 
-    def __init__(self, sock: socket.socket, timeout_s: float, session: str) -> None:
-        self.sock = sock
+    def __init__(self, stream: Stream, timeout_s: float, session: str) -> None:
+        self.stream = stream
         self.session = session
-        self.description: VersionDescription
+        self.description: wire.VersionDescription
         self._timeout_s = timeout_s
 
     @classmethod
@@ -345,81 +333,51 @@ class Connection:
         cls,
         endpoint: str,
         version: VersionKey,
+        ticket: Ticket | None,
         home: Home,
         *,
         session: str = "",
         is_relay: bool = False,
     ) -> Connection:
         """Raises: ResourceError: out of reach. CallerError: refused there; a bad endpoint."""
-        host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdecimal():
-            raise CallerError(f"{endpoint!r} is not host:port", field="sources")
-        sock: socket.socket | None = None
+        stream = await connect(endpoint, wire.SERVICE, home.identity, home.timeout_s)
+        connection = cls(stream, home.timeout_s, session or os.urandom(8).hex())
+        request = wire.FetchRequest(
+            version, ticket, home.endpoint, home.site, connection.session, is_relay
+        )
         try:
-            sock = await _connected(host, int(port), home.timeout_s)
-            connection = cls(sock, home.timeout_s, session or os.urandom(8).hex())
             async with asyncio.timeout(home.timeout_s):
-                await connection._introduce(version, home, is_relay)
+                connection.description = await connection._introduce(request)
         except BaseException as error:
-            if sock is not None:
-                sock.close()
+            stream.close()
             if isinstance(error, OSError | TimeoutError | msgspec.DecodeError):
                 raise _typed(error, version, endpoint, home.timeout_s) from error
             raise
         return connection
 
-    async def ask(self, request: Request) -> Reply:
+    async def ask(self, request: wire.Request) -> wire.Reply:
         """Raises: TimeoutError: not a word for this long."""
         async with asyncio.timeout(self._timeout_s):
-            await wire.send(self.sock, request)
+            await self.stream.send(request)
         while True:
             async with asyncio.timeout(self._timeout_s):
-                payload = await wire.receive(self.sock, wire.MAX_REPLY_BYTES)
-            reply: Reply = msgspec.msgpack.decode(payload, type=Reply)
-            if not isinstance(reply, Waiting):
+                payload = await self.stream.receive(wire.MAX_REPLY_BYTES)
+            reply: wire.Reply = msgspec.msgpack.decode(payload, type=wire.Reply)
+            if not isinstance(reply, wire.Waiting):
                 return reply
 
     def close(self) -> None:
-        self.sock.close()
+        self.stream.close()
 
-    async def _introduce(self, version: VersionKey, home: Home, is_relay: bool) -> None:
-        payload = await wire.receive(self.sock, wire.MAX_REQUEST_BYTES)
-        challenge = msgspec.msgpack.decode(payload, type=Challenge)
-        nonce = os.urandom(wire.NONCE_BYTES)
-        request = FetchRequest(version, nonce, home.endpoint, home.site, self.session, is_relay)
-        mac = wire.request_mac(home.secret, challenge.nonce, request)
-        await wire.send(self.sock, msgspec.structs.replace(request, mac=mac))
-        payload = await wire.receive(self.sock, wire.MAX_REPLY_BYTES)
-        reply = msgspec.msgpack.decode(payload, type=FetchReply)
-        if not hmac.compare_digest(wire.reply_mac(home.secret, nonce, reply.answer), reply.mac):
-            raise CallerError(
-                "the source does not know this mesh's secret, or the other way round",
-                code=Code.PERMISSION_DENIED,
-                remedy="give all state managers of a mesh the same secret",
-            )
-        answer: VersionDescription | Refusal = msgspec.msgpack.decode(
-            reply.answer, type=VersionDescription | Refusal
+    async def _introduce(self, request: wire.FetchRequest) -> wire.VersionDescription:
+        await self.stream.send(request)
+        payload = await self.stream.receive(wire.MAX_REPLY_BYTES)
+        answer: wire.VersionDescription | wire.Refusal = msgspec.msgpack.decode(
+            payload, type=wire.VersionDescription | wire.Refusal
         )
-        if isinstance(answer, Refusal):
+        if isinstance(answer, wire.Refusal):
             raise to_exception(answer.error)
-        self.description = answer
-
-
-async def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    async with asyncio.timeout(timeout_s):
-        loop = asyncio.get_running_loop()
-        ((family, kind, proto, _, address), *_) = await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )
-        sock = socket.socket(family, kind, proto)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(sock, address)
-        except BaseException:
-            sock.close()
-            raise
-    return sock
+        return answer
 
 
 def _typed(
@@ -427,5 +385,9 @@ def _typed(
 ) -> PhaseloomError:
     if isinstance(error, PhaseloomError):
         return error
-    why = f"silent for {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
-    return ResourceError(f"version {version} from {endpoint}: {why}")
+    found = explained(error, endpoint, timeout_s)
+    return type(found)(
+        f"version {version} from {found.info.message}",
+        code=found.info.code,
+        remedy=found.info.remedy,
+    )

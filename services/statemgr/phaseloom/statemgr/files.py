@@ -18,15 +18,18 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.statemgr.bases import BASE_SUFFIX, Base, worth_referring
 from phaseloom.statemgr.core.statefile import (
-    CHECKSUM_BYTES,
     PREFIX_BYTES,
     Place,
     StateHeader,
+    check_blocks,
     data_loss,
     decode_header,
     encode_header,
@@ -35,12 +38,15 @@ from phaseloom.statemgr.core.statefile import (
     part_offsets,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import BLOCK_BYTES, Disk
+from phaseloom.statemgr.disk.disk import Disk, Files
 from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})\.state\Z")
+_CONTENTS = ".contents"
+"""No tenant's name: contents may be of several."""
+_BASE = re.compile(r"seal-[0-9]+\.[0-9a-f]+\.base\Z")
 _SPILL = re.compile(r"spill-[0-9]+-[0-9]+\.state\Z")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
@@ -63,6 +69,13 @@ class StateDirectory:
     def spill(self, key: DeploymentKey, incarnation: int, rank: int) -> Path:
         return self._directory(key) / f"spill-{incarnation:d}-{rank:d}.state"
 
+    def content(self, number: int) -> Path:
+        return self._root / _CONTENTS / f"content-{number:d}.state"
+
+    def contents(self) -> set[Path]:
+        """Those that are here, whole, of whatever life."""
+        return set((self._root / _CONTENTS).glob("content-*.state"))
+
     def spilled(self) -> set[Path]:
         """The host copies that are here, whole, of whatever life."""
         return {path for path in self._root.glob("*/*/*/*.state") if _SPILL.match(path.name)}
@@ -79,8 +92,12 @@ class StateDirectory:
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
         """Every readable state file; unreadable ones are left alone and logged."""
-        for partial in self._root.glob("*/*/*/*.partial"):
-            partial.unlink()
+        for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
+            for half_written in self._root.glob(pattern):
+                half_written.unlink()
+        for link in self._root.glob(f"*/*/*/*{BASE_SUFFIX}"):
+            if link.name not in _bases_named(link.with_name(f"{link.name.split('.')[0]}.state")):
+                link.unlink()
         for probe in self._root.glob(f"{PROBE_PREFIX}*"):
             shutil.rmtree(probe)
         # Only now, when no writer can be about to use one.
@@ -106,31 +123,29 @@ class StateDirectory:
         header: StateHeader,
         memories: list[memoryview],
         cancelled: threading.Event = NEVER,
-    ) -> None:
+    ) -> StateHeader:
         """Put a file in place, whole and fsynced.
 
-        Args:   memories: of each of the header's parts.
+        Args:   header: where it has a digest, the memory must have that.
+                memories: of each of the header's parts.
+        Returns: the header as written, with the digests of what was.
         Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory is not
                 what the header's digest says; UNAVAILABLE: anything else the disk refuses;
                 ABORTED: cancelled. What was there before stands.
         """
-        partial = path.with_suffix(".partial")
+        half_written = path.with_suffix(".partial")
         try:
-            self._make_directory(path.parent)
+            self.make_directory(path.parent)
             try:
-                self._write_synced(partial, header, memories, path, cancelled)
-                partial.rename(path)
+                written = self._write_synced(half_written, header, memories, path, cancelled)
+                half_written.rename(path)
             except BaseException:
-                partial.unlink(missing_ok=True)
+                half_written.unlink(missing_ok=True)
                 raise
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
+            return written
         except OSError as error:
-            raise ResourceError(
-                f"{path} cannot be written: {error.strerror}",
-                code=Code.RESOURCE_EXHAUSTED if error.errno in _FULL else Code.UNAVAILABLE,
-                details={"file": str(path), "num_bytes": str(header.num_bytes)},
-                remedy="free space on the node's state directory",
-            ) from error
+            raise unwritable(path, header, error) from error
 
     def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
         """Fill `memory` with a part of a file, verified.
@@ -138,61 +153,184 @@ class StateDirectory:
         Raises: ResourceError: DATA_LOSS, saying where; ABORTED: cancelled.
         """
         try:
-            with contextlib.closing(self.disk.open(Path(place.file))) as file:
-                self.disk.read(file, place, memory, cancelled)
+            with self._opened(place) as files:
+                self.disk.read(files, place, memory, cancelled)
         except OSError as error:
             raise data_loss(place.file, error.strerror or repr(error)) from error
 
+    def read_block(self, place: Place, block: int, memory: memoryview) -> int:
+        """A block of a part, verified, into the beginning of `memory`; returns its size.
+
+        Raises: ResourceError: DATA_LOSS, saying where.
+        """
+        try:
+            with self._opened(place, {place.part.source_of(block)}) as files:
+                return self.disk.read_block(files, place, block, memory)
+        except OSError as error:
+            raise data_loss(place.file, error.strerror or repr(error)) from error
+
+    @contextlib.contextmanager
+    def _opened(self, place: Place, sources: set[int] | None = None) -> Iterator[Files]:
+        """The file and those that it refers to. Raises: OSError. ResourceError: DATA_LOSS."""
+        check_blocks(place)
+        if sources is None:
+            sources = set(place.part.sources) or {0}
+        with contextlib.ExitStack() as stack:
+            files = {}
+            for source in sources:
+                at = place if source == 0 else _base_of(place, source)
+                file = self.disk.open(Path(at.file))
+                files[source] = (stack.enter_context(contextlib.closing(file)), at.offset)
+            yield files
+
+    def write_seal(
+        self, path: Path, header: StateHeader, memories: list[memoryview], before: Path | None
+    ) -> tuple[StateHeader, int]:
+        """As `write`, but for what the seal `before` holds already.
+
+        Returns: the header as written, and the bytes of memory that were.
+        """
+        base = None if before is None else self._base(header, memories, before)
+        if base is None:
+            written = self.write(path, header, memories)
+            return written, written.num_bytes
+        half_written = path.with_suffix(".partial")
+        try:
+            try:
+                base.link(path)
+                sync_directory(path.parent)
+                written = self._write_synced(half_written, header, memories, path, NEVER, base=base)
+                half_written.rename(path)
+            except BaseException:
+                half_written.unlink(missing_ok=True)
+                self._unlink_bases(path, kept=_bases_named(path))
+                raise
+            self._unlink_bases(path, kept={base.names[s - 1] for s in _sources(written)})
+            sync_directory(path.parent)
+        except OSError as error:
+            raise unwritable(path, header, error) from error
+        return written, written.bytes_from(0)
+
+    def _base(self, header: StateHeader, memories: list[memoryview], before: Path) -> Base | None:
+        """What the new file may refer to; None: write it whole."""
+        try:
+            found = find_parts(before)[0].header
+            files = {0: before}
+            for source in _sources(found):
+                file = before.with_name(found.bases[source - 1])
+                if worth_referring(found, source, find_parts(file)[0].header):
+                    files[source] = file
+        except PhaseloomError as error:
+            log.warning("%s; the next seal refers to nothing of it", error)
+            return None
+        base = Base(found, files)
+        return base if base.is_like(header) and base.has_some(header, memories) else None
+
+    def _unlink_bases(self, path: Path, kept: set[str]) -> None:
+        for link in path.parent.glob(f"{path.stem}.*{BASE_SUFFIX}"):
+            if link.name not in kept:
+                link.unlink(missing_ok=True)
+
     def remove(self, path: Path) -> None:
+        """And the links that are its."""
         path.unlink(missing_ok=True)
+        self._unlink_bases(path, kept=set())
 
     def clear(self, key: DeploymentKey) -> None:
         """Remove every state file of a deployment, readable or not."""
         directory = self._directory(key)
         if directory.is_dir():
             for path in directory.iterdir():
-                if _NAME.match(path.name) or _SPILL.match(path.name):
+                if any(known.match(path.name) for known in (_NAME, _SPILL, _BASE)):
                     self.remove(path)
 
     def _write_synced(
         self,
-        partial: Path,
+        half_written: Path,
         header: StateHeader,
         memories: list[memoryview],
         path: Path,
         cancelled: threading.Event,
-    ) -> None:
+        *,
+        base: Base | None = None,
+    ) -> StateHeader:
         # As long as the real one: what it will say of the blocks has the same length.
         blank = [
             bytes(CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)) for part in header.parts
         ]
+        if base is not None:
+            header = header.referring(base.names, [bytes(len(b) // CHECKSUM_BYTES) for b in blank])
         start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
         offsets = part_offsets(header, len(start) - PREFIX_BYTES)
         end = offsets[-1] + header.parts[-1].num_bytes
-        with contextlib.closing(self.disk.create(partial, end)) as file:
+        # What is left out takes no room: how much that is, is not known yet.
+        with contextlib.closing(self.disk.create(half_written, end if base is None else 0)) as file:
             blocks = [
-                self._write_part(file, Place(str(path), header, index, at), memory, cancelled)
+                self._write_part(file, Place(str(path), header, index, at), memory, cancelled, base)
                 for index, (at, memory) in enumerate(zip(offsets, memories, strict=True))
             ]
-            whole = encode_header(header.with_blocks(BLOCK_BYTES, blocks))
+            if base is not None:
+                header = header.referring(base.names, [base.sources(*b) for b in enumerate(blocks)])
+            written = header.with_blocks(BLOCK_BYTES, blocks)
+            whole = encode_header(written)
             assert len(whole) == len(start)
             file.write(memoryview(whole), 0)
             file.finish(end)
+        return written
 
     def _write_part(
-        self, file: BlockFile, place: Place, memory: memoryview, cancelled: threading.Event
+        self,
+        file: BlockFile,
+        place: Place,
+        memory: memoryview,
+        cancelled: threading.Event,
+        base: Base | None,
     ) -> bytes:
         part = place.part
-        written = self.disk.write(file, place.offset, memory[: part.num_bytes], cancelled)
-        if written.digest != part.digest:
+        if base is not None and base.has_all(part, place.index):
+            return base.blocks(place.index)
+        has = None if base is None else partial(base.has, place.index)
+        blocks = self.disk.write(file, place.offset, memory[: part.num_bytes], cancelled, has)
+        if part.digest and combined(blocks) != part.digest:
             raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
-        return written.blocks
+        return blocks
 
-    def _make_directory(self, directory: Path) -> None:
+    def make_directory(self, directory: Path) -> None:
         missing = [d for d in (directory, *directory.parents) if not d.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _sync_directory(made.parent)
+            sync_directory(made.parent)
+
+
+def _sources(header: StateHeader) -> set[int]:
+    """Those beside the file itself."""
+    return {source for part in header.parts for source in part.sources} - {0}
+
+
+def _bases_named(path: Path) -> set[str]:
+    """The links that this seal refers to, if it is there and can be read."""
+    try:
+        return set(find_parts(path)[0].header.bases)
+    except PhaseloomError:
+        return set()
+
+
+def _base_of(place: Place, source: int) -> Place:
+    """The same part in the file that a part refers to. Raises: ResourceError: DATA_LOSS."""
+    path = Path(place.file).with_name(place.header.bases[source - 1])
+    places = find_parts(path)
+    if place.index >= len(places) or places[place.index].part.num_bytes != place.part.num_bytes:
+        raise data_loss(str(path), f"it is not what {place.file} refers to")
+    return places[place.index]
+
+
+def unwritable(path: Path, header: StateHeader, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{path} cannot be written: {error.strerror}",
+        code=Code.RESOURCE_EXHAUSTED if error.errno in _FULL else Code.UNAVAILABLE,
+        details={"file": str(path), "num_bytes": str(header.num_bytes)},
+        remedy="free space on the node's state directory",
+    )
 
 
 def find_parts(path: Path) -> list[Place]:
@@ -208,7 +346,7 @@ def find_parts(path: Path) -> list[Place]:
         raise data_loss(str(path), error.strerror or repr(error)) from error
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -5,6 +5,10 @@ fsynced, the books say so, and only then its memory is given back. It comes up b
 or sealed, or on a hint. At each moment the file or the memory is whole, so a kill of the daemon
 finds one of them. What is on a device, being switched, sealed or moved stays where it is.
 
+So that nobody has to wait for a disk, what is needed last is written ahead in the background while
+less than the configured share of host memory is free or can be had at once (*draining*): the copy
+stays, and its memory is given back when something needs it.
+
 Invariant: at most one move of a host copy is under way. Who needs it elsewhere cancels a spill, and
 joins a move upward.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,15 +30,21 @@ from typing import TypeVar
 from phaseloom.common import metrics
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import Prefetch
+from phaseloom.statemgr.contentmoves import ContentMoves
 from phaseloom.statemgr.core.arena import rounded
-from phaseloom.statemgr.core.residency import ON_NVME, Rank, State, Step, Wpg
+from phaseloom.statemgr.core.contents import Content
+from phaseloom.statemgr.core.residency import ON_DEVICE, ON_NVME, Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader, data_loss
+from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.files import StateDirectory, find_parts
 from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.versionmoves import VersionMoves
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Victim = Rank | Content | Version
+"""What may make room."""
 
 
 def _future() -> asyncio.Future[None]:
@@ -48,6 +59,8 @@ class Move:
     is_up: bool
     is_hint: bool = False
     """Nobody waits for it: a withdrawn hint, or need of its memory, cancels it."""
+    is_drain: bool = False
+    """Down, and in host memory all the same."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: asyncio.Future[None] = field(default_factory=_future)
 
@@ -55,25 +68,45 @@ class Move:
 class Hierarchy:
     """`start` it in a task group; `stop` lets what is under way end."""
 
-    def __init__(self, node: Node, directory: StateDirectory, nvme_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        directory: StateDirectory,
+        nvme_budget_bytes: int,
+        spare_bytes: int = 0,
+    ) -> None:
+        """Args: spare_bytes: of host memory, to be free or to be had at once."""
         self.nvme_budget_bytes = nvme_budget_bytes
+        self._spare_bytes = spare_bytes
+        self._used = asyncio.Event()
+        """Host memory was taken, or what had to stay there need not any more."""
+        self._drain: asyncio.Task[None] | None = None
         self._node = node
         self._directory = directory
         self._moves: dict[Rank, Move] = {}
         self._tasks: asyncio.TaskGroup
         node.on_retired = self._give_up
+        node.reserve_frozen = self._reserve_frozen
+        self.contents = ContentMoves(node, directory)
+        self.versions = VersionMoves(node, directory)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
+        self.contents.start(tasks)
+        if self._spare_bytes:
+            self._drain = tasks.create_task(self._keep_draining())
 
     def stop(self) -> None:
+        if self._drain is not None:
+            self._drain.cancel()
+        self.contents.stop()
         for move in self._moves.values():
             move.cancelled.set()
 
     @property
     def num_moves(self) -> int:
         """Under way."""
-        return len(self._moves)
+        return len(self._moves) + len(self.contents.under_way)
 
     # --- what the other parts ask for ---
 
@@ -93,7 +126,10 @@ class Hierarchy:
         """
         with self.using(wpg, *others):
             await self._lift_all(wpg)
-            yield
+            try:
+                yield
+            finally:
+                await self._forget_drained(wpg)
 
     @contextmanager
     def using(self, *wpgs: Wpg) -> Iterator[None]:
@@ -105,9 +141,45 @@ class Hierarchy:
         finally:
             for wpg in wpgs:
                 self._node.residency.end_use(wpg)
+            self._used.set()
+
+    async def _forget_drained(self, wpg: Wpg) -> None:
+        """Of what is on a device now, the host copy grows old, and what NVMe has of it."""
+        for rank in wpg.ranks:
+            if rank.is_drained and rank.state in ON_DEVICE:
+                rank.is_drained = False
+                await asyncio.to_thread(self._directory.remove, self._path(rank))
+
+    # --- ahead of need ---
+
+    async def _keep_draining(self) -> None:
+        while True:
+            await self._used.wait()
+            self._used.clear()
+            try:
+                while (rank := self._to_drain()) is not None:
+                    self._check_nvme(rank)
+                    await self._move(Move(rank, is_up=False, is_drain=True))
+            except PhaseloomError as error:
+                # Tried again when somebody uses host memory next.
+                log.info("nothing more is drained: %s", error)
+
+    def _to_drain(self) -> Rank | None:
+        """What to write ahead: what is needed last; None: enough can be had at once."""
+        arena, residency = self._node.memory.arena, self._node.residency
+        if arena.free_bytes + residency.drained_bytes() >= self._spare_bytes:
+            return None
+        return next((rank for rank in residency.spillable() if not rank.is_drained), None)
+
+    async def _reserve_frozen(self, num_bytes: int, what: str, after_s: float | None = None) -> int:
+        """Memory that can be made immutable."""
+        reserve = self._node.memory.reserve
+        return await self._with_room(lambda: reserve(num_bytes, what, may_freeze=True), after_s)
 
     async def _lift_all(self, wpg: Wpg) -> None:
         for rank in wpg.ranks:
+            if rank.content is not None:
+                await self.contents.lift(rank.content, self._reserve_frozen)
             while (move := self._moves.get(rank)) is not None:
                 if move.is_up:
                     move.is_hint = False
@@ -121,6 +193,13 @@ class Hierarchy:
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction; moves begin in the background."""
         wpg.next_use_s = None if hint.in_s is None else time.monotonic() + hint.in_s
+        after_s = wpg.next_use_s
+
+        async def reserve(num_bytes: int, what: str) -> int:
+            return await self._reserve_frozen(num_bytes, what, after_s)
+
+        for content in {rank.content for rank in wpg.ranks if rank.content is not None}:
+            self.contents.hint(content, reserve, is_wanted=hint.in_s is not None)
         for rank in wpg.ranks:
             move = self._moves.get(rank)
             if hint.in_s is not None and move is None and rank.state is State.SPILLED:
@@ -128,12 +207,12 @@ class Hierarchy:
             elif hint.in_s is None and move is not None and move.is_hint:
                 move.cancelled.set()
 
-    def sweep(self) -> None:
+    def sweep(self) -> asyncio.Task[None]:
         """Remove the spilled files that belong to no host copy, once what was is taken over."""
         ranks = [rank for wpg in self._node.residency.alive() for rank in wpg.ranks]
         kept = {self._path(rank) for rank in ranks if rank.state in ON_NVME}
-        stale = self._directory.spilled() - kept
-        self._tasks.create_task(asyncio.to_thread(self._remove, stale))
+        stale = (self._directory.spilled() - kept) | self.contents.sweep()
+        return self._tasks.create_task(asyncio.to_thread(self._remove, stale))
 
     def _remove(self, paths: set[Path]) -> None:
         for path in paths:
@@ -153,42 +232,72 @@ class Hierarchy:
             bool(digest)
             and header.digest == digest
             and header.deployment == rank.wpg.key
-            and (header.num_bytes, header.tensors) == (rank.heap_bytes, rank.tensors)
+            and (header.num_bytes, header.tensors) == (rank.extent_bytes, rank.tensors)
         )
 
     # --- moves ---
 
     async def _with_room(self, take: Callable[[], T], after_s: float | None = None) -> T:
-        failed: set[Rank] = set()
+        failed: set[Victim] = set()
         while True:
             try:
-                return take()
+                taken = take()
+                self._used.set()
+                return taken
             except ResourceError as error:
                 if error.info.code is not Code.RESOURCE_EXHAUSTED:
                     raise
                 refusal = error
-            below = [r for r in self._node.residency.spillable(after_s) if r not in failed]
-            spills = [move for move in self._moves.values() if not move.is_up]
-            going = [*below, *(move.rank for move in spills)]
-            room_bytes = sum(rounded(rank.heap_bytes) for rank in going)
-            if not (below or spills) or room_bytes < _shortage_bytes(refusal):
+            below = [victim for victim in self._victims(after_s) if victim not in failed]
+            going = self._going_down()
+            room_bytes = sum(rounded(_num_bytes(each)) for each in [*below, *going])
+            if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
                 # Others have asked for these; what they free may be enough for both.
-                ends = [move.done for move in spills]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(going.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             victim = below[0]
             try:
-                self._check_nvme(victim)
-                await self._move(Move(victim, is_up=False))
+                await self._send_down(victim)
             except PhaseloomError as error:
                 log.warning("%s stays in host memory: %s", victim, error)
                 failed.add(victim)
 
+    def _victims(self, after_s: float | None) -> list[Victim]:
+        """What may go: first what goes at once, then what is needed last.
+
+        Versions for which ranks or a disk must be waited for go last, and for no hint.
+        """
+        node = self._node
+        copies: list[Rank | Content] = []
+        copies += node.residency.spillable(after_s)
+        copies += self.contents.spillable(after_s)
+        last = self.versions.unread(at_once=False) if after_s is None else []
+        return [*self.versions.unread(at_once=True), *sorted(copies, key=_need), *last]
+
+    def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
+        """What is on its way down, and the end of that."""
+        going: dict[Victim, asyncio.Future[None]] = {}
+        going.update({each: end for each, end in self.versions.under_way.items()})
+        going.update({m.rank: m.done for m in self._moves.values() if not m.is_up})
+        going.update({m.content: m.done for m in self.contents.under_way if not m.is_up})
+        return going
+
+    async def _send_down(self, victim: Victim) -> None:
+        """Raises: PhaseloomError: it stays."""
+        if isinstance(victim, Version):
+            await self.versions.leave(victim)
+            return
+        self._check_nvme(victim)
+        if isinstance(victim, Content):
+            await self.contents.spill(victim)
+        else:
+            await self._move(Move(victim, is_up=False))
+
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
-        used, budget = self._node.residency.nvme_used_bytes(), self.nvme_budget_bytes
+        used, budget = self._node.nvme_used_bytes(), self.nvme_budget_bytes
         return ResourceError(
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
@@ -196,11 +305,11 @@ class Hierarchy:
             details=info.details | {"nvme_used_bytes": str(used), "nvme_budget_bytes": str(budget)},
         )
 
-    def _check_nvme(self, rank: Rank) -> None:
-        used = self._node.residency.nvme_used_bytes()
-        if used + rank.heap_bytes > self.nvme_budget_bytes:
+    def _check_nvme(self, copy: Rank | Content) -> None:
+        used = self._node.nvme_used_bytes()
+        if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
-                f"{rank} needs {rank.heap_bytes} bytes of NVMe: {used} of "
+                f"{copy} needs {copy.extent_bytes} bytes of NVMe: {used} of "
                 f"{self.nvme_budget_bytes} are in use",
                 code=Code.RESOURCE_EXHAUSTED,
             )
@@ -220,12 +329,12 @@ class Hierarchy:
 
     async def _run(self, move: Move) -> None:
         node = self._node
-        labels = {"node": node.name, "direction": "lift" if move.is_up else "spill"}
+        labels = {"node": node.name, "direction": _direction(move)}
         failure: PhaseloomError | None = None
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
                 await (self._lift(move) if move.is_up else self._spill(move))
-            metrics.count(metrics.TRANSFER_MOVED, move.rank.heap_bytes, **labels)
+            metrics.count(metrics.TRANSFER_MOVED, move.rank.extent_bytes, **labels)
         except PhaseloomError as error:
             log.info("the %s of %s ended: %s", labels["direction"], move.rank, error)
             failure = error
@@ -243,23 +352,31 @@ class Hierarchy:
 
     async def _spill(self, move: Move) -> None:
         node, rank = self._node, move.rank
-        assert rank.extent is not None
+        if rank.extent is None:
+            raise ResourceError(f"{rank} was lost meanwhile")
         header = StateHeader(
-            "spill", rank.wpg.key, rank.applied, rank.heap_bytes, rank.tensors, rank.digest
+            "spill", rank.wpg.key, rank.applied, rank.extent_bytes, rank.tensors, rank.digest
         )
-        memory = node.memory[rank.extent].view(rank.heap_bytes)
+        memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
-            await asyncio.to_thread(
-                self._directory.write, self._path(rank), header, [memory], move.cancelled
-            )
+            if not rank.is_drained:
+                header = await asyncio.to_thread(
+                    self._directory.write, self._path(rank), header, [memory], move.cancelled
+                )
+            if not move.is_drain:
+                await node.unpin(rank)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 node.retire(rank.wpg, "its host copy is bad")
             elif rank.state is not State.LOST:
                 node.residency.step(rank, Step.SPILL_FAILED)
             raise
-        node.residency.step(rank, Step.SPILL_VERIFIED)
+        node.residency.step(rank, Step.DRAINED if move.is_drain else Step.SPILL_VERIFIED)
+        rank.copied(rank.applied, header.digest)
+        rank.is_drained = move.is_drain
         await node.keeper.record()
+        if move.is_drain:
+            return
         if rank.state is State.LOST or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         node.memory.vacate(rank.extent)
@@ -270,7 +387,7 @@ class Hierarchy:
         await self._with_room(lambda: self._occupy(move), after_s)
         node.residency.step(rank, Step.LIFT_BEGUN)
         assert rank.extent is not None
-        memory = node.memory[rank.extent].view(rank.heap_bytes)
+        memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
             await asyncio.to_thread(self._read, rank, memory, move.cancelled)
         except PhaseloomError as error:
@@ -325,6 +442,23 @@ class Hierarchy:
 
     def _path(self, rank: Rank) -> Path:
         return self._directory.spill(rank.wpg.key, rank.wpg.incarnation, rank.index)
+
+
+def _num_bytes(victim: Victim) -> int:
+    return victim.num_bytes if isinstance(victim, Version) else victim.extent_bytes
+
+
+def _need(copy: Rank | Content) -> tuple[float, int]:
+    """Sorts what nobody said anything of before what is used latest, then the least recent."""
+    user = copy if isinstance(copy, Content) else copy.wpg
+    next_use_s = math.inf if user.next_use_s is None else user.next_use_s
+    return -next_use_s, user.last_used
+
+
+def _direction(move: Move) -> str:
+    if move.is_up:
+        return "lift"
+    return "drain" if move.is_drain else "spill"
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from pathlib import Path
@@ -13,16 +14,30 @@ from phaseloom.common import framing, lifecycle
 from phaseloom.common.config import load
 from phaseloom.common.ids import NodeId
 from phaseloom.common.statewire import StateMessage
-from phaseloom.statemgr import capacity, observing
+from phaseloom.statemgr import capacity, filewire, mesh, observing, wire
+from phaseloom.statemgr.checkpoints import Checkpoints
+from phaseloom.statemgr.core.contents import bases_of
+from phaseloom.statemgr.disk.disk import Disk
+from phaseloom.statemgr.exporting import Exporter
 from phaseloom.statemgr.files import StateDirectory
+from phaseloom.statemgr.fileserving import FileServer, FilesGate
 from phaseloom.statemgr.hierarchy import Hierarchy
+from phaseloom.statemgr.mesh import Identity
 from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.permission import Gate
+from phaseloom.statemgr.replicating import Replicator
 from phaseloom.statemgr.sealing import Sealer
 from phaseloom.statemgr.serving import VersionServer
-from phaseloom.statemgr.shell import StateManager
+from phaseloom.statemgr.sharing import Sharing
+from phaseloom.statemgr.shell import Parts, StateManager
+from phaseloom.statemgr.sliceserving import SliceServer
+from phaseloom.statemgr.slicing import Slices
 from phaseloom.statemgr.weights import Weights
 
 log = logging.getLogger(__name__)
+
+_GC_THRESHOLD = 200_000
+"""New objects between collections."""
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
@@ -31,13 +46,24 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     socket: str
     """Path of the Unix socket for the node's agent and ranks."""
     secret: str
-    """The mesh's: the agent proves it here, and state managers to one another."""
+    """The mesh's: the agent proves it here, and it signs the tickets of weights versions."""
+    certificates: str
+    """Directory of this node's certificate, key and authority (`phaseloom certs`), by which it and
+    other nodes' state managers know one another."""
     directory: str
     """Where seals and persisted weights versions lie."""
     devices: list[int]
     """Bytes of managed state that each device may hold."""
     host_memory_bytes: int
     """Budget of the host arena."""
+    checkpoint_root: str = ""
+    """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`; the same on all nodes, where
+    a deployment that moves is to find what it saved. Empty: nothing can be saved or loaded."""
+    checkpoint_file_bytes: int = 5_000_000_000
+    """A checkpoint's tensors go into files of at most this size, unless one alone is larger."""
+    host_spare: float = 0.1
+    """Share of `host_memory_bytes` to be free, or to be had without waiting for a disk: what is
+    needed last is written to NVMe ahead, in the background. 0: nothing is."""
     nvme_bytes: int | None = None
     """Budget of host copies that are on disk instead of in the arena; 0: none ever is; None: as
     much as the disk takes. Seals and versions are not counted."""
@@ -48,6 +74,9 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     site: str = ""
     """What fast links join: a weights version crosses to each other site once, and nodes there
     bring it to one another. Empty: every node fetches its own."""
+    frozen_bases: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Name → BLAKE3 of the content of each of its ranks, in hex as `phaseloom state --json` says:
+    models that never change, whose bytes tenants may share. All else is shared within a tenant."""
     transfer_timeout_s: float = 120.0
     """A rank that takes longer to copy its heap out or in counts as lost."""
     resume_timeout_s: float = 10.0
@@ -62,48 +91,36 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. The socket file stays: the next life replaces it."""
+    # The layout of a large model is tens of thousands of objects at once, and none is garbage.
+    gc.set_threshold(_GC_THRESHOLD)
     capacity.check_host(config.host_memory_bytes)
-    node = Node(config.node, config.devices, config.host_memory_bytes, config.transfer_timeout_s)
+    capacity.check_spare(config.host_spare)
+    node = _node(config)
+    sharing = Sharing(node)
     observing.register(node)
-    directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
-    disk = directory.disk.path
-    log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
-    nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
-    hierarchy = Hierarchy(node, directory, nvme_bytes)
-    sealer = Sealer(node, directory, hierarchy)
-    weights = Weights(
-        node, directory, hierarchy, config.secret, config.peer_timeout_s, site=config.site
-    )
-    for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
-        if header.kind == "version":
-            weights.found(header)
-        else:
-            sealer.found(header, str(path))
-    peers = socket.create_server((config.host, config.port))
-    peers.setblocking(False)
+    parts, services = await _parts(config, node)
+    hierarchy, exporter = parts.hierarchy, parts.exporter
+    server = mesh.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
+    peers = _listen(config.host, config.port)
     node.endpoint = f"{config.host}:{peers.getsockname()[1]}"
-    server = VersionServer(config.secret, config.peer_timeout_s, weights.reading, site=config.site)
     local = framing.listen(config.socket)
     listeners = [peers]
     try:
         async with asyncio.TaskGroup() as tasks:
             hierarchy.start(tasks)
+            exporter.start(tasks)
+            sharing.start(tasks)
+            node.digests.start(tasks)
             serving: list[asyncio.Task[None]] = []
 
             def serve_versions_at(endpoint: str) -> None:
                 host, _, port = endpoint.rpartition(":")
-                again = socket.create_server((host, int(port)))
-                again.setblocking(False)
-                listeners.append(again)
-                serving.append(tasks.create_task(server.serve(again)))
+                listeners.append(_listen(host, int(port)))
+                serving.append(tasks.create_task(server.serve(listeners[-1])))
                 node.endpoint = endpoint
 
             manager = StateManager(
-                node,
-                sealer,
-                weights,
-                hierarchy,
-                disk,
+                parts,
                 secret=config.secret,
                 resume_timeout_s=config.resume_timeout_s,
                 serve_versions_at=serve_versions_at,
@@ -116,14 +133,81 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
             await stop.wait()
             for task in serving:
                 task.cancel()
+            sharing.stop()
             hierarchy.stop()
+            exporter.stop()
+            node.digests.stop()
     finally:
         hierarchy.stop()
-        local.close()
-        for listener in listeners:
+        exporter.stop()
+        node.digests.stop()
+        for listener in (local, *listeners):
             listener.close()
+        node.device_copies.close()
         node.keeper.close()
         node.memory.close()
+
+
+def _node(config: StateManagerConfig) -> Node:
+    return Node(
+        config.node,
+        config.devices,
+        config.host_memory_bytes,
+        config.transfer_timeout_s,
+        frozen_bases=bases_of(config.frozen_bases),
+    )
+
+
+async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, mesh.Session]]:
+    """What answers agent and ranks, and what other nodes may open."""
+    directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
+    disk = directory.disk.path
+    log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
+    nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
+    spare_bytes = int(config.host_spare * config.host_memory_bytes)
+    hierarchy = Hierarchy(node, directory, nvme_bytes, spare_bytes)
+    sealer = Sealer(node, directory, hierarchy)
+    exporter = await asyncio.to_thread(_exporter, config, node, directory, hierarchy)
+    identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
+    weights = Weights(node, directory, hierarchy, identity, timeout_s, site=config.site)
+    for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
+        if header.kind == "version":
+            weights.found(header)
+        else:
+            sealer.found(header, str(path))
+    slices = Slices(node, hierarchy, weights, identity, timeout_s)
+    replicator = Replicator(
+        node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
+    )
+    gate = Gate(config.secret)
+    versions = VersionServer(gate, timeout_s, weights.reading, site=config.site)
+    boxes = SliceServer(gate, timeout_s, slices.reading)
+    files = FileServer(
+        node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
+    )
+    services: dict[str, mesh.Session] = {
+        wire.SERVICE: versions.session,
+        wire.SLICES: boxes.session,
+        filewire.SERVICE: files.session,
+    }
+    parts = Parts(node, sealer, weights, slices, hierarchy, exporter, replicator, disk)
+    return parts, services
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.create_server((host, port))
+    listener.setblocking(False)
+    return listener
+
+
+def _exporter(
+    config: StateManagerConfig, node: Node, directory: StateDirectory, hierarchy: Hierarchy
+) -> Exporter:
+    root = Path(config.checkpoint_root) if config.checkpoint_root else None
+    checkpoints = Checkpoints(root, config.node)
+    checkpoints.sweep()
+    disk = directory.disk if root is None else Disk(root)
+    return Exporter(node, hierarchy, disk, checkpoints, config.checkpoint_file_bytes)
 
 
 def main() -> None:

@@ -1,22 +1,33 @@
 """The host arena's memory: one memfd an extent, mapped once and kept.
 
 The sizes are sealed, so that no rank can shrink what this daemon has mapped (reading it would be a
-SIGBUS). Readers get a descriptor that was opened read-only. The mapping counts as shared memory of
+SIGBUS). Readers get a descriptor that was opened read-only; what several jobs may read is sealed
+against writing too, whatever descriptors of it there are. The mapping counts as shared memory of
 this process, not as anonymous memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 
-import xxhash
-
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.statemgr.core.arena import Arena, rounded
 
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _MAX_NAME = 200
 """The kernel takes 249 bytes; names are only shown in /proc."""
 
@@ -24,12 +35,13 @@ _MAX_NAME = 200
 class Extent:
     """Zeroes until written."""
 
-    def __init__(self, num_bytes: int, name: str) -> None:
+    def __init__(self, num_bytes: int, name: str, *, may_freeze: bool = False) -> None:
         """Raises: OSError: the system has no descriptor or no memory to give."""
         fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rounded(num_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            last = 0 if may_freeze else fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | last)
             self._open(fd, num_bytes)
         except OSError:
             os.close(fd)
@@ -54,6 +66,28 @@ class Extent:
         self.fd = fd
         self._num_bytes = rounded(num_bytes)
         self._map: mmap.mmap | None = None
+        self._read_only_map: mmap.mmap | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
+
+    def freeze(self) -> bool:
+        """Nobody can write it from now on. Returns: False where somebody may have it mapped
+        writable, or it was made for writing."""
+        self._map = None
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        except OSError:
+            return False
+        return True
+
+    def readable(self, num_bytes: int) -> memoryview:
+        """The first `num_bytes`, read-only."""
+        if self._read_only_map is None:
+            fd, access = self.read_only_fd, mmap.ACCESS_READ
+            self._read_only_map = mmap.mmap(fd, self._num_bytes, access=access)
+        return memoryview(self._read_only_map)[:num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes`, writable."""
@@ -72,7 +106,7 @@ class Extent:
         os.close(self.fd)
         os.close(self.read_only_fd)
         # Not closed by force: a thread may be reading a view. The last reference unmaps it.
-        self._map = None
+        self._map = self._read_only_map = None
 
 
 class HostMemory:
@@ -85,13 +119,16 @@ class HostMemory:
     def __getitem__(self, extent: int) -> Extent:
         return self._extents[extent]
 
-    def reserve(self, num_bytes: int, what: str, pool: str = "") -> int:
+    def reserve(
+        self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
+    ) -> int:
         """Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers."""
         grant = self.arena.reserve(num_bytes, what, pool)
         self._close(grant.evicted)
         if grant.is_new:
             try:
-                self._extents[grant.extent] = Extent(num_bytes, f"phaseloom: {what}")
+                name = f"phaseloom: {what}"
+                self._extents[grant.extent] = Extent(num_bytes, name, may_freeze=may_freeze)
             except OSError as error:
                 self.arena.free(grant.extent)
                 raise ResourceError(
@@ -129,12 +166,19 @@ class HostMemory:
         """extent → descriptor, the idle ones included."""
         return {number: extent.fd for number, extent in self._extents.items()}
 
+    def hold(self, extent: int) -> None:
+        """One holder more, who `free`s or `park`s it too."""
+        self.arena.hold(extent)
+
     def free(self, extent: int) -> None:
-        self._close([self.arena.free(extent)])
+        """One holder gives it up; the last one frees it."""
+        if not self.arena.let_go(extent):
+            self._close([self.arena.free(extent)])
 
     def park(self, extent: int, pool: str) -> None:
-        """Keep the extent, touched as it is, for the next one of `pool`."""
-        self._close(self.arena.park(extent, pool))
+        """Keep it, touched as it is, for the next one of `pool`, unless somebody else holds it."""
+        if not self.arena.let_go(extent):
+            self._close(self.arena.park(extent, pool))
 
     def drop_pool(self, pool: str) -> None:
         self._close(self.arena.drop_pool(pool))
@@ -147,6 +191,36 @@ class HostMemory:
             self._extents.pop(extent).close()
 
 
-def digest_of(view: memoryview) -> str:
-    """xxh3-128 in hex. Long: run it in a thread; the hash releases the GIL."""
-    return xxhash.xxh3_128(view).hexdigest()
+def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -> memoryview:
+    """The beginning of one extent and that of another as one piece of memory, copying nothing.
+
+    Args:   first_bytes: whole pages.
+    Raises: OSError: the system maps no more.
+    """
+    assert first_bytes % mmap.PAGESIZE == 0
+    num_bytes = first_bytes + rounded(second_bytes)
+    # Whoever drops it last unmaps what is placed into it too.
+    whole = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(whole))
+    _place(address, first.fd, first_bytes)
+    _place(address + first_bytes, second.fd, rounded(second_bytes))
+    return memoryview(whole)[: first_bytes + second_bytes]
+
+
+def _place(address: int, fd: int, num_bytes: int) -> None:
+    """Map a file's beginning over what is mapped there."""
+    if not num_bytes:
+        return
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Long: run it in a thread; it releases the interpreter, which slice assignment does not."""
+    assert len(target) == len(source)
+    ctypes.memmove(_address(target), _address(source), len(source))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view))

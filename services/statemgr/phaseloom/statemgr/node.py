@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from phaseloom.common import metrics
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Peer
+from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import NodeId
-from phaseloom.common.statewire import Copied, CopyIn, CopyOut, StateMessage
+from phaseloom.common.statewire import (
+    Copied,
+    CopyAside,
+    CopyFrom,
+    CopyIn,
+    CopyOut,
+    StateMessage,
+    Unpin,
+)
 from phaseloom.statemgr.core.books import books_of
+from phaseloom.statemgr.core.contents import Content, Contents
+from phaseloom.statemgr.core.cuts import Cuts
+from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
+from phaseloom.statemgr.devicecopies import DeviceCopies
+from phaseloom.statemgr.digesting import Digests
 from phaseloom.statemgr.keeping import Keeper
 from phaseloom.statemgr.memory import HostMemory
 
@@ -30,16 +45,31 @@ class Node:
         device_budget_bytes: list[int],
         host_budget_bytes: int,
         transfer_timeout_s: float,
+        frozen_bases: Mapping[str, str] | None = None,
     ) -> None:
+        """Args: frozen_bases: BLAKE3 → name, of what tenants may share."""
         self.name = name
         self.residency = Residency(device_budget_bytes)
         self.versions = Versions()
+        self.device_copies = DeviceCopies(self.residency)
+        self.contents = Contents(frozen_bases or {})
+        self.cuts = Cuts()
+        self.seals = HostSeals()
         self.memory = HostMemory(host_budget_bytes)
         self.endpoint = ""
         """host:port where this daemon serves weights versions."""
         self.keeper = Keeper(
-            self.memory, lambda: books_of(self.residency, self.versions, self.endpoint)
+            self.memory,
+            lambda: books_of(
+                self.residency,
+                self.versions,
+                self.contents,
+                self.cuts,
+                self.seals,
+                self.endpoint,
+            ),
         )
+        self.digests = Digests(self.residency, self.memory, self.keeper.record)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One switch at a time a device."""
@@ -47,15 +77,37 @@ class Node:
         """What a killed daemon held is taken over or given up: the books may be used."""
         self.on_retired: Callable[[Wpg], None] = lambda wpg: None
         """Called as a life ends, maybe more than once."""
+        self.reserve_frozen: Callable[[int, str], Awaitable[int]]
+        """As `Hierarchy.reserve`, memory that can be made immutable."""
+        self.on_content: Callable[[Content], None] = lambda content: None
+        """Called with a content that is new, or in host memory again."""
+        self.on_content_gone: Callable[[Content], None] = lambda content: None
+        """Called as a content's last user leaves."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
-    async def ask(self, rank: Rank, message: CopyIn | CopyOut) -> Copied:
+    async def ask(
+        self,
+        rank: Rank,
+        message: CopyIn | CopyOut | CopyAside | CopyFrom,
+        fds: Sequence[int] = (),
+    ) -> Copied:
         """Let a rank copy. A rank that is gone, or does not answer in time, is lost.
 
+        Args:   fds: where it is not its own extent: the memory to copy to or from.
         Raises: ResourceError: it is lost, or it failed and rolled back.
         """
-        await self.keeper.record()
+        # Now: while the books are kept, the memory may be given up, and its number be another's.
+        kept = [os.dup(fd) for fd in fds]
+        try:
+            await self.keeper.record()
+            return await self._ask(rank, message, kept)
+        finally:
+            close_fds(kept)
+
+    async def _ask(
+        self, rank: Rank, message: CopyIn | CopyOut | CopyAside | CopyFrom, fds: list[int]
+    ) -> Copied:
         peer = self.ranks.get(rank)
         if peer is None:
             raise ResourceError(f"{rank} has lost its rank")
@@ -63,7 +115,7 @@ class Node:
         try:
             async with asyncio.timeout(self._transfer_timeout_s):
                 with metrics.timed(metrics.TRANSFER_DURATION, **labels):
-                    answer, _ = await peer.call(message)
+                    answer = await answer_of(peer, message, fds)
         except TimeoutError:
             self.retire(rank.wpg, f"no answer within {self._transfer_timeout_s} s")
             raise ResourceError(
@@ -79,8 +131,28 @@ class Node:
             answered = type(answer).__name__
             self.retire(rank.wpg, f"it answered {type(message).__name__} with {answered}")
             raise ResourceError(f"{rank} broke the protocol and was cut off")
-        metrics.count(metrics.TRANSFER_MOVED, rank.heap_bytes, **labels)
+        if not (isinstance(message, CopyOut) and message.whole_at >= 0):
+            # Else it was asked whether there is anything to copy.
+            metrics.count(metrics.TRANSFER_MOVED, rank.heap_bytes, **labels)
         return answer
+
+    async def unpin(self, rank: Rank) -> None:
+        """Let a rank's device let go of its extent's pages, which are about to be given back.
+
+        Raises: ResourceError: it does not, or not in time.
+        """
+        if not rank.pins:
+            return
+        peer = self.ranks.get(rank)
+        if peer is None:
+            raise ResourceError(f"{rank} has lost its rank")
+        try:
+            async with asyncio.timeout(self._transfer_timeout_s):
+                await answer_of(peer, Unpin())
+        except TimeoutError:
+            raise ResourceError(
+                f"{rank} did not unpin its host copy in time", code=Code.DEADLINE_EXCEEDED
+            ) from None
 
     @asynccontextmanager
     async def holding(self, devices: Callable[[], set[int]]) -> AsyncIterator[None]:
@@ -115,7 +187,31 @@ class Node:
         """Free the extents of a lost one as soon as no seal needs them; wake those who wait."""
         for extent in self.residency.reap(wpg):
             self.memory.free(extent)
+        if wpg.is_lost and wpg.prepared is None:
+            for rank in wpg.ranks:
+                self.leave_content(rank)
         self.announce()
+
+    def copy_of(self, rank: Rank) -> memoryview:
+        """Its host copy, which is in host memory; to read only."""
+        assert rank.source is not None
+        extent = self.memory[rank.source]
+        if rank.content is None:
+            return extent.view(rank.extent_bytes)
+        return extent.readable(rank.extent_bytes)
+
+    def leave_content(self, rank: Rank) -> None:
+        """It refers to its content no more; with its last user the content goes."""
+        content = self.contents.detach(rank)
+        if content is not None:
+            self.free_content(content)
+
+    def free_content(self, content: Content) -> None:
+        """What it held, now that it is gone from the books."""
+        if content.extent is not None:
+            self.memory.free(content.extent)
+            content.extent = None
+        self.on_content_gone(content)
 
     def announce(self) -> None:
         """Something changed that somebody may wait for."""
@@ -130,6 +226,7 @@ class Node:
     def drop_version(self, version: Version | None) -> None:
         """Free a version's memory now, or when its last user is done."""
         if version is not None:
+            self.device_copies.drop(version.key)
             dropped = self.versions.drop(version.key)
             if dropped is not None and dropped[1] is not None:
                 self._recycle(version, dropped[1])
@@ -156,19 +253,57 @@ class Node:
         """Raises: AssertionError: the books contradict themselves or one another."""
         self.residency.validate()
         self.versions.validate()
+        self.contents.validate()
         self.memory.arena.validate()
-        owned = [*self.residency.extents(), *self.versions.extents()]
-        assert len(owned) == len(set(owned)), "one extent, two owners"
-        assert set(owned) == self.memory.arena.extents_in_use(), "an extent without an owner"
+        owners = Counter(
+            [
+                *self.residency.extents(),
+                *self.versions.extents(),
+                *self.contents.extents(),
+                *self.cuts.extents(),
+                *self.seals.extents(),
+            ]
+        )
+        assert set(owners) == self.memory.arena.extents_in_use(), "an extent without an owner"
+        for extent, number in owners.items():
+            assert number == self.memory.arena.num_holders(extent), "an owner that holds nothing"
+
+    def nvme_used_bytes(self) -> int:
+        """By host copies that are on NVMe instead of in host memory."""
+        return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
+
+    def owned_bytes(self) -> tuple[int, int]:
+        """Host copies and versions, in host memory and below: at each owner, and what they take."""
+        owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
+        owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
+        twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
+        return owned, owned - twice
+
+    def _num_owners(self, content: Content) -> int:
+        version = self.versions.find(content.version) if content.version else None
+        is_here = version is not None and version.extent == content.extent is not None
+        return len(content.users) + is_here
+
+
+async def answer_of(
+    peer: Peer[StateMessage], message: StateMessage, fds: Sequence[int] = ()
+) -> StateMessage:
+    """What a rank answers. None has memory to give in an answer: what comes along is closed."""
+    answer, came = await peer.call(message, fds)
+    close_fds(came)
+    return answer
 
 
 def _writes(wpg: Wpg, version: Version) -> bool:
     return wpg.key == version.key.policy and wpg.incarnation == version.incarnation
 
 
-def _direction(message: CopyIn | CopyOut) -> str:
-    if isinstance(message, CopyIn):
-        return "load"
+def _direction(message: CopyIn | CopyOut | CopyAside | CopyFrom) -> str:
+    match message:
+        case CopyIn() | CopyFrom():
+            return "load"
+        case CopyAside():
+            return "copy"
     return "offload" if message.release else "copy"
 
 

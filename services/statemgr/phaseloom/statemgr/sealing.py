@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import CopyOut, PrepareSeal, Sealed, WriteSeal
-from phaseloom.statemgr.core.residency import Rank, Wpg
+from phaseloom.common.messages import Durability
+from phaseloom.common.statewire import CopyOut, PrepareSeal, Sealed, WriteSeal, host_start
+from phaseloom.statemgr import sharing
+from phaseloom.statemgr.core.hostseals import HostSeal
+from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (
     Section,
     StateHeader,
@@ -18,6 +23,8 @@ from phaseloom.statemgr.core.statefile import (
 )
 from phaseloom.statemgr.files import StateDirectory, find_parts
 from phaseloom.statemgr.hierarchy import Hierarchy
+from phaseloom.statemgr.imaging import find_image_parts, image_bytes, read_image, write_image
+from phaseloom.statemgr.memory import copy, joined
 from phaseloom.statemgr.node import Node
 from phaseloom.statemgr.switching import on_each_device
 
@@ -30,10 +37,12 @@ class Sealer:
         self._hierarchy = hierarchy
         self._directory = directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
+        self.bring_again: Callable[[DeploymentKey, int], Awaitable[None]] = _nowhere_else
+        """Replaces a seal that is bad here by another node's copy. Raises: PhaseloomError: none."""
 
     def found(self, header: StateHeader, file: str) -> None:
         """A seal that was on disk at start."""
-        sealed = Sealed(file, header.digest, header.num_bytes)
+        sealed = Sealed(file, header.digest, header.num_bytes, header.bytes_from(0))
         self._seals.setdefault(header.deployment, {})[header.seq] = sealed
 
     async def prepare(self, request: PrepareSeal) -> None:
@@ -51,14 +60,42 @@ class Sealer:
                 return
             await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
             node.residency.end_seal(wpg)
+            node.settle(wpg)
             node.residency.check_sealable(wpg)
-            await on_each_device(wpg.on_device, self._copy)
-            node.residency.prepare_seal(wpg, request.seq)
+            try:
+                await on_each_device(wpg.on_device, self._copy)
+                for rank in wpg.ranks:
+                    await self._snapshot(rank)
+                node.residency.prepare_seal(wpg, request.seq)
+            except BaseException:
+                node.settle(wpg)
+                raise
 
     async def _copy(self, rank: Rank) -> None:
         self._node.residency.begin_copy(rank)
-        copied = await self._node.ask(rank, CopyOut(release=False))
-        self._node.residency.finish_copy(rank, copied.applied, copied.digest)
+        if rank.frozen:
+            copied = await sharing.copy_out(self._node, rank, release=False)
+        else:
+            copied = await self._node.ask(rank, CopyOut(release=False))
+        # The digest is taken as it is written.
+        self._node.residency.finish_copy(rank, copied.applied, rank.digest)
+
+    async def _snapshot(self, rank: Rank) -> None:
+        """Of what lives in host memory alone: the rank works on there while the seal is written.
+
+        Raises: ResourceError: no room for it, or its rank is lost.
+        """
+        if not rank.host_bytes:
+            return
+        what = f"the seal of {rank.owner}'s state in host memory"
+        snapshot = await self._hierarchy.reserve(rank.host_bytes, what)
+        if rank.extent is None:
+            self._node.memory.free(snapshot)
+            raise ResourceError(f"{rank} is lost")
+        rank.snapshot = snapshot
+        start, memory = host_start(rank.heap_bytes), self._node.memory
+        source = memory[rank.extent].view(rank.extent_bytes)[start:]
+        await asyncio.to_thread(copy, memory[snapshot].view(rank.host_bytes), source)
 
     async def write(self, request: WriteSeal) -> Sealed:
         """Put the prepared copies, and before them the versions, on disk. Idempotent.
@@ -70,19 +107,21 @@ class Sealer:
         wpg = node.residency.current(request.deployment, request.incarnation)
         await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
         stored = self._find(wpg, request.seq)
+        is_kept = request.durability is Durability.HOST
         if stored is not None:
-            await self._persist_versions(wpg, request.versions)
+            await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
         node.residency.begin_write(wpg, request.seq)
         try:
-            await self._persist_versions(wpg, request.versions)
-            sealed = await self._write(wpg, request.seq)
+            await self._make_durable(wpg, request.versions, is_kept=is_kept)
+            write = self._keep if is_kept else self._write
+            sealed = await write(wpg, request.seq)
         finally:
             node.residency.end_seal(wpg)
             node.settle(wpg)
         self._seals.setdefault(wpg.key, {})[request.seq] = sealed
         wpg.sealed.add(request.seq)
-        await self._remove_superseded(wpg.key, request.seq, request.committed)
+        await self.remove_superseded(wpg.key, request.seq, request.committed)
         wpg.sealed &= self._seals.get(wpg.key, {}).keys()
         return sealed
 
@@ -92,19 +131,56 @@ class Sealer:
         Raises: ResourceError: DATA_LOSS naming the file. CallerError: another layout.
         """
         wpg = rank.wpg
+        try:
+            await self._fill(rank)
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.error("%s; bringing it from another node", error)
+            try:
+                await self.bring_again(wpg.key, wpg.seal_seq)
+            except PhaseloomError as second:
+                log.error("%s", second)
+                raise error from second
+            await self._fill(rank)
+
+    async def _fill(self, rank: Rank) -> None:
+        wpg = rank.wpg
+        kept = self._node.seals.find(wpg.key, wpg.seal_seq)
+        if kept is not None:
+            await self._fill_from_memory(rank, kept)
+            return
         path = self._directory.seal(wpg.key, wpg.seal_seq)
         places = await asyncio.to_thread(find_parts, path)
         part = check_restorable(
             places[0].header,
             rank.index,
             len(wpg.ranks),
-            heap_bytes=rank.heap_bytes,
+            heap_bytes=rank.extent_bytes,
             tensors=rank.tensors,
             file=str(path),
         )
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(self._directory.read, places[rank.index], memory)
+        # A seal of an older release has another digest than host copies have.
+        self._node.residency.fill(rank, wpg.seal_seq, part.digest if part.blocks else "")
+
+    async def _fill_from_memory(self, rank: Rank, kept: HostSeal) -> None:
+        wpg, memory = rank.wpg, self._node.memory
+        image = memory[kept.extent].view(kept.num_bytes)
+        places = find_image_parts(image, kept.name)
+        part = check_restorable(
+            places[0].header,
+            rank.index,
+            len(wpg.ranks),
+            heap_bytes=rank.extent_bytes,
+            tensors=rank.tensors,
+            file=kept.name,
+        )
+        assert rank.extent is not None
+        target = memory[rank.extent].view(part.num_bytes)
+        await asyncio.to_thread(read_image, image, places[rank.index], target)
         self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
@@ -117,19 +193,78 @@ class Sealer:
     async def forget(self, key: DeploymentKey) -> None:
         """Delete everything of a deployment that is on disk, whichever life wrote it."""
         self._seals.pop(key, None)
+        for kept in self._node.seals.of(key):
+            self._drop_kept(key, kept.seq)
         await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
         path = self._directory.seal(wpg.key, seq)
-        sections = [Section(rank.heap_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
+        sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
         header = seal_header(wpg.key, seq, sections)
-        memories = [
-            self._node.memory[rank.extent].view(rank.heap_bytes)
-            for rank in wpg.ranks
-            if rank.extent is not None
-        ]
-        await asyncio.to_thread(self._directory.write, path, header, memories)
-        return Sealed(str(path), header.digest, header.num_bytes)
+        memories = [self._sealed(rank) for rank in wpg.ranks]
+        written, num_bytes = await asyncio.to_thread(
+            self._directory.write_seal, path, header, memories, self._newest(wpg.key)
+        )
+        for rank, part in zip(wpg.ranks, written.parts, strict=True):
+            if rank.is_dirty and rank.state is State.HOST:
+                self._node.residency.digested(rank, part.digest)
+        return Sealed(str(path), written.digest, written.num_bytes, num_bytes)
+
+    async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
+        """In host memory, where the agent's handles keep it."""
+        node = self._node
+        sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
+        header = seal_header(wpg.key, seq, sections)
+        num_bytes = image_bytes(header)
+        extent = await self._hierarchy.reserve(num_bytes, f"seal {seq} of {wpg.key}")
+        kept = HostSeal(wpg.key, seq, extent, num_bytes)
+        node.seals.begin(extent)
+        try:
+            memories = [self._sealed(rank) for rank in wpg.ranks]
+            image = node.memory[extent].view(num_bytes)
+            written = await asyncio.to_thread(write_image, image, header, memories)
+        except BaseException:
+            node.memory.free(extent)
+            raise
+        finally:
+            node.seals.end(extent)
+        replaced = node.seals.add(kept)
+        if replaced is not None:
+            node.memory.free(replaced.extent)
+        return Sealed("", written.digest, written.num_bytes, written.num_bytes)
+
+    def _drop_kept(self, key: DeploymentKey, seq: int) -> None:
+        kept = self._node.seals.pop(key, seq)
+        if kept is not None:
+            self._node.memory.free(kept.extent)
+
+    def _newest(self, key: DeploymentKey) -> Path | None:
+        """The seal whose blocks are most likely what the next one's are."""
+        on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
+        return self._directory.seal(key, max(on_disk)) if on_disk else None
+
+    def _sealed(self, rank: Rank) -> memoryview:
+        """The host copy as it was when the seal was prepared."""
+        if rank.snapshot is None:
+            return self._node.copy_of(rank)
+        assert rank.extent is not None
+        extent = self._node.memory[rank.extent]
+        snapshot, start = self._node.memory[rank.snapshot], host_start(rank.heap_bytes)
+        return joined(extent, start, snapshot, rank.host_bytes)
+
+    async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
+        """Versions: to disk, or kept in host memory, where committed ones are."""
+        if not is_kept:
+            await self._persist_versions(wpg, seqs)
+            return
+        for seq in seqs:
+            version = self._node.versions.find(VersionKey(wpg.key, seq))
+            if version is None or not version.is_committed:
+                raise CallerError(
+                    f"version {seq} of {wpg.key} is not here",
+                    code=Code.NOT_FOUND,
+                    field="versions",
+                )
 
     async def _persist_versions(self, wpg: Wpg, seqs: list[int]) -> None:
         node = self._node
@@ -140,26 +275,14 @@ class Sealer:
                 raise CallerError(
                     f"version {key} is not here", code=Code.NOT_FOUND, field="versions"
                 )
-            if version.is_on_disk:
-                continue
-            assert version.extent is not None
-            header = StateHeader(
-                "version", wpg.key, seq, version.num_bytes, version.tensors, version.digest
-            )
-            memory = node.memory[version.extent].view(version.num_bytes)
-            path = self._directory.version(key)
-            node.versions.acquire(version)
-            try:
-                await asyncio.to_thread(self._directory.write, path, header, [memory])
-                version.is_on_disk = True
-            finally:
-                node.release_version(version)
-            if version.is_dropped:
-                await asyncio.to_thread(self._directory.remove, path)
+            await self._hierarchy.versions.persist(version)
 
-    async def _remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
-        for seq in superseded_seals(list(self._seals[key]), written, committed):
-            del self._seals[key][seq]
+    async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
+        kept = {seal.seq for seal in self._node.seals.of(key)}
+        known = kept | self._seals.get(key, {}).keys()
+        for seq in superseded_seals(list(known), written, committed):
+            self._seals.get(key, {}).pop(seq, None)
+            self._drop_kept(key, seq)
             path = self._directory.seal(key, seq)
             try:
                 await asyncio.to_thread(self._directory.remove, path)
@@ -170,4 +293,17 @@ class Sealer:
         """The seal at `seq` that this life wrote or began from; an older life's may differ."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
-        return self._seals.get(wpg.key, {}).get(seq)
+        return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
+
+    def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
+        """One in host memory, which the daemon before wrote."""
+        kept = self._node.seals.find(key, seq)
+        if kept is None:
+            return None
+        image = self._node.memory[kept.extent].view(kept.num_bytes)
+        header = find_image_parts(image, kept.name)[0].header
+        return Sealed("", header.digest, header.num_bytes, header.num_bytes)
+
+
+async def _nowhere_else(key: DeploymentKey, seq: int) -> None:
+    raise CallerError(f"no other node is known to have seal {seq} of {key}", code=Code.NOT_FOUND)

@@ -7,38 +7,20 @@ about to get, it serves to its neighbours. The rest is between one fetch and thi
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import os
-import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError
-from phaseloom.common.framing import accept
+from phaseloom.common.errors import CallerError, PhaseloomError
 from phaseloom.common.ids import VersionKey
 from phaseloom.statemgr import wire
 from phaseloom.statemgr.core.dealing import Blocks, Deal, Fetcher
 from phaseloom.statemgr.incoming import Readable
-from phaseloom.statemgr.wire import (
-    Again,
-    Challenge,
-    Elsewhere,
-    FetchReply,
-    FetchRequest,
-    Next,
-    Over,
-    Part,
-    Refusal,
-    Reply,
-    Request,
-    Take,
-    VersionDescription,
-    Waiting,
-)
+from phaseloom.statemgr.mesh import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.permission import Gate
 
 log = logging.getLogger(__name__)
 
@@ -52,97 +34,57 @@ OpenVersion = Callable[[VersionKey, bool], AbstractAsyncContextManager[Readable]
 
 
 class VersionServer:
-    """Serves versions to peers that know the secret."""
+    """Serves versions to peers whose tickets say that they may have them."""
 
     def __init__(
-        self, secret: str, timeout_s: float, open_version: OpenVersion, *, site: str = ""
+        self, gate: Gate, timeout_s: float, open_version: OpenVersion, *, site: str = ""
     ) -> None:
-        self._secret = secret.encode()
+        self._gate = gate
         self._timeout_s = timeout_s
         self._open_version = open_version
         self._site = site
         self._deals: OrderedDict[tuple[VersionKey, str, str], Deal] = OrderedDict()
         """By version, content and group; the oldest go, which costs at worst another copy."""
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Until cancelled."""
-        slots = asyncio.Semaphore(_MAX_STREAMS)
-
-        async def host(sock: socket.socket) -> None:
-            try:
-                sock.setblocking(False)
-                self._configure(sock)
-                await self._serve_one(sock)
-            except (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError) as error:
-                log.warning("a weights version could not be served: %r", error)
-            finally:
-                sock.close()
-                slots.release()
-
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await slots.acquire()
-                tasks.create_task(host(await accept(listener)))
-
-    def _configure(self, sock: socket.socket) -> None:
-        """A client may be silent for long, but not dead."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, round(self._timeout_s)))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-
-    async def _serve_one(self, sock: socket.socket) -> None:
-        challenge = Challenge(os.urandom(wire.NONCE_BYTES))
+    async def session(self, stream: Stream) -> None:
+        """One stream, until the client closes it."""
         async with asyncio.timeout(self._timeout_s):
-            await wire.send(sock, challenge)
-            payload = await wire.receive(sock, wire.MAX_REQUEST_BYTES)
-        request = msgspec.msgpack.decode(payload, type=FetchRequest)
-        proof = wire.request_mac(self._secret, challenge.nonce, request)
-        if not hmac.compare_digest(proof, request.mac):
-            error = ErrorInfo(Code.PERMISSION_DENIED, "the proof of the mesh's secret is wrong")
-            await self._describe(sock, request, Refusal(error))
-            return
+            payload = await stream.receive(MAX_REQUEST_BYTES)
+        request = msgspec.msgpack.decode(payload, type=wire.FetchRequest)
         try:
+            self._gate.check(request.ticket, request.version, stream.node)
             async with self._open_version(request.version, request.is_relay) as readable:
-                await self._describe(sock, request, readable.description)
-                await self._answer_all(sock, request, readable)
+                await self._send(stream, readable.description)
+                await self._answer_all(stream, request, readable)
         except PhaseloomError as error:
-            await self._describe(sock, request, Refusal(error.info))
-
-    async def _describe(
-        self, sock: socket.socket, request: FetchRequest, answer: VersionDescription | Refusal
-    ) -> None:
-        encoded = msgspec.msgpack.encode(answer)
-        mac = wire.reply_mac(self._secret, request.nonce, encoded)
-        await self._send(sock, FetchReply(encoded, mac))
+            await self._send(stream, wire.Refusal(error.info))
 
     async def _answer_all(
-        self, sock: socket.socket, request: FetchRequest, readable: Readable
+        self, stream: Stream, request: wire.FetchRequest, readable: Readable
     ) -> None:
         """Until the client closes; it may be silent as long as it lives."""
         deal = self._deal(request, readable.description)
         fetcher = Fetcher(request.endpoint, request.session)
         while True:
             try:
-                payload = await wire.receive(sock, wire.MAX_REQUEST_BYTES)
+                payload = await stream.receive(MAX_REQUEST_BYTES)
             except ConnectionError:
                 return
-            asked: Request = msgspec.msgpack.decode(payload, type=Request)
+            asked: wire.Request = msgspec.msgpack.decode(payload, type=wire.Request)
             memory: memoryview | None = None
             try:
                 reply = self._choose(deal, fetcher, asked)
-                if isinstance(reply, Part):
-                    memory, digest = await self._block(sock, readable, reply.block)
+                if isinstance(reply, wire.Part):
+                    memory, digest = await self._block(stream, readable, reply.block)
                     reply = msgspec.structs.replace(reply, digest=digest)
             except PhaseloomError as error:
-                reply = Refusal(error.info)
-            await self._send(sock, reply)
+                reply = wire.Refusal(error.info)
+            await self._send(stream, reply)
             if memory is not None:
-                await wire.send_bytes(sock, memory, self._timeout_s)
+                await stream.send_bytes(memory, self._timeout_s)
 
     async def _block(
-        self, sock: socket.socket, readable: Readable, block: int
+        self, stream: Stream, readable: Readable, block: int
     ) -> tuple[memoryview, str]:
         """The fetch that brings it here ends by itself; till then who waits is told so."""
         while True:
@@ -150,13 +92,13 @@ class VersionServer:
                 async with asyncio.timeout(self._timeout_s / _WORDS_PER_TIMEOUT):
                     return await readable.block(block)
             except TimeoutError:
-                await self._send(sock, Waiting())
+                await self._send(stream, wire.Waiting())
 
-    async def _send(self, sock: socket.socket, message: msgspec.Struct) -> None:
+    async def _send(self, stream: Stream, message: msgspec.Struct) -> None:
         async with asyncio.timeout(self._timeout_s):
-            await wire.send(sock, message)
+            await stream.send(message)
 
-    def _deal(self, request: FetchRequest, description: VersionDescription) -> Deal:
+    def _deal(self, request: wire.FetchRequest, description: wire.VersionDescription) -> Deal:
         crosses = request.site and request.site != self._site
         group = request.site if crosses else request.session
         key = (request.version, description.digest, group)
@@ -166,19 +108,23 @@ class VersionServer:
             self._deals.popitem(last=False)
         return deal
 
-    def _choose(self, deal: Deal, fetcher: Fetcher, asked: Request) -> Reply:
+    def _choose(self, deal: Deal, fetcher: Fetcher, asked: wire.Request) -> wire.Reply:
         match asked:
-            case Next(seen):
+            case wire.Next(seen):
                 block = deal.take(fetcher)
                 seen, given = deal.news(seen, fetcher)
-                return Over(seen, given) if block is None else Part(block, "", seen, given)
-            case Again(block, failed):
+                if block is None:
+                    return wire.Over(seen, given)
+                return wire.Part(block, "", seen, given)
+            case wire.Again(block, failed):
                 _check(block, deal)
                 holder = deal.again(block, failed, fetcher)
-                return Part(block, "", 0, []) if holder is None else Elsewhere(block, holder)
-            case Take(block):
+                if holder is not None:
+                    return wire.Elsewhere(block, holder)
+                return wire.Part(block, "", 0, [])
+            case wire.Take(block):
                 _check(block, deal)
-                return Part(block, "", 0, [])
+                return wire.Part(block, "", 0, [])
 
 
 def _check(block: int, deal: Deal) -> None:

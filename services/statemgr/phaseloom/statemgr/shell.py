@@ -11,46 +11,64 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phaseloom.common import metrics
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.statewire import (
     Adopt,
     Adopted,
     AgentHello,
+    BringState,
     CommitInitial,
     CommitVersion,
     CreateVersion,
+    CutState,
     DiskPath,
     Done,
     DropVersions,
     DropWpg,
     HandOver,
     HeapRegistered,
+    HoldVersion,
+    OnDevice,
+    OpenOnDevice,
+    OpenSlices,
     OpenVersion,
     Prefetch,
     PrepareSeal,
+    PruneCheckpoints,
     RankHello,
     RankResume,
+    ReadCheckpoint,
     RegisterHeap,
     RegisterWpg,
+    ShareOnDevice,
     StateMessage,
     StatusReport,
     StatusRequest,
     SwitchIn,
     SwitchOut,
     Welcome,
+    WriteCheckpoint,
     WriteSeal,
+    extent_bytes,
 )
+from phaseloom.statemgr import sharing
 from phaseloom.statemgr.adoption import Adoption
+from phaseloom.statemgr.core.layout import check_identity
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.exporting import Exporter
 from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.memory import digest_of
 from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.replicating import Replicator
 from phaseloom.statemgr.sealing import Sealer
+from phaseloom.statemgr.slicing import Slices
 from phaseloom.statemgr.switching import switch_in, switch_out
 from phaseloom.statemgr.weights import Weights
 
@@ -76,26 +94,39 @@ class Session:
             self.greeted.set_result(None)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What answers, each for its own."""
+
+    node: Node
+    sealer: Sealer
+    weights: Weights
+    slices: Slices
+    hierarchy: Hierarchy
+    exporter: Exporter
+    replicator: Replicator
+    disk: DiskPath
+
+
 class StateManager:
     """Answers agents and ranks; owns no memory itself."""
 
     def __init__(
         self,
-        node: Node,
-        sealer: Sealer,
-        weights: Weights,
-        hierarchy: Hierarchy,
-        disk: DiskPath,
+        parts: Parts,
         *,
         secret: str,
         resume_timeout_s: float,
         serve_versions_at: Callable[[str], None],
     ) -> None:
-        self._node = node
-        self._sealer = sealer
-        self._weights = weights
-        self._hierarchy = hierarchy
-        self._disk = disk
+        self._node = parts.node
+        self._sealer = parts.sealer
+        self._weights = parts.weights
+        self._slices = parts.slices
+        self._hierarchy = parts.hierarchy
+        self._exporter = parts.exporter
+        self._replicator = parts.replicator
+        self._disk = parts.disk
         self._secret = secret
         self._resume_timeout_s = resume_timeout_s
         self._serve_versions_at = serve_versions_at
@@ -113,10 +144,17 @@ class StateManager:
         session = Session(peer)
 
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
+            kept: list[int] = []
             try:
-                return await self._handle(session, body, fds)
+                reply, its_own = await self._handle(session, body, fds)
+                # At once: while the books are kept, what is answered with may be dropped, and its
+                # number be that of somebody else's memory.
+                kept += map(os.dup, its_own)
             finally:
                 await self._node.keeper.record()
+            # Whoever awaits this takes duplicates before the loop comes to the next call.
+            asyncio.get_running_loop().call_soon(close_fds, kept)
+            return reply, kept
 
         peer.handler = handle
         peer.start()
@@ -140,11 +178,14 @@ class StateManager:
         self._num_agents -= 1
         if not self._num_agents:
             self._sealer.abandon()
+            self._exporter.abandon()
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
         if isinstance(body, HandOver) and session.is_handing_over and self._adoption is not None:
             self._adoption.take(body.handles, fds)
             return Done(), ()
+        if isinstance(body, ShareOnDevice) and session.rank is not None:
+            return self._share_on_device(session.rank, body, fds), ()
         close_fds(fds)
         greeted = await self._greet(session, body)
         if greeted is not None:
@@ -199,7 +240,8 @@ class StateManager:
         lost = await adoption.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
-        self._hierarchy.sweep()
+        # Before anything can go down to where something is removed.
+        await self._hierarchy.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
         return Adopted(lost)
@@ -234,6 +276,7 @@ class StateManager:
             self._node.retire(rank.wpg, session.peer.closed.result())
             raise ResourceError(f"{rank} has left")
         session.rank = rank
+        session.peer.max_fds = int(rank.pins)
         self._node.ranks[rank] = session.peer
         session.greet()
 
@@ -249,7 +292,11 @@ class StateManager:
                 await self._sealer.prepare(body)
             case WriteSeal():
                 with metrics.timed(metrics.SEAL_DURATION, node=self._node.name):
-                    return await self._sealer.write(body)
+                    sealed = await self._sealer.write(body)
+                    await self._replicator.replicate(body)
+                    return sealed
+            case BringState():
+                await self._replicator.bring(body)
             case DropWpg():
                 await self._drop_wpg(body)
             case Prefetch():
@@ -269,18 +316,88 @@ class StateManager:
                 return await self._register_heap(rank, body)
             case CommitInitial():
                 await self._commit_initial(rank, body)
-            case CreateVersion():
-                _require_leader(rank)
-                self._require_alive(rank.wpg)
-                return await self._weights.create(rank.wpg, body)
-            case CommitVersion():
-                _require_leader(rank)
-                await self._weights.commit(rank.wpg, body)
-            case OpenVersion():
-                return await self._weights.open(rank.wpg, body)
+            case (
+                CreateVersion()
+                | CommitVersion()
+                | OpenVersion()
+                | OpenOnDevice()
+                | OpenSlices()
+                | HoldVersion()
+            ):
+                return await self._handle_version(rank, body)
+            case CutState() | WriteCheckpoint() | ReadCheckpoint() | PruneCheckpoints():
+                return await self._handle_checkpoint(rank, body), ()
             case _:
                 raise _not_for("a rank", body)
         return Done(), ()
+
+    async def _handle_version(
+        self,
+        rank: Rank,
+        body: CreateVersion | CommitVersion | OpenVersion | OpenOnDevice | OpenSlices | HoldVersion,
+    ) -> Answer:
+        match body:
+            case CreateVersion():
+                if not body.version.part:
+                    _require_leader(rank)
+                self._require_alive(rank.wpg)
+                return await self._weights.create(rank.wpg, body)
+            case CommitVersion():
+                if not body.version.part:
+                    _require_leader(rank)
+                await self._weights.commit(rank.wpg, body)
+            case OpenVersion():
+                return await self._open_version(rank, body)
+            case OpenOnDevice():
+                fd = self._node.device_copies.find(rank, body.version)
+                return OnDevice(fd is not None), [] if fd is None else [fd]
+            case OpenSlices():
+                await sharing.make_room(self._node, rank)
+                return await self._slices.open(rank.wpg, body)
+            case HoldVersion():
+                sharing.hold_version(self._node, rank, body.version, body.applied)
+        return Done(), ()
+
+    def _share_on_device(self, rank: Rank, body: ShareOnDevice, fds: list[int]) -> Done:
+        version = self._node.versions.find(body.version)
+        if version is None or not version.is_committed:
+            close_fds(fds)
+            raise CallerError(
+                f"version {body.version} is not here", code=Code.NOT_FOUND, field="version"
+            )
+        self._node.device_copies.keep(rank, version.key, version.num_bytes, fds)
+        return Done()
+
+    async def _open_version(self, rank: Rank, body: OpenVersion) -> Answer:
+        answer = await self._weights.open(rank.wpg, body)
+        version = self._node.versions.find(body.version)
+        assert version is not None
+        self._node.versions.acquire(version)
+        try:
+            await sharing.make_room(self._node, rank, version)
+        finally:
+            self._node.release_version(version)
+        if version.is_dropped:
+            raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+        return answer
+
+    async def _handle_checkpoint(
+        self, rank: Rank, body: CutState | WriteCheckpoint | ReadCheckpoint | PruneCheckpoints
+    ) -> StateMessage:
+        match body:
+            case CutState():
+                _require_leader(rank)
+                self._require_alive(rank.wpg)
+                return await self._exporter.cut(rank, body)
+            case WriteCheckpoint():
+                _require_leader(rank)
+                return await self._exporter.write(rank, body)
+            case ReadCheckpoint():
+                return await self._exporter.read(rank, body)
+            case PruneCheckpoints():
+                _require_leader(rank)
+                await self._exporter.prune(rank, body)
+        return Done()
 
     def _register_wpg(self, request: RegisterWpg) -> None:
         replaced = self._node.residency.register(
@@ -301,18 +418,30 @@ class StateManager:
             await node.until(lambda: not node.residency.holds_memory(wpg))
         if request.forget and node.residency.find(key) is None:
             self._weights.forget(key)
+            await self._exporter.forget(key)
             await self._sealer.forget(key)
+            self._replicator.forget(key)
             node.residency.forget(key)
 
     async def _register_heap(self, rank: Rank, request: RegisterHeap) -> Answer:
         node = self._node
-        node.residency.check_heap(rank, request.heap_bytes, request.tensors)
+        node.residency.check_heap(rank, request.heap_bytes, request.tensors, request.host_bytes)
+        check_identity(request)
         # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
         with self._hierarchy.using(rank.wpg):
             what = f"the host copy of {rank.owner}"
-            extent = await self._hierarchy.reserve(request.heap_bytes, what)
+            num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
+            reserve = node.reserve_frozen if request.frozen else self._hierarchy.reserve
+            extent = await reserve(num_bytes, what)
         try:
-            node.residency.register_heap(rank, request.heap_bytes, request.tensors, extent)
+            node.residency.register_heap(
+                rank, request.heap_bytes, request.tensors, extent, request.host_bytes
+            )
+            rank.pins = request.pins
+            # Whose device pins memory may have some to share.
+            if rank in node.ranks:
+                node.ranks[rank].max_fds = int(rank.pins)
+            rank.frozen, rank.model = request.frozen, request.model
         except PhaseloomError:
             node.memory.free(extent)
             raise
@@ -320,19 +449,31 @@ class StateManager:
             await self._sealer.restore(rank)
         if rank.extent is None:
             raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
+        if rank.frozen and rank.state is State.HOST:
+            # A seal of an older release says nothing that host copies are verified by.
+            memory = node.memory[rank.extent].readable(rank.extent_bytes)
+            digest = rank.digest or await asyncio.to_thread(digest_of, memory)
+            self._require_alive(rank.wpg)
+            sharing.settle_copy(node, rank, rank.applied, digest)
+            return HeapRegistered(rank.applied), ()
         return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
     async def _commit_initial(self, rank: Rank, request: CommitInitial) -> None:
+        if rank.content is not None and rank.digest == request.digest:
+            return  # asked again after a kill
         if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         if request.applied < 0:
             raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-        memory = self._node.memory[rank.extent].view(rank.heap_bytes)
+        extent = self._node.memory[rank.extent]
+        memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
         if await asyncio.to_thread(digest_of, memory) != request.digest:
             raise ResourceError(
                 f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
             )
         self._node.residency.fill(rank, request.applied, request.digest)
+        if rank.frozen:
+            sharing.settle_copy(self._node, rank, request.applied, request.digest)
 
     def _require_alive(self, wpg: Wpg) -> None:
         if wpg.is_lost:
@@ -342,6 +483,7 @@ class StateManager:
         node = self._node
         node.validate()
         budgets = node.residency.device_budget_bytes
+        owned_bytes, held_bytes = node.owned_bytes()
         return StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
@@ -352,15 +494,20 @@ class StateManager:
             endpoint=node.endpoint,
             disk=self._disk,
             nvme_budget_bytes=self._hierarchy.nvme_budget_bytes,
-            nvme_used_bytes=node.residency.nvme_used_bytes(),
+            nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
+            contents=node.contents.states(),
+            owned_bytes=owned_bytes,
+            held_bytes=held_bytes,
+            can_move=True,
         )
 
 
 def _require_leader(rank: Rank) -> None:
     if rank.index:
         raise CallerError(
-            f"{rank} is not the leader, which alone makes versions", code=Code.PERMISSION_DENIED
+            f"{rank} is not the leader, which alone makes versions and checkpoints",
+            code=Code.PERMISSION_DENIED,
         )
 
 

@@ -14,11 +14,15 @@ from opentelemetry.trace import Span
 from phaseloom.common import telemetry
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import CopyIn, CopyOut, Switched, SwitchIn, SwitchOut
+from phaseloom.statemgr import sharing
 from phaseloom.statemgr.core.residency import Rank, State, Step
 from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.node import Node
 
 log = logging.getLogger(__name__)
+
+Moved = dict[Rank, float]
+"""Seconds that each rank copied."""
 
 MAX_RESIDUE_BYTES = 64 * 1024
 """What a rank may still hold of a released heap: nothing, give or take the pages at its edges."""
@@ -37,14 +41,15 @@ async def switch_in(node: Node, hierarchy: Hierarchy, request: SwitchIn) -> Swit
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)
     displaced = filter(None, map(node.residency.find, request.displaces))
+    node.digests.begin(wpg.ranks)
     async with (
         hierarchy.in_host(wpg, *displaced),
         node.holding(lambda: own | node.residency.devices_of(request.displaces)),
     ):
         plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
         trace = telemetry.extract({"traceparent": request.traceparent})
-        offloaded: list[Rank] = []
-        loaded: list[Rank] = []
+        offloaded: Moved = {}
+        loaded: Moved = {}
         started = time.monotonic()
         try:
             await _offload(node, plan.offload, trace, offloaded)
@@ -54,12 +59,15 @@ async def switch_in(node: Node, hierarchy: Hierarchy, request: SwitchIn) -> Swit
             log.warning("switch to %s failed, undoing it: %s", wpg, error)
             await _undo(node, offloaded, loaded, trace)
             raise
+        finally:
+            node.digests.begin(plan.offload)
         return Switched(
             offload_s=ended - started,
             load_s=time.monotonic() - ended,
             bytes_out=sum(rank.heap_bytes for rank in plan.offload),
             bytes_in=sum(rank.heap_bytes for rank in plan.load),
             displaced=list(dict.fromkeys(rank.wpg.key for rank in plan.offload)),
+            copy_s=_longest(offloaded) + _longest(loaded),
         )
 
 
@@ -72,35 +80,46 @@ async def switch_out(node: Node, hierarchy: Hierarchy, request: SwitchOut) -> Sw
         ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
         if not ranks:
             return Switched(0.0, 0.0, 0, 0, [])
-        offloaded: list[Rank] = []
+        offloaded: Moved = {}
         started = time.monotonic()
         try:
             await _offload(node, ranks, Context(), offloaded)
         except PhaseloomError:
-            await _undo(node, offloaded, [], Context())
+            await _undo(node, offloaded, {}, Context())
             raise
+        finally:
+            node.digests.begin(ranks)
         num_bytes = sum(rank.heap_bytes for rank in ranks)
-        return Switched(time.monotonic() - started, 0.0, num_bytes, 0, [wpg.key])
+        took_s = time.monotonic() - started
+        return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
 
 
-async def _offload(node: Node, ranks: list[Rank], trace: Context, done: list[Rank]) -> None:
+async def _offload(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
     async def offload(rank: Rank) -> None:
         await node.until(lambda: rank.wpg.prepared is None)
         with _span("offload", node, rank, trace):
-            await _copy_out(node, rank)
-        done.append(rank)
+            done[rank] = await _copy_out(node, rank)
 
     await on_each_device(ranks, offload)
 
 
-async def _load(node: Node, ranks: list[Rank], trace: Context, done: list[Rank]) -> None:
+async def _load(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
     async def load(rank: Rank) -> None:
+        await node.digests.taken(rank)
         with _span("load", node, rank, trace):
+            node.device_copies.make_way(rank)
             node.residency.begin_load(rank)
-            await _copy_in(node, rank, rank.digest)
-        done.append(rank)
+            done[rank] = await _copy_in(node, rank)
 
     await on_each_device(ranks, load)
+
+
+def _longest(moved: Moved) -> float:
+    """Seconds of copying on the device that had most of it."""
+    by_device: dict[int, float] = {}
+    for rank, seconds in moved.items():
+        by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds
+    return max(by_device.values(), default=0.0)
 
 
 async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
@@ -123,44 +142,51 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
             raise failure
 
 
-async def _copy_out(node: Node, rank: Rank) -> None:
+async def _copy_out(node: Node, rank: Rank) -> float:
+    """Seconds that the rank copied."""
     node.residency.begin_offload(rank)
     try:
-        copied = await node.ask(rank, CopyOut(release=True))
+        if rank.frozen:
+            copied = await sharing.copy_out(node, rank, release=True)
+        else:
+            copied = await node.ask(rank, CopyOut(release=True))
     except PhaseloomError:
         if rank.state is not State.LOST:
             node.residency.step(rank, Step.OFFLOAD_FAILED)
         raise
-    if not copied.digest:
-        node.retire(rank.wpg, "it offloaded without a digest")
-        raise ResourceError(f"{rank} broke the protocol and was cut off")
     if copied.resident_bytes > MAX_RESIDUE_BYTES:
         node.residency.step(rank, Step.RELEASE_UNVERIFIED)
-        rank.applied = copied.applied
-        await _copy_in(node, rank, copied.digest)
+        if not rank.frozen:
+            rank.copied(copied.applied, "")
+            await node.digests.taken(rank)
+        await _copy_in(node, rank)
         raise ResourceError(
             f"{rank} still holds {copied.resident_bytes} bytes of device memory after its offload",
             code=Code.ABORTED,
         )
-    node.residency.finish_offload(rank, copied.applied, copied.digest)
+    node.residency.finish_offload(rank, copied.applied, rank.digest)
+    return copied.duration_s
 
 
-async def _copy_in(node: Node, rank: Rank, digest: str) -> None:
+async def _copy_in(node: Node, rank: Rank) -> float:
+    """Seconds that the rank copied."""
+    digest = rank.digest
+    assert digest, "nothing is loaded that cannot be verified"
     try:
-        copied = await node.ask(rank, CopyIn(digest))
+        copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
         if copied.digest != digest:
             # Its memory holds something else than was asked for, and it did not notice.
             node.retire(rank.wpg, "it loaded another content than it was told to")
             raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
     except PhaseloomError:
         if rank.state is not State.LOST:
-            rank.digest = digest
             node.residency.step(rank, Step.LOAD_FAILED)
         raise
     node.residency.step(rank, Step.LOAD_VERIFIED)
+    return copied.duration_s
 
 
-async def _undo(node: Node, offloaded: list[Rank], loaded: list[Rank], trace: Context) -> None:
+async def _undo(node: Node, offloaded: Moved, loaded: Moved, trace: Context) -> None:
     """Move back what was moved; what cannot be loaded back stays whole in host memory."""
 
     async def back(rank: Rank) -> None:
@@ -169,13 +195,13 @@ async def _undo(node: Node, offloaded: list[Rank], loaded: list[Rank], trace: Co
             return
         move = _offload if rank in loaded else _load
         try:
-            await move(node, [rank], trace, [])
+            await move(node, [rank], trace, {})
         except PhaseloomError as error:
             log.error("%s could not be moved back: %s", rank, error)
 
     # First what makes room for the rest.
-    await on_each_device(loaded, back)
-    await on_each_device(offloaded, back)
+    await on_each_device(list(loaded), back)
+    await on_each_device(list(offloaded), back)
 
 
 def _span(name: str, node: Node, rank: Rank, trace: Context) -> AbstractContextManager[Span]:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.statewire import CommitVersion, CreateVersion, OpenVersion, VersionExtent
+from phaseloom.common.messages import Ticket
+from phaseloom.common.statewire import (
+    CommitVersion,
+    CreateVersion,
+    OpenVersion,
+    TensorSlot,
+    VersionExtent,
+)
+from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version
@@ -18,13 +28,16 @@ from phaseloom.statemgr.fetching import Fetching, Home
 from phaseloom.statemgr.files import StateDirectory, find_parts
 from phaseloom.statemgr.hierarchy import Hierarchy
 from phaseloom.statemgr.incoming import Incoming, Readable, Whole
-from phaseloom.statemgr.memory import digest_of
+from phaseloom.statemgr.mesh import Identity
 from phaseloom.statemgr.node import Node, pool_of
+from phaseloom.statemgr.permission import check_reader
 from phaseloom.statemgr.wire import VersionDescription
 
 log = logging.getLogger(__name__)
 
 _RESUME_PAUSE_S = 0.2
+_PART = re.compile(r"(0|[1-9][0-9]{0,5})of[1-9][0-9]{0,5}\Z")
+_PARTS = "count parts from 0: `2of4` is the third of four"
 
 
 class Weights:
@@ -33,7 +46,7 @@ class Weights:
         node: Node,
         directory: StateDirectory,
         hierarchy: Hierarchy,
-        secret: str,
+        identity: Identity,
         peer_timeout_s: float,
         *,
         site: str = "",
@@ -41,7 +54,7 @@ class Weights:
         self._node = node
         self._directory = directory
         self._hierarchy = hierarchy
-        self._secret = secret
+        self._identity = identity
         self._peer_timeout_s = peer_timeout_s
         self._site = site
         self._incoming: dict[VersionKey, Incoming] = {}
@@ -63,6 +76,9 @@ class Weights:
             raise CallerError(
                 f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
             )
+        if key.part and not _PART.match(key.part):
+            raise CallerError(f"{key.part!r} is no part", field="version.part", remedy=_PARTS)
+        check_layout(request.tensors, request.num_bytes)
         version = node.versions.find(key)
         if version is not None and not version.is_committed:
             # A version that was begun and never committed, by this life or by a fetch.
@@ -71,7 +87,7 @@ class Weights:
             node.drop_version(version)
             version = None
         if version is not None:
-            return _description(version), []
+            return _description(version, tensors=[]), []
         extent = await self._hierarchy.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
         try:
             if wpg.is_lost:
@@ -82,7 +98,8 @@ class Weights:
         except PhaseloomError:
             node.memory.free(extent)
             raise
-        return _description(version), [node.memory[extent].fd]
+        node.versions.opened(version, wpg)
+        return _description(version, tensors=[]), [node.memory[extent].fd]
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Verify what the rank has written; it is immutable from now on. Idempotent.
@@ -114,20 +131,21 @@ class Weights:
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
         """A version to read, from here or from the first source that has it.
 
-        Raises: CallerError: PERMISSION_DENIED: of another job. NOT_FOUND: no source has it.
+        Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life.
+                NOT_FOUND: no source has it.
                 ResourceError: no source could deliver it, or no host memory.
         """
         key = request.version
-        if key.policy.job_key != wpg.key.job_key:
-            raise CallerError(
-                f"{wpg} cannot read version {key} of another job",
-                code=Code.PERMISSION_DENIED,
-                field="version",
-            )
-        check_name(key.policy.deployment, "version.policy")
-        version = await self._bring(key, request.sources)
+        check_reader(wpg, key, request.ticket)
+        version = await self._bring(key, request.sources, request.ticket)
         assert version.extent is not None
+        self._node.versions.opened(version, wpg)
         return _description(version), [self._node.memory[version.extent].read_only_fd]
+
+    async def bring(self, ticket: Ticket, sources: list[str]) -> None:
+        """Have a version in host memory. Raises: as `open`."""
+        check_name(ticket.version.policy.deployment, "ticket.version.policy")
+        await self._bring(ticket.version, sources, ticket)
 
     @asynccontextmanager
     async def reading(self, key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
@@ -137,6 +155,43 @@ class Weights:
         Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
                 is here.
         """
+        await self._until_settled()
+        incoming = self._incoming.get(key) if may_be_incoming else None
+        async with self._used(key) if incoming else self.held(key) as version:
+            assert version.extent is not None
+            description = VersionDescription(version.num_bytes, version.tensors, version.digest)
+            memory = self._node.memory[version.extent].view(version.num_bytes)
+            yield incoming or Whole(description, memory)
+
+    @asynccontextmanager
+    async def held(self, key: VersionKey) -> AsyncIterator[Version]:
+        """A committed version that is here, in host memory for as long as it is held.
+
+        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
+                is here.
+        """
+        await self._until_settled()
+        known = self._node.versions.find(key)
+        if known is None or not known.is_committed:
+            # It may be on its way here: whoever brings it may be the one who asks.
+            raise _not_here(key)
+        await self._bring(key, [], None)
+        async with self._used(key) as version:
+            yield version
+
+    @asynccontextmanager
+    async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
+        version = self._node.versions.find(key)
+        if version is None:
+            # Dropped while it was on its way here.
+            raise _not_here(key)
+        self._node.versions.acquire(version)
+        try:
+            yield version
+        finally:
+            self._node.release_version(version)
+
+    async def _until_settled(self) -> None:
         node = self._node
         try:
             await asyncio.wait_for(node.settled.wait(), self._peer_timeout_s)
@@ -144,24 +199,12 @@ class Weights:
             raise ResourceError(
                 f"{node.name} does not know yet what it holds", remedy="retry, or ask another node"
             ) from None
-        known = node.versions.find(key)
-        incoming = self._incoming.get(key) if may_be_incoming else None
-        if known is None or not (known.is_committed or incoming):
-            # It may be on its way here: whoever brings it may be the one who asks.
-            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
-        version = known if incoming else await self._bring(key, [])
-        assert version.extent is not None
-        node.versions.acquire(version)
-        try:
-            description = VersionDescription(version.num_bytes, version.tensors, version.digest)
-            memory = node.memory[version.extent].view(version.num_bytes)
-            yield incoming or Whole(description, memory)
-        finally:
-            node.release_version(version)
 
     async def drop(self, keys: list[VersionKey]) -> None:
         """Nothing needs these any more, in memory or on disk."""
         for key in keys:
+            for part in self._node.versions.parts_of(key):
+                self._node.drop_version(part)
             version = self._node.versions.find(key)
             self._node.drop_version(version)
             if version is not None and version.is_on_disk:
@@ -173,7 +216,7 @@ class Weights:
             if version.key.policy == policy:
                 self._node.drop_version(version)
 
-    async def _bring(self, key: VersionKey, sources: list[str]) -> Version:
+    async def _bring(self, key: VersionKey, sources: list[str], ticket: Ticket | None) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch."""
         lock = self._bringing.setdefault(key, asyncio.Lock())
         async with lock:
@@ -190,7 +233,7 @@ class Weights:
                     version = None
             if version is not None:
                 return version
-            return await self._fetch_from_any(key, sources)
+            return await self._fetch_from_any(key, sources, ticket)
 
     async def _read(self, version: Version) -> None:
         """From disk into an extent."""
@@ -206,6 +249,9 @@ class Weights:
             place = (await asyncio.to_thread(find_parts, path))[0]
             memory = node.memory[extent].view(version.num_bytes)
             await asyncio.to_thread(self._directory.read, place, memory)
+            if not place.part.blocks:
+                # Of an older release: its digest is not what those who read it will reckon.
+                version.digest = await asyncio.to_thread(digest_of, memory)
         except PhaseloomError:
             node.drop_version(version)
             raise
@@ -214,9 +260,11 @@ class Weights:
         if version.is_dropped:
             raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
 
-    async def _fetch_from_any(self, key: VersionKey, sources: list[str]) -> Version:
+    async def _fetch_from_any(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None
+    ) -> Version:
         if not sources:
-            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
+            raise _not_here(key)
         node, home = self._node, self._home()
         version: Version | None = None
 
@@ -228,7 +276,7 @@ class Weights:
             self._incoming[key] = Incoming(description, memory)
             return self._incoming[key]
 
-        fetching = Fetching(key, home, place)
+        fetching = Fetching(key, ticket, home, place)
         try:
             digest = await _bring_from_any(fetching, sources)
             assert version is not None
@@ -252,6 +300,7 @@ class Weights:
     async def _begin(self, key: VersionKey, description: VersionDescription) -> Version:
         """Room for it, in use until it is released."""
         node, size = self._node, description.num_bytes
+        check_layout(description.tensors, size)
         extent = await self._hierarchy.reserve(size, f"version {key}", str(key.policy))
         try:
             version = node.versions.begin(key, size, description.tensors, extent)
@@ -263,7 +312,7 @@ class Weights:
 
     def _home(self) -> Home:
         node = self._node
-        return Home(self._secret.encode(), node.endpoint, self._site, self._peer_timeout_s)
+        return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
 
 
 async def _bring_from_any(fetching: Fetching, sources: list[str]) -> str:
@@ -295,11 +344,15 @@ def _common_code(errors: list[PhaseloomError]) -> Code:
     return codes.pop() if len(codes) == 1 else Code.UNAVAILABLE
 
 
-def _description(version: Version) -> VersionExtent:
+def _not_here(key: VersionKey) -> CallerError:
+    return CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
+
+
+def _description(version: Version, tensors: list[TensorSlot] | None = None) -> VersionExtent:
     return VersionExtent(
         version=version.key,
         num_bytes=version.num_bytes,
-        tensors=version.tensors,
+        tensors=version.tensors if tensors is None else tensors,
         digest=version.digest,
         exists=version.is_committed,
     )

@@ -1,45 +1,39 @@
-"""What state managers say to one another, and how they prove who they are.
+"""What state managers say to one another of weights versions, over a stream of `mesh`.
 
-    server → Challenge → client → FetchRequest → server → FetchReply
+    client → FetchRequest → server → VersionDescription | Refusal
     then, as often as the client likes: client → Next | Again | Take
                                         server → Part and its bytes | Elsewhere | Over | Refusal
                                                  Waiting, before any of them
 
-Both prove that they know the mesh's secret by an HMAC over the other's nonce; the secret itself
-never travels. The reply's HMAC covers the content's digest. Control messages are a little-endian
-uint32 length and MessagePack. Sockets do not block; bytes go straight between socket and memory.
+On a stream of the service for slices:
+
+    client → SlicesRequest → server → Holding | Refusal
+    then, as often as the client likes: client → Give | Confirm
+                                        server → Given and the bytes | Confirmed | Refusal
+
+Both ends have certificates of the mesh; what the client may read says its permit's ticket.
 """
 
 from __future__ import annotations
-
-import asyncio
-import hashlib
-import hmac
-import socket
-import struct
-from typing import Any
 
 import msgspec
 import xxhash
 
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import VersionKey
+from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import TensorSlot
+from phaseloom.statemgr.core.slices import Box
+from phaseloom.statemgr.mesh import Stream
 
-NONCE_BYTES = 32
-MAX_REQUEST_BYTES = 4096
+SERVICE = "versions"
+SLICES = "slices"
 MAX_REPLY_BYTES = 16 * 1024 * 1024
-_CHUNK_BYTES = 1024 * 1024
-_LENGTH = struct.Struct("<I")
-
-
-class Challenge(msgspec.Struct, frozen=True):
-    nonce: bytes
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
     version: VersionKey
-    nonce: bytes
+    ticket: Ticket | None
     endpoint: str
     """Where the client serves what it gets."""
     site: str
@@ -48,8 +42,6 @@ class FetchRequest(msgspec.Struct, frozen=True):
     """All streams of one fetch say the same."""
     is_relay: bool
     """It asks for blocks that the server may only be about to get."""
-    mac: bytes = b""
-    """HMAC-SHA256 of the secret over both nonces and the rest."""
 
 
 class VersionDescription(msgspec.Struct, frozen=True, tag="version"):
@@ -60,13 +52,6 @@ class VersionDescription(msgspec.Struct, frozen=True, tag="version"):
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     error: ErrorInfo
-
-
-class FetchReply(msgspec.Struct, frozen=True):
-    answer: bytes
-    """A VersionDescription or a Refusal, encoded."""
-    mac: bytes
-    """HMAC-SHA256 of the secret over the client's nonce and `answer`."""
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
@@ -100,7 +85,8 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """To Take: it is still on its way to the server. Another reply follows."""
+    """To Take: it is still on its way to the server; to Confirm: it is being reckoned. Another
+    reply follows."""
 
 
 class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
@@ -117,30 +103,46 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     given: list[tuple[int, str]]
 
 
+class SlicesRequest(msgspec.Struct, frozen=True):
+    """First of a stream that is to bring slices. Answer: Holding."""
+
+    version: VersionKey
+    ticket: Ticket | None
+    parts: list[str]
+
+
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    digests: dict[str, str]
+    """By part, of all that were asked for."""
+
+
+class Give(msgspec.Struct, frozen=True, tag="give"):
+    """Boxes of one part. Answer: Given, and their bytes, end to end, each in its tensor's order."""
+
+    part: str
+    boxes: list[Box]
+    num_bytes: int
+
+
+class Given(msgspec.Struct, frozen=True, tag="given"):
+    digest: str
+    """xxh3-128 of what follows."""
+
+
+class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """All is here: is the part still what was committed? Answer: Confirmed."""
+
+    part: str
+
+
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
+    """It is."""
+
+
+SlicesAsk = Give | Confirm
+SlicesReply = Holding | Given | Waiting | Confirmed | Refusal
 Request = Next | Again | Take
 Reply = Part | Waiting | Elsewhere | Over | Refusal
-
-
-async def send(sock: socket.socket, message: msgspec.Struct) -> None:
-    payload = msgspec.msgpack.encode(message)
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, _LENGTH.pack(len(payload)) + payload)
-
-
-async def receive(sock: socket.socket, limit_bytes: int) -> bytes:
-    """Raises: ConnectionError: closed, or a message above the limit."""
-    (length,) = _LENGTH.unpack(await _exactly(sock, _LENGTH.size))
-    if length > limit_bytes:
-        raise ConnectionError(f"a message of {length} bytes, limit {limit_bytes}")
-    return await _exactly(sock, length)
-
-
-async def send_bytes(sock: socket.socket, memory: memoryview, timeout_s: float) -> None:
-    """Raises: TimeoutError: the other end takes nothing for this long."""
-    loop = asyncio.get_running_loop()
-    for start in range(0, len(memory), _CHUNK_BYTES):
-        async with asyncio.timeout(timeout_s):
-            await loop.sock_sendall(sock, memory[start : start + _CHUNK_BYTES])
 
 
 def digest_of_block(memory: memoryview, block: int) -> str:
@@ -148,46 +150,11 @@ def digest_of_block(memory: memoryview, block: int) -> str:
     return xxhash.xxh3_128(memory, seed=block).hexdigest()
 
 
-async def receive_bytes(
-    sock: socket.socket, memory: memoryview, block: int, timeout_s: float
-) -> str:
+async def receive_block(stream: Stream, memory: memoryview, block: int, timeout_s: float) -> str:
     """Fill the memory of a block; returns the digest of what came.
 
     Raises: ConnectionError: broken off. TimeoutError: nothing came for this long.
     """
-    loop = asyncio.get_running_loop()
     digest = xxhash.xxh3_128(seed=block)
-    done = 0
-    while done < len(memory):
-        async with asyncio.timeout(timeout_s):
-            count = await loop.sock_recv_into(sock, memory[done : done + _CHUNK_BYTES])
-        if not count:
-            raise ConnectionError(f"broken off after {done} of {len(memory)} bytes of a block")
-        digest.update(memory[done : done + count])
-        done += count
+    await stream.receive_into(memory, timeout_s, digest.update)
     return digest.hexdigest()
-
-
-def request_mac(secret: bytes, server_nonce: bytes, request: FetchRequest) -> bytes:
-    unsigned = msgspec.structs.replace(request, mac=b"")
-    return _mac(secret, "request", server_nonce, msgspec.msgpack.encode(unsigned))
-
-
-def reply_mac(secret: bytes, nonce: bytes, answer: bytes) -> bytes:
-    return _mac(secret, "reply", nonce, answer)
-
-
-def _mac(secret: bytes, *parts: Any) -> bytes:
-    # Encoded as one list, so that no two different lists of parts give the same bytes.
-    return hmac.new(secret, msgspec.msgpack.encode(parts), hashlib.sha256).digest()
-
-
-async def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    received = b""
-    while len(received) < num_bytes:
-        chunk = await loop.sock_recv(sock, num_bytes - len(received))
-        if not chunk:
-            raise ConnectionError("broken off after a part of a message")
-        received += chunk
-    return received

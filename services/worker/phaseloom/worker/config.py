@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from phaseloom.common.messages import Residency
+
+
+class DeviceKind(StrEnum):
+    EMULATED = "emulated"
+    """Memory of this machine, with a budget, and its processors."""
+    CUDA = "cuda"
+    """Device i is GPU i."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -22,8 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the state manager knows its agent by."""
     runtime_directory: str
     """For the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
-    checkpoint_root: str
-    """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`."""
+    device_kind: DeviceKind = DeviceKind.EMULATED
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0

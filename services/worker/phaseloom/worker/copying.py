@@ -1,25 +1,32 @@
 """Extents in a rank's memory, and copying between them and its heap.
 
-Every byte that is written is hashed while it is in the cache: as fast as memcpy. Neither the copy
-nor the hash holds the GIL; slice assignment would.
+Large copies take several threads: one alone is bound by the faults of fresh memory. What is loaded
+is hashed while it is in the cache. Neither the copy nor the hash holds the GIL; slice assignment
+would.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
+from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined, each_part
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
 from phaseloom.common.framing import close_fds
+from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot, VersionExtent
-from phaseloom.worker.heap import PAGE_BYTES, Heap, align
+from phaseloom.worker.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
 
 _CHUNK_BYTES = 512 * 1024
+"""In the cache from the copy to the hash."""
+_PART_BYTES = 64 * 1024 * 1024
+"""For one memmove: large enough that it writes past the cache."""
 _MAX_MAPPED_VERSIONS = 3
 """Mappings of version extents kept for reuse; each keeps its extent's memory alive."""
 
@@ -34,9 +41,27 @@ class Mapping:
             # Private where it is read-only: nothing is ever written through it, and ctypes takes
             # the address of writable mappings only. Unwritten private pages are the shared ones.
             flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
-            self.buffer = memoryview(mmap.mmap(fd, mapped_bytes, flags=flags))[:num_bytes]
+            self._map = mmap.mmap(fd, mapped_bytes, flags=flags)
+            self.buffer = memoryview(self._map)[:num_bytes]
         finally:
             os.close(fd)
+
+    def close(self) -> None:
+        """Unmap it now, where nothing refers to it any more; else with its last reference."""
+        self.buffer.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def try_close(self) -> bool:
+        """Unmap it now; False: something refers to it, and it stays."""
+        num_bytes = len(self.buffer)
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            self.buffer = memoryview(self._map)[:num_bytes]
+            return False
+        return True
 
 
 class MappedVersions:
@@ -44,8 +69,9 @@ class MappedVersions:
 
     def __init__(self) -> None:
         self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
+        self._keys: dict[Mapping, VersionKey] = {}
 
-    def map(self, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
+    def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
         """The memory of the one extent that came: where it was mapped before, through that."""
         if len(fds) != 1:
             close_fds(fds)
@@ -53,37 +79,69 @@ class MappedVersions:
         status = os.fstat(fds[0])
         identity = (status.st_dev, status.st_ino, writable)
         mapping = self._mappings.pop(identity, None)
-        if mapping is None or len(mapping.buffer) < num_bytes:
+        if mapping is not None and len(mapping.buffer) < num_bytes:
+            del self._keys[mapping]
+            mapping = None
+        if mapping is None:
             mapping = Mapping(fds[0], num_bytes, writable=writable)
         else:
             close_fds(fds)
         self._mappings[identity] = mapping
-        while len(self._mappings) > _MAX_MAPPED_VERSIONS:
-            self._mappings.popitem(last=False)
-        return mapping.buffer[:num_bytes]
+        self._keys[mapping] = key
+        buffer = mapping.buffer[:num_bytes]
+        self._close(list(self._mappings)[:-_MAX_MAPPED_VERSIONS])
+        return buffer
+
+    def let_go(self) -> list[VersionKey]:
+        """Unmap what nothing refers to. Returns what the others hold."""
+        self._close(list(self._mappings))
+        return list(self._keys.values())
+
+    def _close(self, identities: list[tuple[int, int, bool]]) -> None:
+        for identity in identities:
+            if self._mappings[identity].try_close():
+                del self._keys[self._mappings.pop(identity)]
 
 
-def resident_bytes(heap: Heap) -> int:
-    """What is not known counts as resident: the state manager then loads the copy back."""
-    try:
-        return heap.resident_bytes()
-    except OSError:
-        return heap.num_bytes
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy `source` over `target`."""
+    _move(_address(source), _address(target), len(source))
+
+
+def _move(source_address: int, target_address: int, num_bytes: int) -> None:
+    if num_bytes <= _PART_BYTES:
+        ctypes.memmove(target_address, source_address, num_bytes)
+        return
+
+    def part(start: int, end: int) -> None:
+        ctypes.memmove(target_address + start, source_address + start, end - start)
+
+    each_part(num_bytes, _PART_BYTES, part)
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy `source` over `target`; the xxh3-128 of what was written, in hex."""
-    digest = xxhash.xxh3_128()
-    _copy(source, target, digest)
-    return digest.hexdigest()
-
-
-def _copy(source: memoryview, target: memoryview, digest: xxhash.xxh3_128) -> None:
+    """Copy the beginning of `source` over `target`; the digest of what was written and of what
+    lies behind it in `source`."""
     source_address, target_address = _address(source), _address(target)
-    for start in range(0, len(source), _CHUNK_BYTES):
-        end = min(start + _CHUNK_BYTES, len(source))
-        ctypes.memmove(target_address + start, source_address + start, end - start)
-        digest.update(target[start:end])
+
+    def block(start: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        for at in range(start, end, _CHUNK_BYTES):
+            until = min(at + _CHUNK_BYTES, end)
+            if at < len(target):
+                written = min(until, len(target)) - at
+                ctypes.memmove(target_address + at, source_address + at, written)
+                taken.update(target[at : at + written])
+            taken.update(source[max(at, len(target)) : until])
+        return bytes(taken.digest())
+
+    return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
+
+
+def hashed(memory: memoryview) -> str:
+    """Its digest, taken by several threads."""
+    checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
+    return combined(b"".join(checksums))
 
 
 def _address(view: memoryview) -> int:
@@ -94,25 +152,27 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
     """Copy heap slots to their places in a version; the gaps between become zeroes.
 
     So that equal weights have equal digests, whatever the extent held before.
+
+    Returns: the digest of the version.
     """
-    digest = xxhash.xxh3_128()
+    scatter(heap, target, pairs)
+    clear_gaps(target, pairs)
+    return hashed(target)
+
+
+def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
+    """What lies between the tensors of a version, the second of each pair, becomes zeroes."""
     end = 0
-    for slot, place in pairs:
-        _clear(target[end : place.offset], digest)
+    for _, place in pairs:
+        if place.offset > end:
+            target[end : place.offset] = bytes(place.offset - end)
         end = place.offset + place.num_bytes
-        _copy(heap[slot.offset : slot.offset + slot.num_bytes], target[place.offset : end], digest)
-    _clear(target[end:], digest)
-    return digest.hexdigest()
-
-
-def _clear(gap: memoryview, digest: xxhash.xxh3_128) -> None:
-    gap[:] = bytes(len(gap))
-    digest.update(gap)
+    target[end:] = bytes(len(target) - end)
 
 
 def verify(source: memoryview, described: VersionExtent) -> None:
     """Raises: ResourceError: DATA_LOSS: it is not what its digest says."""
-    digest = xxhash.xxh3_128(source).hexdigest()
+    digest = hashed(source)
     if digest != described.digest:
         raise ResourceError(
             f"version {described.version} has digest {digest}, not {described.digest}",
@@ -121,12 +181,52 @@ def verify(source: memoryview, described: VersionExtent) -> None:
 
 
 def scatter(
-    source: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
+    source: memoryview, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
-    """Copy a version's tensors to their slots of the heap."""
-    source_address, heap_address = _address(source), _address(heap)
+    """Copy tensors from their places in one memory to those in the other, the second of each pair.
+
+    Neighbours on both sides go in one piece.
+    """
+    source_address, target_address = _address(source), _address(target)
+    batches = list(_batches(runs(pairs)))
+
+    def move(first: int, last: int) -> None:
+        for batch in batches[first:last]:
+            for start, to, num_bytes in batch:
+                ctypes.memmove(target_address + to, source_address + start, num_bytes)
+
+    each_part(len(batches), 1, move)
+
+
+def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """The same runs, dealt out for several threads; a long one is cut."""
+    batch: list[tuple[int, int, int]] = []
+    batch_bytes = 0
+    for start, to, num_bytes in runs:
+        for at in range(0, num_bytes, _PART_BYTES):
+            length = min(_PART_BYTES, num_bytes - at)
+            batch.append((start + at, to + at, length))
+            batch_bytes += length
+            if batch_bytes >= _PART_BYTES:
+                yield batch
+                batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:
+    """From where, to where, how many bytes; what pads two neighbours alike is copied with them."""
+    start = to = num_bytes = 0
     for place, slot in pairs:
-        ctypes.memmove(heap_address + slot.offset, source_address + place.offset, slot.num_bytes)
+        gap = place.offset - start - num_bytes
+        if num_bytes and slot.offset - to == place.offset - start and 0 <= gap < ALIGNMENT_BYTES:
+            num_bytes += gap + slot.num_bytes
+            continue
+        if num_bytes:
+            yield start, to, num_bytes
+        start, to, num_bytes = place.offset, slot.offset, slot.num_bytes
+    if num_bytes:
+        yield start, to, num_bytes
 
 
 def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:

@@ -76,7 +76,7 @@ class DeviceQueue:
         return self._running
 
     async def run(self, call: Call) -> Result | None:
-        """Any kind but those that move weights; None: it was cancelled.
+        """Any kind but those that move state; None: it was cancelled.
 
         Raises: Refused: nothing happened. Anything else: it failed half-way.
         """
@@ -144,7 +144,7 @@ class DeviceQueue:
                 call.started_unix_s, clock_s = time.time(), time.perf_counter()
                 outcome: Result | Exception
                 try:
-                    outcome = self._executor.run(call.operation)
+                    outcome = self._executor.run(call.operation.args)
                 except Exception as error:
                     outcome = error
                 call.duration_s = time.perf_counter() - clock_s
@@ -174,17 +174,15 @@ class DeviceQueue:
             _end(call, outcome)
 
     async def _compute(self, call: Call) -> Result:
-        operation = call.operation
+        args = call.operation.args
         if self._ranks.is_alone:
-            return await self._ranks.here(lambda: self._executor.run(operation))
-        done = await self._ranks.here(lambda: self._executor.prepare(operation))
-        if done is not None:
-            return done
+            return await self._ranks.here(lambda: self._executor.run(args))
+        await self._ranks.here(lambda: self._executor.check(args))
         own, others = await self._ranks.everywhere(
-            lambda: self._executor.compute(operation.args), _share([call])
+            lambda: self._executor.compute(args), _share([call])
         )
         shares = [own, *(result for (result,) in others if result is not None)]
-        return await self._ranks.here(lambda: self._executor.finish(operation, shares))
+        return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:
         """One result, refusal or None each: an operation that is wrong fails alone."""
@@ -227,7 +225,8 @@ class DeviceQueue:
 
     def _merged(self, call: Call, shares: list[Result | None]) -> Result | None:
         whole = [share for share in shares if share is not None]
-        return self._executor.finish(call.operation, whole) if len(whole) == len(shares) else None
+        is_whole = len(whole) == len(shares)
+        return self._executor.finish(call.operation.args, whole) if is_whole else None
 
 
 def _end(call: Call, outcome: Result | Exception | None) -> None:

@@ -6,12 +6,11 @@ has several ranks, only the leader checks and finishes; `compute` is what every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.errors import CallerError, Code, ErrorInfo
 from phaseloom.common.ids import check_name
 from phaseloom.common.layouts import merge, split, split_shared
 from phaseloom.common.messages import (
@@ -22,16 +21,13 @@ from phaseloom.common.messages import (
     GenerateResult,
     LoadState,
     LoadStateResult,
-    Operation,
     OptimStep,
     Result,
     SaveState,
-    SaveStateResult,
     kind_of,
 )
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.worker.backends.base import Backend, Watch
-from phaseloom.worker.checkpoints import Checkpoints
 from phaseloom.worker.rankwire import RankConfig
 
 MAX_BLOB_BYTES = 1024 * 1024
@@ -49,7 +45,6 @@ class Refused(Exception):
 class Executor:
     settings: RankConfig
     backend: Backend
-    checkpoints: Checkpoints
     applied: int = 0
     """seq of the last mutating operation in the heap."""
 
@@ -89,61 +84,24 @@ class Executor:
                 self.backend.check_optim_step(args.adam)
             case SaveState():
                 _check_save(args)
-            case LoadState():
-                self.checkpoints.existing(args.name)
             case _:
                 pass
 
-    def run(self, operation: Operation) -> Result:
-        """The whole of an operation, of any kind but `generate` and those that move weights.
+    def run(self, args: Args) -> Result:
+        """The whole of an operation, of any kind but `generate` and those that move state.
 
         Raises: Refused. Anything else: it failed half-way.
         """
-        done = self.prepare(operation)
-        if done is not None:
-            return done
-        try:
-            share = self.compute(operation.args)
-        except CallerError as error:
-            if isinstance(operation.args, LoadState):
-                # Of another model: raised before anything is touched.
-                raise Refused(error.info) from error
-            raise
-        return self.finish(operation, [share])
-
-    def prepare(self, operation: Operation) -> Result | None:
-        """Check; its result where it was done before. Raises: Refused."""
-        args = operation.args
         self.check(args)
-        if isinstance(args, SaveState):
-            try:
-                written = self.checkpoints.written_by(operation.id, args.name)
-            except CallerError as error:
-                raise Refused(error.info) from error
-            if written is not None:
-                return written
-            with _writing():
-                self.checkpoints.begin(args.name)
-        return None
+        return self.finish(args, [self.compute(args)])
 
-    def finish(self, operation: Operation, shares: Sequence[Result]) -> Result:
+    def finish(self, args: Args, shares: Sequence[Result]) -> Result:
         """The operation's result from those of all ranks, in their order."""
-        args = operation.args
-        if isinstance(args, SaveState):
-            (saved, *_) = shares
-            assert isinstance(saved, SaveStateResult)
-            with _writing():
-                return self.checkpoints.commit(args.name, operation.id, saved.weights_sha256)
-        return (
-            shares[0] if self.is_alone else merge(kind_of(args), shares, self.settings.spec.layout)
-        )
+        if self.is_alone:
+            return shares[0]
+        return merge(kind_of(args), shares, self.settings.spec.layout)
 
     # --- every rank's -----------------------------------------------------------------------------
-
-    def start_from(self, checkpoint: str) -> None:
-        """Replace what the seeds gave. Raises: CallerError, ResourceError."""
-        self.backend.load(self.checkpoints.existing(checkpoint))
-        self.backend.weights_changed()
 
     def generate(
         self, requests: Sequence[Generate], watch: Watch
@@ -163,13 +121,8 @@ class Executor:
                 return self.backend.forward_backward(self._share(args))
             case OptimStep():
                 return self.backend.optim_step(args.adam)
-            case SaveState():
-                draft = self.checkpoints.draft(args.name)
-                with _writing():
-                    self.backend.save(draft)
-                return SaveStateResult(str(draft), self.backend.weights_sha256())
             case LoadState():
-                self.start_from(args.name)
+                # By now it is loaded: this shows what is in the heaps.
                 return LoadStateResult(self.backend.weights_sha256())
             case _:
                 raise AssertionError(f"{kind_of(args)} goes another way")
@@ -179,19 +132,6 @@ class Executor:
         if self.is_alone:
             return args
         return split(args, self.settings.spec.layout, self.settings.rank)
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Raises: ResourceError: the disk is full, or cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"the checkpoint cannot be written: {error}",
-            code=Code.RESOURCE_EXHAUSTED,
-            remedy="make room where checkpoints are kept, and save again",
-        ) from error
 
 
 def _check_save(args: SaveState) -> None:

@@ -13,6 +13,7 @@ from phaseloom.common.messages import (
     Args,
     Generate,
     Operation,
+    Permit,
     PublishWeights,
     Result,
     SyncWeights,
@@ -74,16 +75,20 @@ class Follower:
                 await self.ranks.here(lambda: backend.write_weights(None))
                 return [None]
             case SyncWeights():
-                await self._sync(first, share.permit.sources)
+                await self._sync(first, share.permit)
                 return [None]
             case _:
                 return [await self.ranks.here(lambda: self.executor.compute(first))]
 
-    async def _sync(self, args: SyncWeights, sources: list[str]) -> None:
+    async def _sync(self, args: SyncWeights, permit: Permit) -> None:
         own, backend = self.settings.deployment, self.executor.backend
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        buffer, _ = await self.state.open_version(version, sources, backend.version_slots)
+        buffer, _ = await self.state.open_version(
+            version, permit.sources, backend.version_slots, permit.ticket
+        )
         await self.ranks.here(lambda: backend.read_weights(buffer))
+        assert permit.operation.seq is not None
+        await self.state.hold_version(version, permit.operation.seq)
 
 
 @dataclass(frozen=True, slots=True)

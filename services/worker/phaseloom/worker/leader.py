@@ -12,6 +12,8 @@ alone. What the bus does not answer is asked again: a restart of its server cost
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import time
 from dataclasses import dataclass, field
@@ -38,8 +40,11 @@ from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     Checkpoint,
+    CommandId,
     Completion,
     Event,
+    LoadState,
+    LoadStateResult,
     Operation,
     OperationFinished,
     OperationsFinished,
@@ -53,6 +58,7 @@ from phaseloom.common.messages import (
     Result,
     SaveState,
     SaveStateResult,
+    StateCut,
     SyncWeights,
     SyncWeightsResult,
     checkpoints_of,
@@ -63,7 +69,7 @@ from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.ranks import Broken, Ranks
-from phaseloom.worker.rankwire import Payload, RankConfig, RunPermits, RunShare
+from phaseloom.worker.rankwire import Payload, RankConfig, RunPermits, RunsApart, RunShare
 from phaseloom.worker.stateclient import RankStateClient, VersionCopy
 
 log = logging.getLogger(__name__)
@@ -103,12 +109,24 @@ class _Ran:
     broken: Broken | None = None
     """The ranks cannot go on together."""
     num_tokens: int = 0
+    saved: SaveState | None = None
+    """Where it is durable now."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
     event: OperationFinished
     msg_id: str
+
+
+@dataclass(slots=True)
+class _Company:
+    """Permits that came together."""
+
+    first: CommandId
+    here: set[OperationKey]
+    """They need devices or state still."""
+    has_saves: bool
 
 
 class _NotNow(Exception):
@@ -127,14 +145,25 @@ class Leader:
     executor: Executor
     ranks: Ranks
     queue: DeviceQueue
-    _num_reading: int = 0
+    _reading: set[OperationKey] = field(default_factory=set)
+    """Reading operations that run on the devices."""
     _unended: set[OperationKey] = field(default_factory=set)
     """Permitted, and about to end or to run for long."""
     _finished: Gathering[_Finished, None] = field(init=False)
     _synced: SyncWeightsResult | None = None
     """Of the last `sync_weights`."""
+    _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One `save_state` at a time: each takes as much host memory as the state, and what the job
+    falls back to must be the last."""
+    _fallback: str = ""
+    """This deployment's in what the job fell back to before its last checkpoint: a controller that
+    attached just then may load it yet."""
+    _loaded: set[str] = field(default_factory=set)
+    """Checkpoints that this life's state came from: a rebuild may have to load them again."""
 
     def __post_init__(self) -> None:
+        if self.settings.checkpoint:
+            self._loaded.add(self.settings.checkpoint)
         self._finished = Gathering(self._append, lambda: bool(self._unended), GATHER_S)
 
     async def run(self, given: RunPermits) -> None:
@@ -153,8 +182,10 @@ class Leader:
             ),
         )
         traceparents = given.traceparents or [""] * len(operations)
+        has_saves = any(permit.kind == "save_state" for permit in given.permits)
+        company = _Company(given.permits[0].id, set(operations), has_saves)
         runs = [
-            self._run_one(permit, traceparent, done, payload)
+            self._run_one(permit, traceparent, done, payload, company)
             for permit, traceparent, done, payload in zip(
                 given.permits, traceparents, dones, payloads, strict=True
             )
@@ -165,13 +196,23 @@ class Leader:
             await asyncio.gather(*runs)
 
     async def _run_one(
-        self, permit: Permit, traceparent: str, stored: Stored | None, payload: Stored | None
+        self,
+        permit: Permit,
+        traceparent: str,
+        stored: Stored | None,
+        payload: Stored | None,
+        company: _Company,
     ) -> None:
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
         # What is logged on the way belongs to the operation's trace.
         with telemetry.within(parent):
             try:
-                await self._run_permit(permit, traceparent, parent, stored, payload)
+                is_save = permit.kind == "save_state"
+                async with self._saving if is_save else contextlib.nullcontext():
+                    await self._run_permit(
+                        permit, traceparent, parent, stored, payload, company=company
+                    )
+                await self._is_apart(permit.operation, company)
             finally:
                 self._unended.discard(permit.operation)
 
@@ -182,6 +223,8 @@ class Leader:
         parent: Context,
         stored: Stored | None,
         payload: Stored | None,
+        *,
+        company: _Company,
     ) -> None:
         done = _decoded(stored)
         if done is not None and not _is_to_run_again(permit, done):
@@ -189,17 +232,20 @@ class Leader:
             return
         self._check_order(permit)
         is_reading = permit.kind not in MUTATING_KINDS
-        self._num_reading += is_reading
+        if is_reading:
+            self._reading.add(permit.operation)
         try:
-            ran = await self._execute(permit, payload, traceparent)
+            ran = await self._execute(permit, payload, traceparent, company)
         except _NotNow as later:
             await self._return(permit, later.error)
             return
         finally:
-            self._num_reading -= is_reading
+            self._reading.discard(permit.operation)
         if not is_reading and self.queue.is_cancelled(permit.operation):
             await self._notice("cancel ignored", "it mutates, and ran", permit.operation)
         await self._tell(permit, payload, done, ran, parent)
+        if ran.saved is not None and ran.saved.keep:
+            await self._prune(ran.saved)
         if ran.broken is not None:
             raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
 
@@ -215,9 +261,9 @@ class Leader:
                 f"{self.executor.applied}",
                 code=Code.FAILED_PRECONDITION,
             )
-        if self._num_reading:
+        if self._reading:
             raise ResourceError(
-                f"{permit.operation} would change what {self._num_reading} operations read",
+                f"{permit.operation} would change what {len(self._reading)} operations read",
                 code=Code.FAILED_PRECONDITION,
             )
 
@@ -227,18 +273,20 @@ class Leader:
 
     # --- running --------------------------------------------------------------------------------
 
-    async def _execute(self, permit: Permit, payload: Stored | None, traceparent: str) -> _Ran:
+    async def _execute(
+        self, permit: Permit, payload: Stored | None, traceparent: str, company: _Company
+    ) -> _Ran:
         started_s, clock_s = time.time(), time.perf_counter()
         try:
             call = self._call(permit, payload, traceparent)
         except PhaseloomError as error:
             return _Ran(_failed(permit, error.info), started_s, time.perf_counter() - clock_s)
-        ran = await self._outcome(call)
+        ran = await self._outcome(call, company)
         if not ran.duration_s:
             ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
         return ran
 
-    async def _outcome(self, call: Call) -> _Ran:
+    async def _outcome(self, call: Call, company: _Company) -> _Ran:
         permit, args = call.permit, call.operation.args
         is_mutating = permit.kind in MUTATING_KINDS
 
@@ -250,7 +298,7 @@ class Leader:
                 self.executor.check(args)
                 await self._zero_gradients(call)
                 return ended(_failed(permit, _PARTIAL))
-            result = await self._run(call)
+            result = await self._run(call, company)
         except _NotNow:
             raise
         except Refused as refused:
@@ -266,12 +314,10 @@ class Leader:
         if is_mutating:
             assert permit.operation.seq is not None
             self.executor.applied = permit.operation.seq
-        if isinstance(args, SaveState) and args.controller_blob:
-            assert isinstance(result, SaveStateResult)
-            result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
             num_tokens=num_tokens(args, result),
+            saved=args if isinstance(args, SaveState) else None,
         )
 
     def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> Call:
@@ -284,7 +330,7 @@ class Leader:
         raw = Payload(permit.operation, payload.payload, content_type)
         return Call(permit, operation, raw, traceparent)
 
-    async def _run(self, call: Call) -> Result | None:
+    async def _run(self, call: Call, company: _Company) -> Result | None:
         match call.operation.args:
             case PublishWeights() as args:
                 self.executor.check(args)
@@ -292,6 +338,12 @@ class Leader:
             case SyncWeights() as args:
                 self.executor.check(args)
                 return await self._sync(call, args)
+            case SaveState() as args:
+                self.executor.check(args)
+                return await self._save(call, args, company)
+            case LoadState() as args:
+                self.executor.check(args)
+                return await self._load(call, args)
             case _:
                 return await self.queue.run(call)
 
@@ -326,6 +378,8 @@ class Leader:
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
         try:
             digest = await self._read_version(call, version)
+            assert call.key.seq is not None
+            await self.state.hold_version(version, call.key.seq)
         except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise _NotNow(error.info) from error
@@ -350,12 +404,90 @@ class Leader:
         await self.ranks.everywhere(lambda: backend.read_weights(buffer), _share(call))
         return digest
 
+    async def _save(self, call: Call, args: SaveState, company: _Company) -> SaveStateResult | None:
+        """The state is cut while the devices wait; it is written while they go on."""
+        if self.queue.is_cancelled(call.key):
+            return None
+        permit, operation = call.permit, call.operation.id
+        clock_s = time.perf_counter()
+        config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
+        try:
+            await self.state.cut_state(operation, args.name, self.executor.applied)
+            call.duration_s = time.perf_counter() - clock_s
+            await self._let_go(permit, company)
+            sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)
+        except PhaseloomError as error:
+            # The state was read only.
+            raise Refused(error.info) from error
+        own = self.settings.deployment
+        result = SaveStateResult(f"{own.job}/{own.deployment}/{args.name}", sha256)
+        if args.controller_blob:
+            result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
+        return result
+
+    async def _let_go(self, permit: Permit, company: _Company) -> None:
+        """What is saved is apart from the devices now."""
+        if permit.replay:
+            return  # what follows is run again in order
+        self._reading.discard(permit.operation)
+        self._unended.discard(permit.operation)
+        cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
+        msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
+        # First, so that whoever is permitted next finds the turn free.
+        await self._is_apart(permit.operation, company)
+        await until_answered(lambda: self.bus.append(cut, msg_id=msg_id))
+
+    async def _is_apart(self, operation: OperationKey, company: _Company) -> None:
+        """It needs neither devices nor state any more; the last one of those together says so."""
+        if operation in company.here:
+            company.here.remove(operation)
+            if company.has_saves and not company.here:
+                await self.ranks.agent.call(RunsApart(company.first))
+
+    async def _prune(self, args: SaveState) -> None:
+        """What is not needed any more, once nobody can believe otherwise."""
+        own = self.settings.deployment
+        try:
+            last = await self._last_checkpoint()
+            needed = {args.name, self._fallback, *self._loaded} - {""}
+            if last is not None and own.deployment in last.checkpoints:
+                needed.add(last.checkpoints[own.deployment])
+            await self.state.prune_checkpoints(args.keep, sorted(needed))
+        except PhaseloomError as error:
+            log.warning("old checkpoints of %s stay: %s", own, error)
+
+    async def _last_checkpoint(self) -> Checkpoint | None:
+        """Of the job."""
+        key = str(self.settings.deployment.job_key)
+        stored = await until_answered(lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key))
+        last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
+        return last
+
+    async def _load(self, call: Call, args: LoadState) -> LoadStateResult:
+        try:
+            expected = await self.state.read_checkpoint(args.name)
+        except PhaseloomError as error:
+            raise Refused(error.info) from error
+        self._loaded.add(args.name)
+        loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), _share(call))
+        assert isinstance(loaded, LoadStateResult)
+        if expected not in {"", loaded.weights_sha256}:
+            raise ResourceError(
+                f"checkpoint {args.name!r} has weights {expected}, loaded were "
+                f"{loaded.weights_sha256}",
+                code=Code.DATA_LOSS,
+            )
+        return loaded
+
     async def _put_checkpoint(self, permit: Permit, args: SaveState) -> dict[str, str]:
         """Make it the job's last one, before DONE says that it is."""
         key = permit.operation
         checkpoints = {**args.checkpoints, key.deployment: args.name}
         checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
         value, kv_key = encode(checkpoint), str(key.job_key)
+        before = await self._last_checkpoint()
+        if before is not None and before != checkpoint:
+            self._fallback = before.checkpoints.get(key.deployment, "")
         await until_answered(lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value))
         return checkpoints
 

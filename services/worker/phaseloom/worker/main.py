@@ -24,6 +24,8 @@ _CONNECT_TRIES = 100
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
+    # Ranks are forked from a child: what agents prove themselves by is not theirs.
+    config.keep_from_children("worker", "state_secret")
     bus = await Bus.open(config.load(BusConfig, "bus"), f"agent {settings.node}")
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
     try:
@@ -94,6 +96,7 @@ async def _announce(
             state_endpoint=status.endpoint,
             exclusive_residency=settings.exclusive_residency,
             price_per_hour=settings.price,
+            can_move=status.can_move,
         ),
         msg_id=f"node-up:{settings.node}:{revision}",
     )

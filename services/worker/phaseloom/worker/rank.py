@@ -15,23 +15,24 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import uvloop
+from blake3 import blake3
 
 from phaseloom.common import config, lifecycle, telemetry
 from phaseloom.common.bus import Bus, BusConfig, connect
 from phaseloom.common.errors import InternalError, PhaseloomError, unforeseen
 from phaseloom.common.framing import Peer, close_fds
+from phaseloom.common.messages import ModelSpec
 from phaseloom.common.statewire import Done
+from phaseloom.worker import devicememory
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.checkpoints import Checkpoints
 from phaseloom.worker.device import DeviceQueue
+from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.executor import Executor
 from phaseloom.worker.follower import Follower
-from phaseloom.worker.heap import Heap
 from phaseloom.worker.leader import Leader
 from phaseloom.worker.ranks import Ranks
 from phaseloom.worker.rankwire import (
@@ -96,9 +97,18 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         on_loaded=executor.backend.weights_changed,
         executor=device_thread,
     )
-    executor.applied = await state.register_heap(heap, executor.backend.slots)
+    backend = executor.backend
+    executor.applied = await state.register_heap(
+        heap,
+        backend.slots,
+        backend.host_bytes,
+        frozen=not settings.spec.trainable,
+        model=_identity(settings.spec.model),
+    )
+    if backend.host_bytes:
+        await ranks.here(lambda: backend.use_host_memory(state.host_memory))
     if executor.applied == 0:
-        await _fill(settings, ranks, executor, state)
+        await _fill(settings, executor, state)
     async with asyncio.TaskGroup() as tasks:
         answer: Answer
         running: list[asyncio.Task[None]] = []
@@ -123,24 +133,30 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         await lifecycle.end(running)
 
 
-async def _build(settings: RankConfig, ranks: Ranks) -> tuple[Heap, Executor]:
+def _identity(model: ModelSpec) -> str:
+    """What weights are drawn for it, whatever they are trained or loaded to afterwards."""
+    known = (model.config, model.init_seed)
+    return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
+
+
+async def _build(settings: RankConfig, ranks: Ranks) -> tuple[DeviceMemory, Executor]:
     """The backend on its heap, filled from the spec's seeds."""
     factory, spec = backend_factory(settings.spec.backend), settings.spec
     group = RankGroup(settings.rank, settings.num_ranks, settings.store_path)
-    heap = Heap(factory.heap_bytes(spec, group))
+    num_bytes = factory.heap_bytes(spec, group)
+    kind, device = settings.device_kind, settings.device
+    heap = await ranks.here(lambda: devicememory.allocate(kind, device, num_bytes))
     backend = await ranks.here(lambda: factory(spec, heap, group))
-    checkpoints = Checkpoints(Path(settings.checkpoint_root), settings.deployment)
-    return heap, Executor(settings, backend, checkpoints)
+    return heap, Executor(settings, backend)
 
 
-async def _fill(
-    settings: RankConfig, ranks: Ranks, executor: Executor, state: RankStateClient
-) -> None:
+async def _fill(settings: RankConfig, executor: Executor, state: RankStateClient) -> None:
     """No seal was restored: go on from the job's checkpoint, or from the seeds."""
-    if settings.checkpoint:
-        await ranks.here(lambda: executor.start_from(settings.checkpoint))
     executor.applied = settings.applied
-    await state.commit_initial(settings.applied)
+    if settings.checkpoint:
+        await state.commit_checkpoint(settings.checkpoint, settings.applied)
+    else:
+        await state.commit_initial(settings.applied)
 
 
 async def _leader(

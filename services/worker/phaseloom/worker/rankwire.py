@@ -10,8 +10,9 @@ import msgspec
 
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import DeploymentSpec, Message, Permit, Result
+from phaseloom.common.messages import CommandId, DeploymentSpec, Message, Permit, Result
 from phaseloom.common.statewire import Done, Failed
+from phaseloom.worker.config import DeviceKind
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     device: int
     agent_socket: str
     state_socket: str
-    checkpoint_root: str
+    device_kind: DeviceKind = DeviceKind.EMULATED
     rank: int = 0
     num_ranks: int = 1
     store_path: str = ""
@@ -59,6 +60,14 @@ class RunPermits(Message, frozen=True):
     permits: list[Permit]
     traceparents: list[str]
     """Of each permit; an empty list: none of them is traced."""
+
+
+class RunsApart(Message, frozen=True):
+    """leader → agent: of the permits of this `RunPermits` each has ended, or needs neither devices
+    nor state any more. Others may go on before it is answered. Answer: Done."""
+
+    first: CommandId
+    """Of its first permit."""
 
 
 class CancelRun(Message, frozen=True):
@@ -113,6 +122,7 @@ RankMessage = (
     RankUp
     | RankFailed
     | RunPermits
+    | RunsApart
     | CancelRun
     | RunShare
     | ShareDone

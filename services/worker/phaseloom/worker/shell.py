@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from phaseloom.common import metrics, telemetry
-from phaseloom.common.bus import Bus, Conflict
-from phaseloom.common.codec import decode, encode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError
 from phaseloom.common.framing import Handler, Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import (
@@ -32,6 +32,7 @@ from phaseloom.common.messages import (
     CloseActivation,
     Command,
     Event,
+    MirrorState,
     OpenActivation,
     Permit,
     Permits,
@@ -41,12 +42,12 @@ from phaseloom.common.messages import (
     SealFailed,
     SealState,
     StartWpg,
+    StateMirrored,
     StopWpg,
     WpgLost,
     WpgStarted,
 )
-from phaseloom.common.statewire import Done
-from phaseloom.common.streams import Bucket
+from phaseloom.common.statewire import BringState, Done
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
 from phaseloom.worker.patience import until_answered
@@ -56,8 +57,10 @@ from phaseloom.worker.rankwire import (
     RankUp,
     RollCall,
     RunPermits,
+    RunsApart,
     RunShare,
 )
+from phaseloom.worker.sealrecords import SealRecords
 from phaseloom.worker.stateclient import AgentStateClient
 from phaseloom.worker.turns import Turns
 from phaseloom.worker.wpg import Wpg
@@ -85,6 +88,7 @@ class Agent:
         self._settings = settings
         self._revision = revision
         self._bus = bus
+        self._records = SealRecords(bus)
         self._state = state
         self._forks = forks
         self._agent_socket = agent_socket
@@ -148,7 +152,7 @@ class Agent:
         node = self._settings.node
         await self._append(
             WpgLost(deployment, incarnation, NodeId(node), reason),
-            f"lost:{deployment}:{incarnation}",
+            f"lost:{deployment}:{incarnation}:{node}",
         )
 
     async def _append(self, event: Event, msg_id: str) -> None:
@@ -223,6 +227,8 @@ class Agent:
                     await self._close(command)
                 case SealState():
                     await self._seal(command)
+                case MirrorState():
+                    await self._mirror(command)
                 case ReleaseVersions():
                     # A seal under way may still have to write them.
                     async with self._seal_lock:
@@ -248,6 +254,8 @@ class Agent:
                 old.kill(ErrorInfo(Code.ABORTED, "fenced by a newer incarnation"))
             wpg = Wpg(command, self._settings, self._agent_socket)
             try:
+                if command.sources:
+                    await self._state.bring_state(_state_of(command))
                 await self._state.register_wpg(
                     wpg.tokens, key, command.incarnation, command.devices, command.seal_seq
                 )
@@ -273,7 +281,7 @@ class Agent:
                 applied=wpg.applied,
                 devices=command.devices,
             ),
-            f"started:{key}:{command.incarnation}",
+            f"started:{key}:{command.incarnation}:{command.node}",
         )
 
     async def _stop(self, command: StopWpg) -> None:
@@ -315,7 +323,7 @@ class Agent:
             except PhaseloomError as error:
                 wpg.refused_epoch = command.epoch
                 report = ActivationRefused(key, command.epoch, command.node, error.info)
-        await self._append(report, f"activation:{key}:{command.epoch}")
+        await self._append(report, f"activation:{key}:{command.epoch}:{command.node}")
 
     async def _switch_in(self, command: OpenActivation, wpg: Wpg, message: Msg) -> ActivationOpened:
         displaced = [self._wpgs[key] for key in command.displaces if key in self._wpgs]
@@ -362,6 +370,7 @@ class Agent:
         key = first.operation.deployment_key
         turns = self._turns[key]
         is_mutating = first.kind in MUTATING_KINDS
+        given = RunPermits(command.permits, command.traceparents)
         async with turns.alone() if is_mutating else turns.together():
             wpg = self._wpgs.get(key)
             if wpg is None or not wpg.is_up:
@@ -381,12 +390,9 @@ class Agent:
             traceparent = command.traceparents[-1]
             last = telemetry.extract({"traceparent": traceparent} if traceparent else {})
             wpg.last_span = telemetry.span_context(last)
-            try:
-                await wpg.run(RunPermits(command.permits, command.traceparents))
-            except PhaseloomError as error:
-                # It died, or it is not in the state that the scheduler believes: the next
-                # incarnation is rebuilt from what is stored.
-                wpg.kill(error.info)
+            running = self._tasks.create_task(_run(wpg, given))
+            await wpg.until_apart(given, running)
+        await running
         return True
 
     async def _cancel(self, command: CancelOperation) -> None:
@@ -400,6 +406,27 @@ class Agent:
             await wpg.cancel(command.operation)
         except PhaseloomError as error:
             log.info("%s is not cancelled: %s", command.operation, error)
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    async def _mirror(self, command: MirrorState) -> None:
+        """Bring a copy of another node's state, so that its deployment can go on here."""
+        key, error = command.deployment, None
+        request = BringState(
+            key,
+            command.seal_seq,
+            command.versions,
+            command.sources,
+            command.ticket,
+            command.holds,
+        )
+        try:
+            async with self._turns[key].alone():
+                await self._state.bring_state(request)
+        except PhaseloomError as failure:
+            error = failure.info
+        done = StateMirrored(key, command.seal_seq, command.node, command.id, error)
+        await self._append(done, f"mirrored:{key}:{command.id}")
 
     # --- seals ----------------------------------------------------------------------------------
 
@@ -429,30 +456,37 @@ class Agent:
 
     async def _write_seal(self, command: SealState) -> None:
         key = command.deployment
-        record = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, str(key)))
-        committed = 0 if record is None else decode(record.payload, SealCommitted).seq
+        committed = await self._records.newest(key)
         sealed = await self._state.write_seal(
-            key, command.incarnation, command.seq, command.versions, committed=committed
+            key,
+            command.incarnation,
+            command.seq,
+            command.versions,
+            committed=committed,
+            durability=command.durability,
+            replicas=command.replicas,
+            ticket=command.ticket,
         )
-        log.info("sealed %s at %d in %s", key, command.seq, sealed.file)
-        event = SealCommitted(key, command.seq, command.node, command.versions)
-        await self._commit_seal(event, record.sequence if record else 0)
-        await self._append(event, f"sealed:{key}:{command.seq}")
+        log.info("sealed %s at %d in %s", key, command.seq, sealed.file or "host memory")
+        copies = list(command.replicas)
+        event = SealCommitted(key, command.seq, command.node, command.versions, copies)
+        await self._records.commit(event, command.num_parts)
+        await self._append(event, f"sealed:{key}:{command.seq}:{command.node}")
 
-    async def _commit_seal(self, event: SealCommitted, replaces: int) -> None:
-        """The commit record: before it the old seal stands, after it the rest is idempotent.
 
-        Raises: ResourceError: ABORTED, another record was written meanwhile.
-        """
-        kv_key, value = str(event.deployment), encode(event)
-        try:
-            await until_answered(lambda: self._bus.kv_swap(Bucket.SEALS, kv_key, value, replaces))
-        except Conflict as conflict:
-            stored = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, kv_key))
-            if stored is None or stored.payload != value:
-                raise ResourceError(
-                    f"another seal of {kv_key} was committed", code=Code.ABORTED
-                ) from conflict
+def _state_of(command: StartWpg) -> BringState:
+    return BringState(
+        command.deployment, command.seal_seq, command.versions, command.sources, command.ticket
+    )
+
+
+async def _run(wpg: Wpg, given: RunPermits) -> None:
+    try:
+        await wpg.run(given)
+    except PhaseloomError as error:
+        # It died, or it is not in the state that the scheduler believes: the next incarnation is
+        # rebuilt from what is stored.
+        wpg.kill(error.info)
 
 
 def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
@@ -465,6 +499,9 @@ def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
         match body:
             case RunShare():
                 return await wpg.share(body), []
+            case RunsApart():
+                wpg.are_apart(body.first)
+                return Done(), []
             case RollCall():
                 await wpg.roll_call()
                 return Done(), []

@@ -1,9 +1,9 @@
 """The worker's side of the state manager: the agent's orders and the ranks' copies.
 
-A rank's heap and its host extent are two mappings of the same size: switches are one memcpy each
-way, in chunks that are hashed while they are in the cache. Extents are mapped once and kept,
-because first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the
-event loop goes on.
+A rank's heap and its host extent are two mappings: switches are one memcpy each way, by several
+threads; what comes in is hashed while it is in the cache. Extents are mapped once and kept, because
+first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the event
+loop goes on.
 
 Both clients outlive the daemon: see `statelink`. Only when their `closed` is done it is gone for
 good.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,58 +21,81 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
+import msgspec
 
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
 from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.messages import Durability, FilesTicket, Ticket
 from phaseloom.common.statewire import (
     Adopt,
     Adopted,
     AgentHello,
+    BringState,
+    CheckpointRead,
+    CheckpointWritten,
     CommitInitial,
     CommitVersion,
     Copied,
+    CopyAside,
+    CopyFrom,
     CopyIn,
     CopyOut,
     CreateVersion,
+    CutState,
+    CutTaken,
     Done,
     DropVersions,
     DropWpg,
     HandOver,
     HeapRegistered,
+    HoldVersion,
     KeepHandles,
+    LetGo,
+    OnDevice,
+    OpenOnDevice,
+    OpenSlices,
     OpenVersion,
+    PartSources,
     Prefetch,
     PrepareSeal,
+    PruneCheckpoints,
     RankHello,
     RankResume,
+    ReadCheckpoint,
     RegisterHeap,
     RegisterWpg,
     Sealed,
+    ShareOnDevice,
+    Slice,
     StateMessage,
     StatusReport,
     StatusRequest,
+    StillMapped,
     Switched,
     SwitchIn,
     SwitchOut,
     TensorSlot,
+    Unpin,
     VersionExtent,
     Welcome,
+    WriteCheckpoint,
     WriteSeal,
+    extent_bytes,
+    host_start,
 )
+from phaseloom.worker import devicememory
 from phaseloom.worker.copying import (
     MappedVersions,
     Mapping,
-    copy_hashed,
-    gather,
+    copy,
+    hashed,
     packed,
     paired,
-    resident_bytes,
-    scatter,
     verify,
 )
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.devicememory import DeviceMemory
+from phaseloom.worker.heap import align
 from phaseloom.worker.statelink import RECONNECT_S, StateLink, expect
 
 log = logging.getLogger(__name__)
@@ -177,11 +201,28 @@ class AgentStateClient:
         incarnation: int,
         seq: int,
         versions: list[int],
+        *,
         committed: int = 0,
+        durability: Durability = Durability.NODE,
+        replicas: dict[NodeId, str] | None = None,
+        ticket: FilesTicket | None = None,
     ) -> Sealed:
         """Args: committed: seq of the newest committed seal, which is kept."""
-        message = WriteSeal(deployment, incarnation, seq, versions, committed)
+        message = WriteSeal(
+            deployment,
+            incarnation,
+            seq,
+            versions,
+            committed,
+            durability,
+            replicas or {},
+            ticket,
+        )
         return await self._link.ask(message, Sealed)
+
+    async def bring_state(self, request: BringState) -> None:
+        """Raises: ResourceError: what could not be brought, and why."""
+        await self._link.ask(request, Done)
 
     async def drop_wpg(
         self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
@@ -234,9 +275,13 @@ class RankStateClient:
         self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
         self._executor = executor or self._own_executor
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
-        self._heap: Heap | None = None
+        self._heap: DeviceMemory | None = None
         self._slots: list[TensorSlot] = []
+        self._host_bytes = 0
         self._extent: Mapping | None = None
+        self._source: tuple[tuple[int, int], Mapping] | None = None
+        """Of a frozen heap: the extent that was loaded last, by device and inode."""
+        self._is_frozen = False
         self._is_filled = False
         self._is_resident = False
         self._copied: tuple[int, str] = (0, "")
@@ -299,30 +344,61 @@ class RankStateClient:
                 resident=self._is_resident,
                 applied=applied,
                 digest=digest,
+                host_bytes=self._host_bytes,
             ),
             Done,
         )
 
-    async def register_heap(self, heap: Heap, slots: list[TensorSlot]) -> int:
+    async def register_heap(
+        self,
+        heap: DeviceMemory,
+        slots: list[TensorSlot],
+        host_bytes: int = 0,
+        *,
+        frozen: bool = False,
+        model: str = "",
+    ) -> int:
         """Give the heap into the state manager's hands; maps its extent.
+
+        Args:    host_bytes: of state that lives in `host_memory` alone.
+                 frozen, model: see `RegisterHeap`.
 
         Returns: the seq that the extent holds, from a seal: it comes into the heap at the first
                  switch-in. 0: none, fill the heap and `commit_initial`.
         Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
                  FAILED_PRECONDITION, with the numbers: the seal is of another layout.
         """
-        answer, fds = await self._link.call(RegisterHeap(heap.num_bytes, slots))
+        request = RegisterHeap(
+            heap.num_bytes,
+            slots,
+            host_bytes=host_bytes,
+            frozen=frozen,
+            model=model,
+            pins=devicememory.is_pinning(heap) and not frozen,
+        )
+        answer, fds = await self._link.call(request)
         registered = expect(answer, HeapRegistered)
-        if len(fds) != 1:
+        if len(fds) != (not frozen or registered.applied == 0):
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one heap")
-        self._extent = Mapping(fds[0], heap.num_bytes, writable=True)
-        self._heap, self._slots = heap, slots
+        for fd in fds:
+            self._extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
+        self._heap, self._slots, self._host_bytes = heap, slots, host_bytes
+        self._is_frozen = frozen
         if registered.applied:
             self._copied = (registered.applied, "")
             self._is_filled = True
             await self._run(heap.release)
         return registered.applied
+
+    @property
+    def host_memory(self) -> memoryview:
+        """State that is there and never on the device; zeroes, or what a seal holds, at first.
+
+        It stays where it is for as long as this rank lives. Nothing may write it but an operation.
+        """
+        heap, extent = self._registered()
+        return extent.buffer[host_start(heap.num_bytes) :]
 
     async def commit_initial(self, applied: int = 0) -> None:
         """Copy the filled heap to the extent and release it: the deployment starts offloaded.
@@ -330,26 +406,99 @@ class RankStateClient:
         Args: applied: seq that this state stands for, where it came from a checkpoint.
         """
         heap, extent = self._registered()
-        digest = await self._run(lambda: copy_hashed(heap.buffer, extent.buffer))
+        await self._run(lambda: self._out(heap, extent))
+        digest = await self._run(lambda: hashed(extent.buffer))
+        await self._commit_initial(digest, applied)
+
+    async def commit_checkpoint(self, name: str, applied: int) -> None:
+        """Instead of `commit_initial`: have the extent filled from a checkpoint, whatever the heap
+        holds. Raises: as `read_checkpoint`."""
+        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
+        await self._commit_initial(read.digest, applied)
+
+    async def _commit_initial(self, digest: str, applied: int) -> None:
+        heap, extent = self._registered()
+        if self._is_frozen:
+            await self._run(extent.close)
+            self._extent = None
         await self._link.ask(CommitInitial(digest, applied), Done)
         self._copied = (applied, digest)
         self._is_filled = True
         await self._run(heap.release)
+
+    async def cut_state(self, operation: str, name: str, seq: int) -> None:
+        """Have the state of all ranks copied aside for a checkpoint; then they may go on.
+
+        Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
+        """
+        await self._link.ask(CutState(operation, name, seq), CutTaken)
+
+    async def write_checkpoint(self, operation: str, name: str, config: str, keep: int) -> str:
+        """Returns, once it is durable, the SHA-256 of its weights.
+
+        Raises: ResourceError: the disk is full, or fails.
+        """
+        message = WriteCheckpoint(operation, name, config, keep)
+        return (await self._link.ask(message, CheckpointWritten)).weights_sha256
+
+    async def read_checkpoint(self, name: str) -> str:
+        """Replace the state of all ranks. From the leader; whatever is raised, nothing was changed,
+        or the ranks are cut off.
+
+        Returns: the SHA-256 of its weights; empty: it does not say.
+        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: of another model. ResourceError:
+                 DATA_LOSS; no host memory.
+        """
+        return (await self._link.ask(ReadCheckpoint(name), CheckpointRead)).weights_sha256
+
+    async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
+        await self._link.ask(PruneCheckpoints(keep, needed), Done)
 
     async def create_version(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
         """Cut a weights version from these slots of the heap. Idempotent by key.
 
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
-        heap, _ = self._registered()
+        heap = self._registered_heap()
         places, _ = packed(slots)
         target = await self.begin_version(key, places)
         if isinstance(target, VersionCopy):
             return target
-        digest = await self._run(
-            lambda: gather(target, heap.buffer, list(zip(slots, places, strict=True)))
-        )
-        return await self._commit_version(key, target, digest)
+        pairs = list(zip(slots, places, strict=True))
+        digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
+        copy = await self._commit_version(key, target, digest)
+        if devicememory.can_share(heap) and not self._is_frozen:
+            await self._share_on_device(key, len(target), pairs)
+        return copy
+
+    async def _share_on_device(
+        self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
+    ) -> None:
+        """For who syncs on the same device: from there, without the host."""
+        heap = self._registered_heap()
+        fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
+        if fd is None:
+            return
+        try:
+            await self._link.call(ShareOnDevice(key), [fd])
+        finally:
+            os.close(fd)
+
+    async def _load_on_device(
+        self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
+    ) -> bool:
+        """False: it is not on this device; nothing has changed."""
+        heap = self._registered_heap()
+        if not devicememory.can_share(heap):
+            return False
+        answer, fds = await self._link.call(OpenOnDevice(described.version))
+        try:
+            if not expect(answer, OnDevice).exists or len(fds) != 1:
+                return False
+            num_bytes = described.num_bytes
+            return await self._run(lambda: devicememory.take(heap, fds[0], num_bytes, pairs))
+        finally:
+            close_fds(fds)
 
     async def begin_version(
         self, key: VersionKey, slots: list[TensorSlot]
@@ -362,17 +511,17 @@ class RankStateClient:
         Args:   slots: of the version, packed: aligned, one after another from offset 0.
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
-        _, num_bytes = packed(slots)
+        num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
         answer, fds = await self._link.call(CreateVersion(key, num_bytes, slots))
         described = expect(answer, VersionExtent)
         if described.exists:
             close_fds(fds)
             return VersionCopy(described.digest, described.num_bytes, is_new=False)
-        return self._versions.map(fds, num_bytes, writable=True)
+        return self._versions.map(key, fds, num_bytes, writable=True)
 
     async def commit_version(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
         """What `begin_version` gave is written: it is immutable from now on."""
-        digest = await self._run(lambda: xxhash.xxh3_128(buffer).hexdigest())
+        digest = await self._run(lambda: hashed(buffer))
         return await self._commit_version(key, buffer, digest)
 
     async def _commit_version(
@@ -382,71 +531,217 @@ class RankStateClient:
         return VersionCopy(digest, len(buffer), is_new=True)
 
     async def open_version(
-        self, key: VersionKey, sources: list[str], slots: Sequence[TensorSlot]
+        self,
+        key: VersionKey,
+        sources: list[str],
+        slots: Sequence[TensorSlot],
+        ticket: Ticket | None = None,
     ) -> tuple[memoryview, str]:
         """A whole version to read, verified, and its digest.
 
         The memory is the version's own: its content stands while the version is kept.
 
         Args:   slots: the tensors that it must consist of; their offsets do not matter.
+                ticket: that the sources ask for; none is needed for what is on this node.
         Raises: CallerError: it is of another model, or NOT_FOUND: exists nowhere. ResourceError:
                 DATA_LOSS; or no source could deliver it.
         """
-        described, source = await self._open(key, sources)
+        described, source = await self._open(key, sources, ticket)
         paired(described.tensors, slots)
         await self._run(lambda: verify(source, described))
         return source, described.digest
 
     async def load_version(
-        self, key: VersionKey, sources: list[str], slots: Sequence[TensorSlot]
+        self,
+        key: VersionKey,
+        sources: list[str],
+        slots: Sequence[TensorSlot],
+        ticket: Ticket | None = None,
     ) -> str:
         """Copy a version, verified, over these slots of the heap, by tensor name.
 
         Returns: the version's digest.
         Raises:  as `open_version`; whatever is raised, nothing was written.
         """
-        heap, _ = self._registered()
-        described, source = await self._open(key, sources)
+        heap = self._registered_heap()
+        described, source = await self._open(key, sources, ticket)
         pairs = paired(described.tensors, slots)
+        if await self._load_on_device(described, pairs):
+            return described.digest
 
         def load() -> None:
             verify(source, described)
-            scatter(source, heap.buffer, pairs)
+            devicememory.scatter(source, heap, pairs)
 
         await self._run(load)
         return described.digest
 
-    async def _open(self, key: VersionKey, sources: list[str]) -> tuple[VersionExtent, memoryview]:
-        answer, fds = await self._link.call(OpenVersion(key, sources))
+    async def hold_version(self, key: VersionKey, applied: int) -> None:
+        """The whole heap is this version since `applied`: a frozen one needs no copy of its own."""
+        if self._is_frozen:
+            await self._run(self._drop_source)
+            await self._link.ask(HoldVersion(key, applied), Done)
+
+    async def open_slices(
+        self,
+        key: VersionKey,
+        slices: list[Slice],
+        sources: list[PartSources],
+        ticket: Ticket | None = None,
+    ) -> tuple[memoryview, VersionExtent]:
+        """Exactly these slices of a version, verified, each at its offset.
+
+        Args:   sources: of each part; all of them are asked, each for something else.
+        Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
+                DATA_LOSS; or nobody could deliver some of them.
+        """
+        num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
+        answer, fds = await self._link.call(OpenSlices(key, num_bytes, slices, sources, ticket))
         described = expect(answer, VersionExtent)
-        return described, self._versions.map(fds, described.num_bytes, writable=False)
+        source = self._versions.map(key, fds, described.num_bytes, writable=False)
+        await self._run(lambda: verify(source, described))
+        return source, described
+
+    async def _open(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None
+    ) -> tuple[VersionExtent, memoryview]:
+        answer, fds = await self._link.call(OpenVersion(key, sources, ticket))
+        described = expect(answer, VersionExtent)
+        return described, self._versions.map(key, fds, described.num_bytes, writable=False)
 
     async def _handle(
         self, body: StateMessage, fds: list[int]
     ) -> tuple[StateMessage, Sequence[int]]:
+        if self._is_frozen and isinstance(body, CopyOut | CopyIn):
+            return await self._run(lambda: self._copy_frozen(body, fds)), ()
+        if isinstance(body, CopyAside | CopyFrom):
+            return await self._run(lambda: self._copy_apart(body, fds)), ()
         close_fds(fds)
         match body:
+            case LetGo():
+                await self._run(self._drop_source)
+                return StillMapped(self._versions.let_go()), ()
             case CopyOut(release=release):
                 return await self._run(lambda: self._copy_out(release=release)), ()
             case CopyIn(digest=digest):
                 return await self._run(lambda: self._copy_in(digest)), ()
+            case Unpin():
+                heap, _ = self._registered()
+                await self._run(lambda: devicememory.unpin(heap))
+                return Done(), ()
         raise CallerError(f"a rank does not answer {type(body).__name__}", field="type")
+
+    def _copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
+        """From or to the extent that came along; nobody has it mapped writable afterwards."""
+        heap = self._registered_heap()
+        if len(fds) > 1 or (isinstance(order, CopyIn) and not fds):
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one copy")
+        if isinstance(order, CopyOut) and not fds:
+            return self._stay_with_copy(heap, order)
+        if isinstance(order, CopyIn):
+            self._extent = self._source_of(fds[0], heap.num_bytes)
+            try:
+                return self._copy_in(order.digest)
+            finally:
+                self._extent = None
+        self._drop_source()
+        self._extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
+        try:
+            copied = self._copy_out(release=order.release)
+            digest = hashed(extent.buffer)
+            self._copied = (copied.applied, digest)
+            return msgspec.structs.replace(copied, digest=digest)
+        finally:
+            self._extent = None
+            extent.close()
+
+    def _copy_apart(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
+        """To or from memory of its own, which is mapped no longer than that takes."""
+        heap = self._registered_heap()
+        if len(fds) != 1:
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one copy")
+        started = time.monotonic()
+        apart = Mapping(fds[0], extent_bytes(heap.num_bytes, self._host_bytes), writable=True)
+        try:
+            digest = ""
+            if isinstance(order, CopyAside):
+                devicememory.copy_out(heap, apart.buffer)
+                if self._host_bytes:
+                    copy(self.host_memory, apart.buffer[host_start(heap.num_bytes) :])
+            else:
+                digest = self._replace(heap, apart.buffer, order.digest)
+            left = devicememory.resident_bytes(heap)
+            return Copied(digest, self._applied(), left, time.monotonic() - started)
+        finally:
+            apart.close()
+
+    def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
+        digest = devicememory.copy_in(source, heap)
+        if digest != expected:
+            raise ResourceError(f"what came is {digest}, not {expected}", code=Code.DATA_LOSS)
+        if self._host_bytes:
+            copy(source[host_start(heap.num_bytes) :], self.host_memory)
+        self._on_loaded()
+        return digest
+
+    def _source_of(self, fd: int, num_bytes: int) -> Mapping:
+        """What the host copy is read from. Takes `fd`. Kept for the next load, for mapping it takes
+        a third of the time that copying does; `_drop_source` gives it up."""
+        status = os.fstat(fd)
+        identity = (status.st_dev, status.st_ino)
+        if self._source is not None and self._source[0] == identity:
+            close_fds([fd])
+            return self._source[1]
+        self._drop_source()
+        mapping = Mapping(fd, num_bytes, writable=False)
+        self._source = (identity, mapping)
+        return mapping
+
+    def _drop_source(self) -> None:
+        if self._source is not None:
+            self._source[1].close()
+            self._source = None
+
+    def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
+        """Nothing is copied where the host copy has all that the heap has."""
+        started, applied = time.monotonic(), self._applied()
+        if applied != order.whole_at:
+            return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
+        if order.release:
+            heap.release()
+            self._is_resident = False
+        self._copied = (applied, order.digest)
+        left = devicememory.resident_bytes(heap)
+        return Copied(order.digest, applied, left, time.monotonic() - started)
 
     def _copy_out(self, *, release: bool) -> Copied:
         heap, extent = self._registered()
         started, applied = time.monotonic(), self._applied()
-        digest = copy_hashed(heap.buffer, extent.buffer)
+        self._out(heap, extent)
         if release:
             heap.release()
             self._is_resident = False
-        self._copied = (applied, digest)
-        return Copied(digest, applied, resident_bytes(heap), time.monotonic() - started)
+        # The state manager takes the digest, when the device has the next one to do.
+        self._copied = (applied, "")
+        return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
+
+    def _out(self, heap: DeviceMemory, extent: Mapping) -> None:
+        self._pin(heap, extent)
+        devicememory.copy_out(heap, extent.buffer)
+
+    def _pin(self, heap: DeviceMemory, extent: Mapping) -> None:
+        """What is mapped for one copy only is not worth it."""
+        if not self._is_frozen:
+            devicememory.pin(heap, extent.buffer)
 
     def _copy_in(self, expected: str) -> Copied:
         heap, extent = self._registered()
         started = time.monotonic()
         try:
-            digest = copy_hashed(extent.buffer, heap.buffer)
+            self._pin(heap, extent)
+            digest = devicememory.copy_in(extent.buffer, heap)
             if digest != expected:
                 raise ResourceError(
                     f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
@@ -458,15 +753,22 @@ class RankStateClient:
             heap.release()
             raise
         self._is_resident = True
-        return Copied(digest, applied, resident_bytes(heap), time.monotonic() - started)
+        there = devicememory.resident_bytes(heap)
+        return Copied(digest, applied, there, time.monotonic() - started)
 
     async def _run(self, work: Callable[[], Kind]) -> Kind:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _registered(self) -> tuple[Heap, Mapping]:
-        if self._heap is None or self._extent is None:
+    def _registered(self) -> tuple[DeviceMemory, Mapping]:
+        heap = self._registered_heap()
+        if self._extent is None:
+            raise CallerError("a frozen heap has no extent", code=Code.FAILED_PRECONDITION)
+        return heap, self._extent
+
+    def _registered_heap(self) -> DeviceMemory:
+        if self._heap is None:
             raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
-        return self._heap, self._extent
+        return self._heap
 
 
 async def _ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:

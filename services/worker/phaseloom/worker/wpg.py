@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanContext
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError, to_exception
 from phaseloom.common.framing import Peer
 from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import StartWpg
+from phaseloom.common.messages import CommandId, StartWpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rankwire import (
     CancelRun,
@@ -84,6 +84,7 @@ class Wpg:
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
+        self._apart: dict[CommandId, asyncio.Future[None]] = {}
         self._dead: asyncio.Future[None] = loop.create_future()
         self._num_left = len(command.devices)
         self._store = _store_directory(command, settings)
@@ -198,6 +199,24 @@ class Wpg:
         assert leader is not None
         await leader.call(permits)
 
+    async def until_apart(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
+        """Returns once none of them needs devices or state: they have ended, or are being saved.
+
+        Args: running: `run` of them, just begun.
+        """
+        first = permits.permits[0].id
+        apart = self._apart[first] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({running, apart}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._apart[first]
+
+    def are_apart(self, first: CommandId) -> None:
+        """The leader says so."""
+        apart = self._apart.get(first)
+        if apart is not None and not apart.done():
+            apart.set_result(None)
+
     async def cancel(self, operation: OperationKey) -> None:
         """Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
@@ -240,9 +259,9 @@ def _rank_configs(
             spec=command.spec,
             node=settings.node,
             device=device,
+            device_kind=settings.device_kind,
             agent_socket=agent_socket,
             state_socket=settings.state_socket,
-            checkpoint_root=settings.checkpoint_root,
             rank=rank,
             num_ranks=len(command.devices),
             store_path="" if store is None else str(store / "store"),

@@ -7,7 +7,7 @@ copied out, released, copied in.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -48,12 +48,10 @@ class Digest(Message, frozen=True):
     pass
 
 
-class Save(Message, frozen=True):
-    directory: str
+class Fill(Message, frozen=True):
+    """Replace the heap's bytes."""
 
-
-class Load(Message, frozen=True):
-    directory: str
+    content: bytes
 
 
 class Publish(Message, frozen=True):
@@ -74,7 +72,7 @@ class Offload(Message, frozen=True):
     is_on: bool
 
 
-Call = Score | Train | Step | Digest | Save | Load | Publish | Sync | Heaped | Offload
+Call = Score | Train | Step | Digest | Fill | Publish | Sync | Heaped | Offload
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -82,6 +80,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     digest: str = ""
     content: bytes = b""
     slots: list[TensorSlot] = []
+    config: dict[str, Any] = {}
     error: ErrorInfo | None = None
 
 
@@ -95,7 +94,7 @@ def main() -> None:
     except PhaseloomError as error:
         tell(Answer(error=error.info))
         return
-    tell(Answer(slots=backend.slots))
+    tell(Answer(slots=backend.slots, config=backend.config))
     offloads = False
     for line in sys.stdin:
         call = msgspec.json.decode(line, type=Call)
@@ -126,10 +125,9 @@ def answer(call: Call, backend: Backend, heap: Heap, ranks: RankGroup) -> Answer
             result.result = backend.forward_backward(args)
         case Step(adam):
             result.result = backend.optim_step(adam)
-        case Save(directory):
-            backend.save(Path(directory))
-        case Load(directory):
-            backend.load(Path(directory))
+        case Fill(content):
+            heap.buffer[:] = content
+            backend.weights_changed()
         case Publish():
             result.content = published(backend, ranks.rank)
         case Sync(version):

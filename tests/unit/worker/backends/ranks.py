@@ -23,15 +23,15 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.backends.base import RankGroup
+from tests.support.saved import load_ranks, save_ranks
 from tests.unit.worker.backends.rank_child import (
     Answer,
     Call,
     Digest,
+    Fill,
     Heaped,
-    Load,
     Offload,
     Publish,
-    Save,
     Score,
     Setup,
     Step,
@@ -81,7 +81,9 @@ class Ranks:
             Rank(spec, RankGroup(rank, spec.layout.dp, str(directory / "store")))
             for rank in range(spec.layout.dp)
         ]
-        self.slots: list[list[TensorSlot]] = [rank.receive().slots for rank in self.ranks]
+        first = [rank.receive() for rank in self.ranks]
+        self.slots: list[list[TensorSlot]] = [answer.slots for answer in first]
+        self._config = first[0].config
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -126,10 +128,12 @@ class Ranks:
         return digest
 
     def save(self, directory: Path) -> None:
-        self._all(Save(str(directory)))
+        save_ranks(list(zip(self.slots, self.heaps(), strict=True)), self._config, directory)
 
     def load(self, directory: Path) -> None:
-        self._all(Load(str(directory)))
+        sizes = [len(heap) for heap in self.heaps()]
+        contents = load_ranks(list(zip(self.slots, sizes, strict=True)), directory)
+        self.ask([Fill(bytes(content)) for content in contents])
 
     def publish(self) -> bytes:
         return self._all(Publish())[0].content

@@ -28,6 +28,7 @@ from phaseloom.common.statewire import Role
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.heap import Heap
+from tests.support.saved import load, save
 from tests.unit.worker.backends.models import VOCAB, batch, generate, running, spec
 
 ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
@@ -236,19 +237,23 @@ def test_save_and_load_continue_bit_equally_mid_accumulation(
     backend.forward_backward(ForwardBackward(batch(0), Loss.PPO))
     backend.optim_step(ADAM)
     backend.forward_backward(ForwardBackward(batch(1), Loss.PPO))
-    backend.save(tmp_path)
+    save(backend, heap, tmp_path)
     saved = bytes(heap.buffer)
     backend.optim_step(ADAM)
     assert bytes(heap.buffer) != saved
-    backend.load(tmp_path)
+    load(backend, heap, tmp_path)
     assert bytes(heap.buffer) == saved
 
 
-def test_saved_weights_load_in_transformers(policy: tuple[Backend, Heap], tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_bytes", [10**9, 8192])
+def test_saved_weights_load_in_transformers(
+    policy: tuple[Backend, Heap], tmp_path: Path, file_bytes: int
+) -> None:
     backend, heap = policy
     backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
     backend.optim_step(ADAM)
-    backend.save(tmp_path)
+    save(backend, heap, tmp_path, file_bytes)
+    assert (tmp_path / "model.safetensors").exists() == (file_bytes > 8192)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path)
     weights = _tensors(backend, heap, Role.WEIGHT)
@@ -261,11 +266,11 @@ def test_load_of_weights_only_starts_the_optimizer_afresh(
     policy: tuple[Backend, Heap], tmp_path: Path
 ) -> None:
     backend, heap = policy
-    with running(spec("sampler")) as (sampler, _):
-        sampler.save(tmp_path)
+    with running(spec("sampler")) as (sampler, other):
+        save(sampler, other, tmp_path)
         backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
         backend.optim_step(ADAM)
-        backend.load(tmp_path)
+        load(backend, heap, tmp_path)
         assert backend.weights_sha256() == sampler.weights_sha256()
     assert not any(t.any() for t in _tensors(backend, heap, Role.OPTIMIZER).values())
 
@@ -276,17 +281,17 @@ def test_load_refuses_and_keeps_the_state_when_the_checkpoint_does_not_fit(
     backend, heap = policy
     before = bytes(heap.buffer)
     with pytest.raises(CallerError) as raised:
-        backend.load(tmp_path)
+        load(backend, heap, tmp_path)
     assert raised.value.info.code is Code.NOT_FOUND
-    with running(spec("sampler", intermediate_size=40)) as (other, _):
-        other.save(tmp_path)
+    with running(spec("sampler", intermediate_size=40)) as (other, other_heap):
+        save(other, other_heap, tmp_path)
     with pytest.raises(CallerError) as raised:
-        backend.load(tmp_path)
+        load(backend, heap, tmp_path)
     assert raised.value.info.code is Code.FAILED_PRECONDITION
     assert "mlp" in str(raised.value)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ResourceError) as torn:
-        backend.load(tmp_path)
+        load(backend, heap, tmp_path)
     assert torn.value.info.code is Code.DATA_LOSS
     assert bytes(heap.buffer) == before
 
@@ -294,8 +299,8 @@ def test_load_refuses_and_keeps_the_state_when_the_checkpoint_does_not_fit(
 def test_weights_sha256_is_the_documented_digest(
     policy: tuple[Backend, Heap], tmp_path: Path
 ) -> None:
-    backend, _ = policy
-    backend.save(tmp_path)
+    backend, heap = policy
+    save(backend, heap, tmp_path)
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(tmp_path / "model.safetensors").items()):
         shape = ",".join(map(str, tensor.shape))

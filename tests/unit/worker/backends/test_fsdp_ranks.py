@@ -26,8 +26,9 @@ from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.heap import Heap, align
+from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, running, spec
-from tests.unit.worker.backends.rank_child import Save, Step, Train
+from tests.unit.worker.backends.rank_child import Step, Train
 from tests.unit.worker.backends.ranks import Ranks
 
 ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0)
@@ -44,12 +45,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def alone(pair: Ranks, tmp_path: Path) -> Iterator[Backend]:
+def both(pair: Ranks, tmp_path: Path) -> Iterator[tuple[Backend, Heap]]:
     """One rank, and the pair in the same state: the initial one."""
-    with running(SPEC) as (backend, _):
-        backend.save(tmp_path)
+    with running(SPEC) as (backend, heap):
+        save(backend, heap, tmp_path)
         pair.load(tmp_path)
-        yield backend
+        yield backend, heap
+
+
+@pytest.fixture
+def alone(both: tuple[Backend, Heap]) -> Backend:
+    return both[0]
 
 
 def _steps() -> list[list[ForwardBackward]]:
@@ -149,8 +155,11 @@ def test_version_comes_back_to_every_rank(pair: Ranks, alone: Backend) -> None:
     assert alone.weights_sha256() == pair.weights_sha256()
 
 
-def test_checkpoint_loads_under_another_layout(pair: Ranks, alone: Backend, tmp_path: Path) -> None:
+def test_checkpoint_loads_under_another_layout(
+    pair: Ranks, both: tuple[Backend, Heap], tmp_path: Path
+) -> None:
     """Mid-accumulation, moments and step included: two ranks to one, and back again."""
+    alone, heap = both
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -158,9 +167,9 @@ def test_checkpoint_loads_under_another_layout(pair: Ranks, alone: Backend, tmp_
     pair.forward_backward(_steps()[0][0])
     pair.save(first)
     heaps = pair.heaps()
-    alone.load(first)
+    load(alone, heap, first)
     assert alone.weights_sha256() == pair.weights_sha256()
-    alone.save(second)
+    save(alone, heap, second)
     for name in ("model.safetensors", "training.safetensors"):
         saved, again = load_file(first / name), load_file(second / name)
         assert saved.keys() == again.keys()
@@ -184,27 +193,19 @@ def test_heaps_hold_the_shards_and_nothing_else(pair: Ranks, alone: Backend) -> 
 
 
 def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
-    pair: Ranks, alone: Backend, tmp_path: Path
+    pair: Ranks, both: tuple[Backend, Heap], tmp_path: Path
 ) -> None:
     """And all are ready for the next operation: none waits for another."""
+    alone, heap = both
     fine = Datum([1, 2], [2, 3], logprobs=[0.0, -1.0], advantages=[0.0, 1.0])
     huge = Datum([1, 2], [2, 3], logprobs=[0.0, -1e4], advantages=[0.0, 1.0])
     for rank, data in enumerate((fine, huge)):
         pair.send(rank, Train(ForwardBackward([data], Loss.IMPORTANCE_SAMPLING)))
     errors = [pair.receive(rank).error for rank in (0, 1)]
     assert [error and error.field for error in errors] == ["args.batch"] * 2
-    alone.save(tmp_path)
+    save(alone, heap, tmp_path)
     pair.load(tmp_path)
     assert pair.weights_sha256() == alone.weights_sha256()
-
-
-def test_all_ranks_fail_when_one_cannot_write_and_none_waits(pair: Ranks) -> None:
-    nowhere = Save("/nonexistent/directory")
-    for rank in (0, 1):
-        pair.send(rank, nowhere)
-    errors = [pair.receive(rank).error for rank in (0, 1)]
-    assert [error and error.code for error in errors] == [Code.UNAVAILABLE, Code.ABORTED]
-    assert pair.weights_sha256()
 
 
 def test_rank_whose_peers_never_come_gives_up_after_the_timeout(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_plan_places_tensors_aligned_in_order_without_overlap(shapes: dict[str, 
         assert slot.offset % ALIGNMENT_BYTES == 0
         assert slot.offset >= end
         end = slot.offset + slot.num_bytes
-    assert end <= layout.num_bytes < end + ALIGNMENT_BYTES
+    assert end <= layout.heap_bytes < end + ALIGNMENT_BYTES
 
 
 @given(SHAPES)
@@ -66,7 +66,7 @@ def test_ranks_have_equal_regions_that_hold_every_row_once(
         plan(shapes, trainable=trainable, ranks=RankGroup(rank, world_size))
         for rank in range(world_size)
     ]
-    assert len({(each.num_bytes, each.weights.stop) for each in plans}) == 1
+    assert len({(each.heap_bytes, each.weights.stop) for each in plans}) == 1
     for name, shape in shapes.items():
         slots = [each.weights.slots[name] for each in plans]
         assert len({slot.offset for slot in slots}) == 1

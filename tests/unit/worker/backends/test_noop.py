@@ -16,6 +16,7 @@ from phaseloom.common.messages import (
     Prompt,
     SamplingParams,
 )
+from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, generate, running, spec
 
 
@@ -40,8 +41,8 @@ def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
         backend.zero_gradients()
         heap.buffer[:4] = b"seal"
         digest = backend.weights_sha256()
-        backend.save(tmp_path)
+        save(backend, heap, tmp_path)
         heap.release()
         assert backend.weights_sha256() != digest
-        backend.load(tmp_path)
+        load(backend, heap, tmp_path)
         assert backend.weights_sha256() == digest

@@ -1,5 +1,6 @@
 """Weights from one parallel layout to another: a plan of exact slices. See `planning`."""
 
+from phaseloom.common.resharding.gathering import Fetch, Use, node_fetches, source_parts
 from phaseloom.common.resharding.planning import Copy, Plan, Topology, plan
 from phaseloom.common.resharding.scattering import (
     Traffic,
@@ -25,6 +26,7 @@ __all__ = [
     "Along",
     "Copy",
     "End",
+    "Fetch",
     "FusedQkv",
     "GatedMlp",
     "Parameter",
@@ -34,11 +36,14 @@ __all__ = [
     "Sharding",
     "Topology",
     "Traffic",
+    "Use",
     "Vocabulary",
     "item_bytes",
     "missing_bytes",
+    "node_fetches",
     "plan",
     "scatter_broadcast",
     "shards",
+    "source_parts",
     "traffic",
 ]

@@ -52,6 +52,7 @@ MAX_AFTER = 256
 MAX_TIMEOUT_S = 30 * 86400.0
 MAX_BLOB_BYTES = 2**20
 MAX_CHECKPOINTS = 64
+MAX_KEPT = 100_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 1024
@@ -176,6 +177,7 @@ def _check_args(key: OperationKey, args: Args, content_type: str) -> None:
             _check_adam(args.adam)
         case SaveState():
             check_name(args.name, "args.name")
+            _check_range(args.keep, 0, MAX_KEPT, "args.keep", "checkpoints")
             _check_job_checkpoint(key, args)
         case LoadState():
             check_name(args.name, "args.name")

@@ -112,8 +112,8 @@ def _why_none(hosts: list[Host]) -> str:
     if not hosts:
         return "no node has ever declared it"
     if any(host.is_up for host in hosts):
-        return "every node of it that is large enough is down"
-    return "every node of it is down"
+        return "every node of it that is large enough is down or drained"
+    return "every node of it is down or drained"
 
 
 def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
@@ -196,7 +196,8 @@ def cycle_of(trace: PhaseTrace) -> Cycle | None:
         for segment in trace.segments
         for pool, offset_s, duration_s in _within(segment, trace.period_s)
     ]
-    return Cycle(trace.period_s, sorted(segments, key=lambda s: (s.offset_s, s.pool)))
+    segments.sort(key=lambda s: (s.offset_s, s.pool))
+    return Cycle(trace.period_s, segments, max(1, trace.num_optim_steps))
 
 
 def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, float]]:

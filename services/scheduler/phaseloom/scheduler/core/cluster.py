@@ -38,6 +38,7 @@ class Host(msgspec.Struct):
     host_bytes: int
     price_per_hour: float
     is_up: bool = True
+    """And not being drained: it may be given to jobs."""
     group: str = ""
     """That it belongs to; empty: it is free."""
     can_move: bool = False
@@ -67,6 +68,11 @@ class Member(msgspec.Struct):
     """When its cycle began where it is: its placing, and the shift."""
     iterations: int = 0
     """Finished since it was submitted."""
+    num_optim_steps: int = 0
+    """Since the last of them was finished."""
+    alone_s: float = 0.0
+    """What those finished take alone at worst, each by the cycle as it was then: an SLO is a
+    multiple of it."""
     iterated_s: float = 0.0
     """When the last of them was finished."""
     num_iterations: int = 0
@@ -146,3 +152,6 @@ class Placement(NamedTuple):
     Each holds only on the groups as they were."""
     may_overtake: bool = False
     """Whether a job may be placed while an older one waits for the same pool."""
+    is_overloaded: Callable[[Cluster, Group], bool] | None = None
+    """Whether a group cannot keep what was promised to its members, as their cycles are now; None:
+    as a strict round robin could not (`weave/load.py`)."""

@@ -27,6 +27,7 @@ from phaseloom.common.messages import (
     Event,
     JobFinished,
     JobSubmitted,
+    NodeDrainRequested,
     NodeLost,
     NodeUp,
     OperationFinished,
@@ -40,6 +41,8 @@ from phaseloom.common.messages import (
     SealFailed,
     SessionLost,
     SessionOpened,
+    StateCut,
+    StateMirrored,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -48,7 +51,10 @@ from phaseloom.common.messages import (
 from phaseloom.scheduler.core import (
     cancel,
     dispatch,
+    evacuation,
+    hints,
     jobs,
+    moving,
     operations,
     outcomes,
     places,
@@ -107,6 +113,7 @@ class Core:
             jobs.place_waiting(step)
             operations.wake_all(step)
         dispatch.dispatch(step)
+        hints.tell(step)
         for name in sorted(step.changed_jobs):
             job = self.state.jobs[name]
             step.emit(PutView(job.key, jobs.status(step, job)))
@@ -172,6 +179,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
             _refused(step, event)
         case PermitReturned():
             _returned(step, event)
+        case StateCut():
+            outcomes.cut(step, event)
         case TimerFired():
             _timer(step, event)
         case PhaseTrace():
@@ -202,6 +211,10 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
             seals.committed(step, event)
         case SealFailed():
             seals.failed(step, event)
+        case StateMirrored():
+            moving.mirrored(step, event)
+        case NodeDrainRequested():
+            evacuation.requested(step, event)
 
 
 def _timer(step: Step, event: TimerFired) -> None:
@@ -215,8 +228,14 @@ def _timer(step: Step, event: TimerFired) -> None:
     match event.timer.split("/"):
         case ["expire", key]:
             operations.expire(step, key)
+        case ["hint", name, _]:
+            deployment = step.state.deployments.get(name)
+            if deployment is not None:
+                step.foresee(deployment)
         case ["forget", job_name, sequence]:
             jobs.forget(step, job_name, int(sequence))
+        case ["away" | "gone" as what, node, revision]:
+            evacuation.missed(step, what, node, int(revision))
         case ["retry", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:

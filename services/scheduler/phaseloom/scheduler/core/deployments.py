@@ -118,7 +118,7 @@ def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
     wanted = seals.wanted_versions(step, job, but=policy)
     for version in job.published:
         if version.policy == policy.key and version in wanted:
-            job.orphans.setdefault(str(version), policy.nodes)
+            job.orphans.setdefault(str(version), seals.nodes_of(step, version))
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:

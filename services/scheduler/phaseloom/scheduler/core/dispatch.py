@@ -26,12 +26,14 @@ from phaseloom.common.messages import (
     CloseActivation,
     OpenActivation,
     Permit,
+    Ticket,
 )
 from phaseloom.scheduler.core import (
     choice,
     devices,
     early,
     gradients,
+    hints,
     holding,
     phases,
     ready,
@@ -182,6 +184,8 @@ def _open_early(step: Step, node: Node, index: int) -> None:
 def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
     deployment.epoch = step.sequence
+    deployment.opening_s = step.now_s
+    deployment.hinted_s = hints.NOT_TOLD_S
     deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
     gone: list[Deployment] = []
     for span in deployment.spans:
@@ -247,6 +251,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         replay=replay or (op.uncertain and op.is_mutating),
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
+        ticket=_ticket(step, deployment, op),
     )
 
 
@@ -255,6 +260,14 @@ def _sources(step: Step, op: Op) -> list[str]:
     if op.version is None:
         return []
     return [step.node(node).state_endpoint for node in seals.nodes_of(step, op.version)]
+
+
+def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
+    """Not signed yet: the shell knows the secret."""
+    if op.version is None:
+        return None
+    nodes = [str(node.node) for node in step.nodes_of(deployment)]
+    return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
 
 
 def _seal_idle(step: Step, device: Device) -> None:
@@ -273,6 +286,8 @@ def opened(step: Step, event: ActivationOpened) -> None:
     if event.node in deployment.awaited:
         deployment.awaited.remove(event.node)
         step.touch(deployment)
+    if not deployment.awaited:
+        early.took(step, deployment)
 
 
 def refused(step: Step, event: ActivationRefused) -> list[Op]:

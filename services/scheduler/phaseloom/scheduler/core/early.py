@@ -2,9 +2,10 @@
 
 After each operation the profiler's estimates tell when its job needs the device again, and what ran
 next after such a gap last time tells which deployment will. Where that one is not resident and the
-device has nothing to do, the switch happens in the gap instead of after it. It is begun so that it
-ends at the earliest usual time, and only where what it displaces is not expected sooner; of a
-resident job of which nothing is known, everything is expected.
+device has nothing to do, the switch happens in the gap instead of after it. It is begun only where
+what it displaces is not expected sooner: at once where that is not expected before the newcomer at
+all, else so that it ends at the earliest usual time, reckoned with as long as activations took to
+open of late. Of a resident job of which nothing is known, everything is expected.
 
 A wrong guess costs at most a switch: one guess a gap, and each one in a row that was displaced
 before its operation came doubles the gaps that pass without. Times change, results do not.
@@ -19,6 +20,8 @@ from phaseloom.scheduler.core.step import Step
 
 MAX_MISSES = 6
 """Beyond so many in a row the pause does not grow: 2^6 gaps."""
+MEMORY = 0.9
+"""Of how long an activation took to open, at each that takes less."""
 NEVER_S = float("inf")
 
 
@@ -47,6 +50,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     """An operation begins: learn what follows what, and whether a guess was right."""
     name = deployment.name
     job = step.job_of(deployment)
+    step.foresee(deployment)
     for device in step.devices_of(deployment):
         expected = device.expected.pop(deployment.job_name, None)
         if expected is not None and op.ready_s > expected.ended_s:
@@ -58,6 +62,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
 
 def displaced(step: Step, victim: Deployment) -> None:
     """An activation leaves the device; had it been opened for nothing?"""
+    step.foresee(victim)
     guessed = [device for device in step.devices_of(victim) if device.early == victim.name]
     for device in guessed:
         device.early = ""
@@ -80,28 +85,34 @@ def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
         target = None if expected.is_tried else _target(step, device, name, expected)
         if target is None:
             continue
-        open_s = max(
-            expected.soonest_s - estimates.switch_s(step.state, target),
-            *(_free_s(step, n, i, target, expected) for n, i in step.places_of(target)),
-        )
+        places = step.places_of(target)
+        open_s = max(_free_s(step, n, i, target, expected) for n, i in places)
+        if not all(_is_first(step, n, i, target, expected) for n, i in places):
+            open_s = max(open_s, expected.soonest_s - _lead_s(step, target))
         if open_s < expected.late_s:
             return target, open_s
     return None, NEVER_S
 
 
-def _target(step: Step, device: Device, name: str, expected: Expected) -> Deployment | None:
-    """What the job needs next here, if that is not resident and could be switched in."""
+def next_of(step: Step, device: Device, name: str, expected: Expected) -> Deployment | None:
+    """What a job is predicted to need next on a device."""
     if expected.late_s <= step.now_s:
         return None
     job = step.state.jobs[name]
     here = [d for d in step.deployments_of(job.key) if d.name in device.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
     usual = [d for d in here if key_of(d) == job.follows.get(expected.after)]
-    for deployment in [*queued, *usual]:
-        is_up = deployment.state is WpgState.READY and deployment.retry_at_s <= step.now_s
-        is_here = deployment.moving is None and not deployment.epoch
-        return deployment if is_up and is_here else None
-    return None
+    return next(iter([*queued, *usual]), None)
+
+
+def _target(step: Step, device: Device, name: str, expected: Expected) -> Deployment | None:
+    """The same, if that is not resident and could be switched in."""
+    deployment = next_of(step, device, name, expected)
+    if deployment is None:
+        return None
+    is_up = deployment.state is WpgState.READY and deployment.retry_at_s <= step.now_s
+    is_here = deployment.moving is None and not deployment.epoch
+    return deployment if is_up and is_here else None
 
 
 def _free_s(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> float:
@@ -125,6 +136,27 @@ def _gone_s(step: Step, device: Device, resident: JobKey, expected: Expected) ->
     if its is None:
         return NEVER_S
     return its.late_s if its.at_s <= expected.at_s else 0.0
+
+
+def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> bool:
+    """Whether nothing that it would displace is likely to come before the job that is expected."""
+    known = node.devices[index].expected
+    others = [v.job_name for v in devices.victims(step, node, index, target)]
+    return all(
+        name == target.job_name or (name in known and known[name].soonest_s > expected.at_s)
+        for name in others
+    )
+
+
+def _lead_s(step: Step, target: Deployment) -> float:
+    """From the decision to open an activation until that is open."""
+    return max(target.lead_s, estimates.switch_s(step.state, target))
+
+
+def took(step: Step, deployment: Deployment) -> None:
+    """Its activation is open: the longest of late counts, for what is begun too late is in vain."""
+    taken_s = step.now_s - deployment.opening_s
+    deployment.lead_s = max(taken_s, MEMORY * deployment.lead_s)
 
 
 def opened(step: Step, deployment: Deployment) -> None:

@@ -89,8 +89,9 @@ def _comes_first(deployment: Deployment, op: Op) -> int | None:
     """The lowest seq of the same deployment that must end before it."""
     for seq in range(deployment.next_seq, op.key.seq or 0):
         other = deployment.operations.get(seq)
+        is_cut = other is not None and other.is_cut
         is_together = other is not None and not (op.is_mutating or other.is_mutating)
-        if not deployment.is_done(seq) and not is_together:
+        if not (deployment.is_done(seq) or is_together or is_cut):
             return seq
     return None
 

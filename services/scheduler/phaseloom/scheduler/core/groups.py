@@ -28,6 +28,7 @@ from phaseloom.scheduler.core.cluster import (
     Placed,
     Pool,
 )
+from phaseloom.scheduler.core.weave.timing import timing_of
 
 # --- what a job needs ----------------------------------------------------------------------------
 
@@ -218,7 +219,16 @@ def _release_unused(cluster: Cluster, group: Group) -> list[NodeId]:
 def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     """What a job does has been measured: its group is open to others."""
     group = group_of(cluster, job)
-    group.members[job].cycle = cycle
+    member = group.members[job]
+    before = member.cycle.num_optim_steps if member.cycle else 1
+    steps = member.iterations * before + member.num_optim_steps
+    member.iterations, member.num_optim_steps = divmod(steps, cycle.num_optim_steps)
+    is_first = member.cycle is None
+    member.cycle = cycle
+    if is_first:
+        member.alone_s = member.iterations * timing_of(member).solo_s
+    elif before != cycle.num_optim_steps:
+        member.alone_s *= before / cycle.num_optim_steps
     group.is_closed = False
     group.version += 1
 

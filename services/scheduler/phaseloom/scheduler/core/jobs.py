@@ -20,6 +20,7 @@ from phaseloom.scheduler.core import (
     admission,
     deployments,
     draining,
+    evacuation,
     groups,
     operations,
     outputs,
@@ -94,6 +95,7 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
 def place_waiting(step: Step) -> None:
     if step.has_new_room:
         step.has_new_room = False
+        evacuation.go_on(step)
         _place_waiting(step)
 
 

@@ -290,6 +290,9 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
         deployment.unordered.pop(op.key.slot, None)
         return
     deployment.queued_syncs.pop(seq, None)
+    if op.is_cut:
+        op.is_cut = False
+        deployment.cuts.remove(seq)
     if not completed:
         bisect.insort(deployment.not_completed, seq)
         gradients.not_completed(deployment, op)
@@ -337,6 +340,8 @@ def requeue(step: Step, op: Op) -> None:
     if op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         op.uncertain = True
+        # An ordered one is run again among the mutations, where its place is.
+        op.is_cut = op.is_cut and op.key.seq is not None
         deployment = step.deployment(op.key.deployment_key)
         assert deployment is not None
         end_unwanted(step, deployment, op)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+
 from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.messages import OperationFinished, Outcome
+from phaseloom.common.messages import OperationFinished, Outcome, StateCut
 from phaseloom.scheduler.core import (
     early,
     gradients,
@@ -39,9 +41,27 @@ def finish(step: Step, event: OperationFinished) -> None:
         _record(step, deployment, event)
         wpgs.rebuild(step, deployment, event.error)
     elif deployment.replay and event.key.seq == deployment.replay[0]:
+        if event.key.seq in deployment.cuts:
+            _record(step, deployment, event)
         wpgs.replayed(step, deployment, deployment.replay[0])
     else:
         _record(step, deployment, event)
+
+
+def cut(step: Step, event: StateCut) -> None:
+    """What a `save_state` saves is apart from its deployment: that goes on while it is written."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    op = deployment.open_operation(event.key)
+    if op is None or event.key not in deployment.running or deployment.replay:
+        return
+    op.is_cut = True
+    if event.key.seq is not None:
+        bisect.insort(deployment.cuts, event.key.seq)
+    step.free(deployment, event.key, op.kind)
+    early.expect(step, deployment, op.kind)
+    step.touch(deployment)
 
 
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
@@ -57,7 +77,9 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
-        deployment.history.append(Mutation(seq, op.kind, op.num_bytes, op.version))
+        deployment.history.append(
+            Mutation(seq, op.kind, op.num_bytes, op.version, event.duration_s)
+        )
         deployment.applied = seq
         seals.mutated(step, deployment, op)
         if op.kind == "optim_step":

@@ -6,7 +6,7 @@ import msgspec
 
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Command, Completion, Explanation, JobStatus
+from phaseloom.common.messages import Command, Completion, Explanation, JobStatus, NodeStatus
 from phaseloom.scheduler.core.cluster import Cluster
 
 
@@ -76,6 +76,7 @@ class Answer(msgspec.Struct, frozen=True):
     request: str
     status: JobStatus | None = None
     explanation: Explanation | None = None
+    node: NodeStatus | None = None
     error: ErrorInfo | None = None
 
 

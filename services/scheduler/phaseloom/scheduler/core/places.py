@@ -25,8 +25,9 @@ from phaseloom.scheduler.core.cluster import (
     Placement,
     Waits,
 )
-from phaseloom.scheduler.core.state import Deployment, Job, Span, WpgState
+from phaseloom.scheduler.core.state import Closing, Deployment, Job, Leave, Span, WpgState
 from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.weave.timing import timing_of
 
 _FEW = 8
 """Jobs of a group, up to which each is told who the others are: it costs their square."""
@@ -52,6 +53,12 @@ def node_up(step: Step, event: NodeUp) -> None:
         can_move=event.can_move,
     )
     groups.host_up(step.state.cluster, host)
+    leave = step.state.closing.get(event.node)
+    if leave is not None and leave.is_drained:
+        step.state.closing[event.node] = Leave(Closing.DRAIN, is_drained=True)
+        groups.host_down(step.state.cluster, event.node)
+    elif leave is not None:
+        del step.state.closing[event.node]
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
@@ -86,21 +93,29 @@ def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
 
 
 def count_iterations(step: Step, job: Job) -> None:
-    """How many there will be, as far as its spec tells how long it would run alone."""
+    """How many there will be, as far as its spec tells how long it would run alone: by its first
+    cycle, for a job that drifts does not do fewer because each takes longer."""
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
-    if member.cycle is not None and job.spec.duration_s:
+    if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
         solo_s = admission.worst_period_s(member.cycle)
         member.num_iterations = max(1, round(job.spec.duration_s / solo_s))
 
 
 def stepped(step: Step, job: JobKey) -> None:
-    """An iteration of it has ended: there is one `optim_step` in each."""
+    """An `optim_step` of it is done: the last of an iteration ends that.
+
+    Before the cycle is known each counts as an iteration; `groups.set_cycle` makes that good."""
     cluster = step.state.cluster
     name = cluster.placed.get(str(job))
-    if name is not None:
-        member = cluster.groups[name].members[str(job)]
+    if name is None:
+        return
+    member = cluster.groups[name].members[str(job)]
+    member.num_optim_steps += 1
+    if member.num_optim_steps >= (member.cycle.num_optim_steps if member.cycle else 1):
+        member.num_optim_steps = 0
         member.iterations += 1
+        member.alone_s += timing_of(member).solo_s
         member.iterated_s = step.now_s
 
 
@@ -111,7 +126,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     member = old.members[str(job.key)]
     released = groups.leave(cluster, member.job)
     groups.join(cluster, member, placed)
-    _note_free(step, [name for name in released if not cluster.hosts[name].group])
+    note_free(step, [name for name in released if not cluster.hosts[name].group])
     step.changed_jobs.add(member.job)
     _note_company(step, old)
     _note_company(step, groups.group_of(cluster, member.job))
@@ -125,11 +140,11 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
     """Those that are not where the job is pinned, nor on their way there."""
     for deployment in step.deployments_of(job.key):
         pins = set(member.nodes.get(deployment.spec.pool, []))
-        if not pins.issuperset(span.node for span in _target(deployment)):
+        if not pins.issuperset(span.node for span in target(deployment)):
             wpgs.move(step, deployment, spans(step, deployment.spec, member))
 
 
-def _target(deployment: Deployment) -> list[Span]:
+def target(deployment: Deployment) -> list[Span]:
     """Where it is, or will be."""
     return deployment.spans if deployment.moving is None else deployment.moving.spans
 
@@ -141,11 +156,11 @@ def release(step: Step, job: Job) -> None:
     if name in cluster.placed:
         _note_company(step, groups.group_of(cluster, name))
         step.state.is_replan_due = True
-    _note_free(step, groups.leave(cluster, name))
+    note_free(step, groups.leave(cluster, name))
     step.has_new_room = True
 
 
-def _note_free(step: Step, nodes: list[NodeId]) -> None:
+def note_free(step: Step, nodes: list[NodeId]) -> None:
     """One that came back as of another pool, while a group held it, is of that from now on."""
     cluster = step.state.cluster
     for name in nodes:
@@ -235,9 +250,9 @@ def repin(step: Step, job: Job) -> None:
     for deployment in alive:
         pool = deployment.spec.pool
         names = nodes.setdefault(pool, [])
-        names += [span.node for span in _target(deployment) if span.node not in names]
+        names += [span.node for span in target(deployment) if span.node not in names]
     needs = groups.needs_of(d.spec for d in alive)
-    _note_free(step, groups.repin(cluster, name, needs, nodes))
+    note_free(step, groups.repin(cluster, name, needs, nodes))
     step.changed_jobs.add(name)
     step.has_new_room = True
 

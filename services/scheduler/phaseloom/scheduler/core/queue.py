@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.scheduler.core import choice, devices, estimates, holding, ready, scenes
+from phaseloom.scheduler.core import choice, devices, estimates, holding, moving, ready, scenes
 from phaseloom.scheduler.core.ordering import Candidate, Wait
 from phaseloom.scheduler.core.state import Deployment, Device, Node, Op
 from phaseloom.scheduler.core.step import Step
@@ -52,7 +52,7 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.running and op.is_mutating:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
-    if deployment.moving is not None:
+    if deployment.moving is not None and moving.is_held(deployment):
         names = ", ".join(span.node for span in deployment.moving.spans)
         return [f"the move of its deployment to {names}"]
     if deployment.is_opening:

@@ -1,6 +1,6 @@
 """What could run: a deployment's operations that wait for nothing but a device.
 
-Of the ordered ones that is the mutating one at `next_seq`, or the reading ones from there up to the
+Of the ordered ones that is the mutating one at `head_seq`, or the reading ones from there up to the
 first mutating one or gap; of the unordered ones every one. An operation counts once what it names
 in `after` is done, while its WPG is up.
 Cost: O(operations looked at); a device knows by name which of its deployments have any.
@@ -12,11 +12,12 @@ import heapq
 from collections.abc import Iterator
 
 from phaseloom.common.ids import OperationKey
-from phaseloom.scheduler.core.state import Deployment, Device, Op, OpState, WpgState
+from phaseloom.scheduler.core import moving
+from phaseloom.scheduler.core.state import Deployment, Device, Mutation, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step
 
 READ_AHEAD = 512
-"""So far above `next_seq` reading operations may run: bounds what ended ones stay on the books."""
+"""So far above `head_seq` reading operations may run: bounds what ended ones stay on the books."""
 
 
 def note(step: Step) -> None:
@@ -25,6 +26,7 @@ def note(step: Step) -> None:
         deployment = step.state.deployments.get(name)
         if deployment is None:
             continue
+        step.foresee(deployment)
         is_ready = next(operations(step, deployment), None) is not None
         for device in step.devices_of(deployment):
             if is_ready:
@@ -58,10 +60,10 @@ def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
         return iter(())
     if deployment.replay and deployment.state is WpgState.RECOVERING:
         return iter(() if deployment.running else (_replay_op(step, deployment),))
-    if deployment.state is not WpgState.READY or deployment.moving is not None:
+    if deployment.state is not WpgState.READY or moving.is_held(deployment):
         return iter(())
     unordered = (op for op in deployment.unordered.values() if waits_for_device(op))
-    if deployment.next_seq not in deployment.operations:
+    if deployment.head_seq not in deployment.operations:
         return unordered
     if not deployment.unordered:
         return _ordered(deployment)
@@ -103,22 +105,23 @@ def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def waits_elsewhere(deployment: Deployment) -> bool:
     """Whether its next ordered operation is known and comes after others'."""
-    head = deployment.operations.get(deployment.next_seq)
+    head = deployment.operations.get(deployment.head_seq)
     return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
 
 
 def waits_for_device(op: Op) -> bool:
-    is_wanted = not op.is_cancelled and not op.is_settling
+    is_wanted = not (op.is_cancelled or op.is_settling or op.is_cut)
     return op.state is OpState.QUEUED and op.eligible_s >= 0 and is_wanted
 
 
 def _ordered(deployment: Deployment) -> Iterator[Op]:
-    for seq in range(deployment.next_seq, deployment.next_seq + READ_AHEAD):
+    head = deployment.head_seq
+    for seq in range(head, head + READ_AHEAD):
         op = deployment.operations.get(seq)
         if op is None:
             return
         if op.is_mutating and not op.has_ended:
-            if seq == deployment.next_seq and waits_for_device(op):
+            if seq == head and waits_for_device(op):
                 yield op
             return
         if waits_for_device(op):
@@ -143,7 +146,11 @@ def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
 def _replay_op(step: Step, deployment: Deployment) -> Op:
     seq = deployment.replay[0]
     key = deployment.key
-    mutation = next(m for m in deployment.history if m.seq == seq)
+    mutation = next((m for m in deployment.history if m.seq == seq), Mutation(seq, "save_state"))
+    # As old as the oldest that waits for it: whatever comes to the others, it has its turn.
+    waiting = [op for op in deployment.operations.values() if not op.has_ended]
+    waiting += [op for op in deployment.unordered.values() if not op.has_ended]
+    since_s = min((op.queued_s for op in waiting), default=step.now_s)
     return Op(
         key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),
         id="",
@@ -152,6 +159,6 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
         version=mutation.version,
         content_type="",
         arrival=0,
-        queued_s=step.now_s,
-        eligible_s=step.now_s,
+        queued_s=since_s,
+        eligible_s=since_s,
     )

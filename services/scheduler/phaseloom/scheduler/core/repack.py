@@ -15,7 +15,16 @@ from msgspec.structs import replace
 from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import PhaseTrace, PlannedMove, ReplanComputed
 from phaseloom.scheduler.core import admission, groups, placement, places
-from phaseloom.scheduler.core.cluster import Cluster, Host, Member, Move, Need, Placed, Pool
+from phaseloom.scheduler.core.cluster import (
+    Cluster,
+    Group,
+    Host,
+    Member,
+    Move,
+    Need,
+    Placed,
+    Pool,
+)
 from phaseloom.scheduler.core.outputs import ComputeReplan
 from phaseloom.scheduler.core.state import JOB_ENDED, Job, State
 from phaseloom.scheduler.core.step import Step
@@ -43,11 +52,13 @@ def traced(step: Step, trace: PhaseTrace) -> None:
         groups.set_cycle(step.state.cluster, name, cycle)
         _profiled(step, job)
     elif trace.drift or trace.period_s > admission.worst_period_s(known):
-        switch_s = step.state.cluster.limits.switch_s
-        was_overloaded = is_overloaded(group, switch_s)
+        was_overloaded = _is_overloaded(step, group)
         groups.set_cycle(step.state.cluster, name, cycle)
-        if not was_overloaded and is_overloaded(group, switch_s):
+        if not was_overloaded and _is_overloaded(step, group):
             _resubmit(step, job, cycle.period_s)
+    elif cycle.num_optim_steps != known.num_optim_steps:
+        recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
+        groups.set_cycle(step.state.cluster, name, recounted)
     else:
         return
     places.count_iterations(step, job)
@@ -65,9 +76,16 @@ def _profiled(step: Step, job: Job) -> None:
     before = groups.movable(step.state.cluster)
     if member.job not in before.placed:
         return  # another of its group is where nothing moves
-    after, placed = _placed_anew(step, before, job)
+    after, placed = placed_anew(step, before, job)
     if placed is not None and groups.cost(after) < groups.cost(before) * (1 - WORTH):
         places.move(step, job, placed)
+
+
+def _is_overloaded(step: Step, group: Group) -> bool:
+    """By the bound that the policy places by: what it lets in is not overloaded."""
+    cluster = step.state.cluster
+    own = places.policy_of(step).is_overloaded
+    return own(cluster, group) if own else is_overloaded(group, cluster.limits.switch_s)
 
 
 def _resubmit(step: Step, job: Job, period_s: float) -> None:
@@ -76,14 +94,14 @@ def _resubmit(step: Step, job: Job, period_s: float) -> None:
     placed: Placed | None = None
     part = groups.movable(step.state.cluster)
     if member.job in part.placed:
-        _, placed = _placed_anew(step, part, job)
+        _, placed = placed_anew(step, part, job)
     if placed is not None and not _is_there(member, placed):
         places.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
     else:
         step.tell("job drifted", f"{drifted}, and there is no other place for it", member.job)
 
 
-def _placed_anew(step: Step, part: Cluster, job: Job) -> tuple[Cluster, Placed | None]:
+def placed_anew(step: Step, part: Cluster, job: Job) -> tuple[Cluster, Placed | None]:
     """Where the policy would place it, were it new; and the cluster with it there."""
     after = groups.copy(part)
     member = groups.group_of(after, str(job.key)).members[str(job.key)]

@@ -69,6 +69,7 @@ def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     deployment.origin_seq = deployment.applied = deployment.last_seq
     deployment.checkpoint = checkpoint
     deployment.seal_seq = 0
+    seals.drop_copies(deployment)
     deployment.durable_versions = []
     deployment.history = []
     deployment.missing_gradients = []

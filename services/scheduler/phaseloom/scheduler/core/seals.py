@@ -9,8 +9,12 @@ policy the latter stay, on its node, as *orphans*: nobody can make them again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.messages import (
+    Durability,
+    FilesTicket,
     ReleaseVersions,
     SealCommitted,
     SealFailed,
@@ -18,7 +22,15 @@ from phaseloom.common.messages import (
     StopWpg,
 )
 from phaseloom.scheduler.core import gradients, outputs
-from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Job, Op, State, WpgState
+from phaseloom.scheduler.core.state import (
+    JOB_ENDED,
+    Deployment,
+    Job,
+    MoveStage,
+    Op,
+    State,
+    WpgState,
+)
 from phaseloom.scheduler.core.step import Step
 
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
@@ -36,7 +48,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
     elif op.kind == "sync_weights":
         deployment.holds = op.version
         # The whole state is replaced: what came before is not needed to rebuild it.
-        if not volatile_versions(step, deployment):
+        if not volatile_versions(step, deployment) and not deployment.cuts:
             delete(step, deployment, [m.seq for m in deployment.history[:-1]])
             deployment.history = deployment.history[-1:]
         release_versions(step, step.job(op.key.job_key))
@@ -79,7 +91,8 @@ def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
     """Where its parts were cut; none: nowhere that is known."""
     policy = step.deployment(version.policy)
     if policy is not None and version.seq >= policy.first_seq:
-        return policy.nodes
+        holders = [node for part in policy.copies for node in part]
+        return list(dict.fromkeys([*policy.nodes, *policy.left, *holders]))
     return step.job(version.policy.job_key).orphans.get(str(version), [])
 
 
@@ -108,7 +121,7 @@ def release_all(step: Step, job: Job) -> None:
 def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
-    places = {node for d in step.deployments_of(job.key) for node in d.nodes}
+    places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
     places.update(node for nodes in job.orphans.values() for node in nodes)
     for name in sorted(places):
         step.send(ReleaseVersions, step.node(name), versions=gone)
@@ -176,6 +189,9 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         config.seal_every > 0
         and has_enough
         and not deployment.sealing
+        # What is being saved may have to be made again, from the seal before it.
+        and not deployment.cuts
+        and (deployment.moving is None or deployment.moving.stage is MoveStage.WAITING)
         and not deployment.replay
         and deployment.last_kind in _GRADIENT_FREE
         # A refused step throws gradients away: a seal must not bring them back.
@@ -184,8 +200,15 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
 
 
 def seal(step: Step, deployment: Deployment) -> None:
+    durability = step.job_of(deployment).spec.durability
+    replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
+    if replicas is None:
+        step.tell("not sealed", "no other node is there to keep a copy of it", deployment.name)
+        deployment.seal_asked = deployment.since_seal = deployment.since_seal_bytes = 0
+        return
     deployment.sealing = deployment.seal_asked = deployment.applied
     deployment.seal_parts = {}
+    deployment.part_copies = {}
     versions = [seq for seq in _own_needed(step, deployment) if seq <= deployment.applied]
     for node in step.nodes_of(deployment):
         step.send(
@@ -195,6 +218,10 @@ def seal(step: Step, deployment: Deployment) -> None:
             incarnation=deployment.incarnation,
             seq=deployment.applied,
             versions=sorted(versions),
+            durability=durability,
+            replicas={} if not replicas else replicas[node.node],
+            num_parts=len(deployment.spans),
+            ticket=ticket(deployment, replicas[node.node]) if replicas else None,
         )
 
 
@@ -210,6 +237,8 @@ def committed(step: Step, event: SealCommitted) -> None:
         return
     deployment.seal_seq = event.seq
     deployment.durable_versions = versions
+    _note_copies(deployment, event)
+    drop_other_parts(step, deployment)
     later = [m for m in deployment.history if m.seq > event.seq]
     deployment.since_seal = len(later)
     deployment.since_seal_bytes = sum(m.num_bytes for m in later)
@@ -229,15 +258,20 @@ def clear_left(step: Step, deployment: Deployment) -> None:
     if any(name.startswith(f"{deployment.name}.") for name in orphans):
         return  # of an earlier policy of its name: they go with its job
     for node in deployment.left:
-        step.state.stopping.setdefault(node, {})[deployment.name] = deployment.incarnation
-        step.send(
-            StopWpg,
-            step.node(node),
-            deployment=deployment.key,
-            incarnation=deployment.incarnation,
-            forget=True,
-        )
+        forget_at(step, deployment, node)
     deployment.left = []
+
+
+def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """Have a node that it is not on drop all that it has of it."""
+    step.state.stopping.setdefault(node, {})[deployment.name] = deployment.incarnation
+    step.send(
+        StopWpg,
+        step.node(node),
+        deployment=deployment.key,
+        incarnation=deployment.incarnation,
+        forget=True,
+    )
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
@@ -248,9 +282,140 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
         return None
     parts = deployment.seal_parts
     parts[event.node] = event.versions
+    deployment.part_copies[event.node] = event.copies
     if any(node not in parts for node in deployment.nodes):
         return None
-    return sorted(set.intersection(*(set(versions) for versions in parts.values())))
+    return sorted(set.intersection(*(set(part) for part in parts.values())))
+
+
+def _note_copies(deployment: Deployment, event: SealCommitted) -> None:
+    """Who has the new seal. Who has only the one before is told to forget it, but for the nodes
+    that it is about to go to."""
+    before = [node for part in deployment.copies for node in part]
+    parts = deployment.part_copies if len(deployment.spans) > 1 else {event.node: event.copies}
+    # One that was noted by a core that knew of no copies has none.
+    deployment.copies = [[node, *parts.get(node, [])] for node in deployment.nodes]
+    holders = {node for part in deployment.copies for node in part}
+    holders.update(_targets(deployment))
+    left = dict.fromkeys([*deployment.left, *before])
+    deployment.left = [node for node in left if node not in holders]
+
+
+# --- who has it ----------------------------------------------------------------------------------
+
+
+def holders(deployment: Deployment, index: int) -> list[NodeId]:
+    """Nodes that have this part of its newest seal; none where it has none."""
+    if not deployment.seal_seq:
+        return []
+    # Of a seal of before copies were noted its own nodes have it.
+    return deployment.copies[index] if deployment.copies else [deployment.nodes[index]]
+
+
+def note_copy(deployment: Deployment, index: int, node: NodeId) -> None:
+    """This node has that part of its newest seal, too."""
+    if not deployment.copies:
+        deployment.copies = [[own] for own in deployment.nodes]
+    part = deployment.copies[index]
+    if node not in part:
+        deployment.copies[index] = [*part, node]
+
+
+def drop_other_parts(step: Step, deployment: Deployment) -> None:
+    """A node has one part of a seal: one that is about to get another forgets this first."""
+    for index, node in enumerate(_targets(deployment)):
+        others = [part for i, part in enumerate(deployment.copies) if i != index]
+        if node not in deployment.nodes and any(node in part for part in others):
+            deployment.copies = [[n for n in part if n != node] for part in deployment.copies]
+            forget_at(step, deployment, node)
+
+
+def nodes_with(deployment: Deployment) -> list[NodeId]:
+    """All nodes that have, or may have, anything of it."""
+    copies = [node for part in deployment.copies for node in part]
+    every = [*deployment.nodes, *deployment.left, *copies, *_targets(deployment)]
+    return list(dict.fromkeys(every))
+
+
+def _targets(deployment: Deployment) -> list[NodeId]:
+    """Where it is to go."""
+    return [] if deployment.moving is None else [span.node for span in deployment.moving.spans]
+
+
+def drop_copies(deployment: Deployment) -> None:
+    """Its seal counts no more: whoever has it, and does not run it, will be told to forget it."""
+    deployment.left = [node for node in nodes_with(deployment) if node not in deployment.nodes]
+    deployment.copies = []
+
+
+def is_readable(step: Step, deployment: Deployment) -> bool:
+    """Whether every part of the seal that it is rebuilt from is on some node that is up."""
+    if not deployment.seal_seq:
+        return True
+    return all(
+        any(step.node(node).is_up for node in holders(deployment, index))
+        for index in range(len(deployment.spans))
+    )
+
+
+def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
+    """Where a node gets its part of the seal, and the versions; endpoints of state managers. Not
+    from those that have another part, under the same name."""
+    own = holders(deployment, index)
+    parts = range(len(deployment.spans))
+    others = {node for i in parts if i != index for node in holders(deployment, i)}
+    names = [*own, *(node for node in [*deployment.nodes, *deployment.left] if node not in others)]
+    if deployment.holds is not None:
+        names += nodes_of(step, deployment.holds)
+    nodes = [step.node(name) for name in dict.fromkeys(names) if name != but]
+    return [node.state_endpoint for node in nodes if node.is_up]
+
+
+def durable_needed(step: Step, deployment: Deployment) -> list[int]:
+    """Seqs of its weights versions that its next life does not make again."""
+    return sorted(_own_needed(step, deployment) & set(deployment.durable_versions))
+
+
+def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
+    """For its seals and durable versions. Not signed yet: the shell knows the secret."""
+    return FilesTicket(deployment.key, deployment.incarnation, [str(node) for node in nodes])
+
+
+def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
+    """Which other nodes get a copy of the part of each of its nodes; None: there are too few.
+
+    Rather those that it is about to go to, or that have a copy of an earlier seal; then those of
+    its own pool, where it could be rebuilt at once.
+    """
+    wanted = _targets(deployment)
+    known = nodes_with(deployment)
+    fit = [
+        host
+        for host in step.state.cluster.hosts.values()
+        if host.is_up
+        and host.can_move
+        and host.node not in deployment.nodes
+        and deployment.name not in step.state.stopping.get(host.node, {})
+    ]
+    fit.sort(
+        key=lambda host: (
+            host.node not in known,
+            host.pool != deployment.spec.pool,
+            host.node,
+        )
+    )
+    names = [host.node for host in fit]
+    others = [name for name in names if name not in wanted]
+    chosen: dict[NodeId, dict[NodeId, str]] = {}
+    for index, node in enumerate(deployment.nodes):
+        # Where a node is about to get a part, it gets no other.
+        name = wanted[index] if len(wanted) == len(deployment.spans) else None
+        if name is None or name not in names:
+            if not others:
+                return None
+            name = others.pop(0)
+        chosen[node] = {name: step.node(name).state_endpoint}
+    return chosen
 
 
 def failed(step: Step, event: SealFailed) -> None:

@@ -26,7 +26,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler.core.cluster import Cluster
 
-CORE_VERSION = 3
+CORE_VERSION = 4
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
 OLDEST_READABLE = 3
 """Core version from which on a final snapshot has a shape that can be taken over."""
@@ -163,6 +163,9 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Of its payload."""
+    is_cut: bool = False
+    """Of a `save_state`: it needs neither devices nor state any more, and is being written; where
+    its WPG died meanwhile, it is run again in its place among the mutations."""
 
     @property
     def is_mutating(self) -> bool:
@@ -186,6 +189,8 @@ class Mutation(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     version: VersionKey | None = None
     """That it brought: it is needed as long as this may have to be run again."""
+    duration_s: float = 0.0
+    """That it took."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -196,12 +201,60 @@ class Span(msgspec.Struct, frozen=True):
     """One a rank, in order."""
 
 
+class MoveStage(StrEnum):
+    WAITING = "waiting"
+    """A node that it is to go to is not there: it runs on where it is."""
+    BEGUN = "begun"
+    """It is to be sealed as soon as nothing runs on it."""
+    SEALING = "sealing"
+    MIRRORING = "mirroring"
+    """It runs on while its new nodes fetch what it will begin with."""
+    LEAVING = "leaving"
+    """It is stopped as soon as nothing runs on it."""
+
+
 class Relocation(msgspec.Struct):
     """A deployment is to go elsewhere."""
 
     spans: list[Span]
     is_sealed: bool = False
     """Its seal was asked for: whether or not it came, once is enough."""
+    is_last: bool = False
+    """What it is sealed with now it leaves with: nothing runs meanwhile."""
+    began_s: float = 0.0
+    """When it was sealed and copied."""
+    copy_s: float = 0.0
+    """How long that took."""
+    stage: MoveStage = MoveStage.BEGUN
+    awaited: list[NodeId] = []
+    """Of its new nodes, those that have not said yet that they have their copy."""
+    asked: int = 0
+    """Log sequence at which they were told to fetch it."""
+    retry_at_s: float = 0.0
+    """One of them could not: it is not asked again before."""
+    failures: int = 0
+    """In a row."""
+
+
+class Closing(StrEnum):
+    """Why a node is to be left."""
+
+    DRAIN = "drain"
+    """On request: what is on it goes elsewhere."""
+    AWAY = "away"
+    """It has not come back for a while: what can be rebuilt without it is."""
+    GONE = "gone"
+    """It will not come back: what it alone had is lost."""
+
+
+class Leave(msgspec.Struct):
+    """A node that is to be left."""
+
+    why: Closing
+    is_drained: bool = False
+    """An operator has asked for it: it holds until that is undone, whatever becomes of the node."""
+    is_told: bool = False
+    """People know that nothing is on it any more."""
 
 
 class Deployment(msgspec.Struct, dict=True):
@@ -221,6 +274,10 @@ class Deployment(msgspec.Struct, dict=True):
     state_bytes: int = 0
     epoch: int = 0
     """Of its open activation; 0: none."""
+    opening_s: float = 0.0
+    """When that was decided."""
+    lead_s: float = 0.0
+    """How long its activations take from then until they are open, at the most, of late."""
     running: list[OperationKey] = []
     """Permitted in this incarnation and not ended: a mutating one, or reading ones."""
     idle_since_s: float = 0.0
@@ -243,6 +300,8 @@ class Deployment(msgspec.Struct, dict=True):
     """Seqs of `forward_backward`s since the last step that were not completed."""
     applied: int = 0
     """seq of the last mutating operation in the state of this incarnation."""
+    cuts: list[int] = []
+    """Seqs of ordered `save_state`s that are cut and have no outcome yet, sorted."""
     history: list[Mutation] = []
     replay: list[int] = []
     """Mutating operations still to be run again in this incarnation."""
@@ -254,17 +313,24 @@ class Deployment(msgspec.Struct, dict=True):
     origin_seq: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
     seal_seq: int = 0
+    copies: list[list[NodeId]] = []
+    """Of the newest seal: which nodes have the part of each of its nodes, by rank. Those that are
+    no nodes of its own hold it until the next seal is committed."""
     sealing: int = 0
     """seq of the seal under way; 0: none."""
     seal_asked: int = 0
     """seq of the last seal that was asked for; 0: it failed."""
     seal_parts: dict[NodeId, list[int]] = {}
     """Of several nodes, those that have committed their part of it, and the weights versions."""
+    part_copies: dict[NodeId, list[NodeId]] = {}
+    """Of those, which other nodes have the part, too."""
     since_seal: int = 0
     """Mutating operations that took effect since the last seal, or the last try."""
     since_seal_bytes: int = 0
     changed_s: float = 0.0
     """When the first of them took effect."""
+    hinted_s: float = -1.0
+    """Its next use, as its state managers were told while it is off its devices; -1: nothing."""
     durable_versions: list[int] = []
     unfinished_versions: list[int] = []
     """Weights versions that were being published when the job fell back to its checkpoint: they may
@@ -324,6 +390,14 @@ class Deployment(msgspec.Struct, dict=True):
     def open_operation(self, key: OperationKey) -> Op | None:
         seq = key.seq
         return self.unordered.get(key.slot) if seq is None else self.operations.get(seq)
+
+    @property
+    def head_seq(self) -> int:
+        """The lowest seq that those behind it have to wait for: one that is cut lets them go on."""
+        seq = self.next_seq
+        while (op := self.operations.get(seq)) is not None and (op.has_ended or op.is_cut):
+            seq += 1
+        return seq
 
     @property
     def last_seq(self) -> int:
@@ -392,6 +466,8 @@ class Expected(msgspec.Struct):
     """From then on the prediction counts as wrong."""
     is_tried: bool = False
     """An activation was opened for it, or deliberately not: once a gap is enough."""
+    is_told: bool = False
+    """State managers have had a hint."""
 
 
 class Phase(msgspec.Struct):
@@ -474,6 +550,10 @@ class State(msgspec.Struct):
     """A job has come or left since."""
     moving: list[str] = []
     """Deployments that are to go elsewhere, in the order in which that was decided."""
+    closing: dict[NodeId, Leave] = {}
+    """Nodes that are drained, or do not come back."""
+    crowded: list[NodeId] = []
+    """Nodes whose host memory may not hold the states of all that are placed on them."""
     stopping: dict[str, dict[str, int]] = {}
     """Node -> deployments of ended jobs that it has not confirmed to have forgotten, and in which
     incarnation it was told."""

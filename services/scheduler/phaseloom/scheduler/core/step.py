@@ -41,6 +41,8 @@ class Step:
     """Devices whose ready operations may have changed: (node, device)."""
     touched: set[str] = field(default_factory=set)
     """Deployments of which something may be ready now, or not any more."""
+    foreseen: set[str] = field(default_factory=set)
+    """Jobs of which something else may be needed next on crowded nodes."""
     doomed: dict[str, ErrorInfo] = field(default_factory=dict)
     """Jobs that cannot go on, and why."""
     stillborn: dict[str, ErrorInfo] = field(default_factory=dict)
@@ -128,6 +130,11 @@ class Step:
         self.touched.add(deployment.name)
         self.dirty.update(deployment.places)
 
+    def foresee(self, deployment: Deployment) -> None:
+        """What its job needs next, where that is not on its devices, may have changed."""
+        if self.state.crowded:
+            self.foreseen.add(deployment.job_name)
+
     def move_op(self, op: Op, to: OpState) -> None:
         if to not in OP_TRANSITIONS[op.state]:
             raise InvalidTransition(f"operation {op.key}", op.state, to, self.sequence)
@@ -164,6 +171,7 @@ class Step:
         for node in self.nodes_of(deployment):
             if name in node.claims:
                 node.claims.remove(name)
+        deployment.hinted_s = -1.0
         self.touch(deployment)
 
     def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:

@@ -35,7 +35,8 @@ def validate(state: State) -> None:
 
 def _check_hosts(state: State) -> None:
     """What placement knows of the nodes is so."""
-    up = {name: node.is_up for name, node in state.nodes.items()}
+    drained = {name for name, leave in state.closing.items() if leave.is_drained}
+    up = {name: node.is_up and name not in drained for name, node in state.nodes.items()}
     assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, "up or down"
     for name, host in state.cluster.hosts.items():
         leaving = [d.name for d in state.deployments.values() if name in _nodes_left(d)]
@@ -105,6 +106,9 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
         assert up, f"{name}: an activation of a WPG that is {deployment.state}"
         for device in _devices(state, deployment):
             assert name in device.resident, f"I3 {name}: active on a part of its devices"
+    if deployment.hinted_s >= 0:
+        assert not deployment.epoch, f"{name}: active, and state managers wait for it"
+        assert deployment.spans, f"{name}: a hint for nothing"
     if deployment.state is WpgState.READY:
         assert not deployment.replay, f"{name}: ready with mutations still to replay"
 
@@ -112,7 +116,9 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
 def _check_running(state: State, deployment: Deployment) -> None:
     name = deployment.name
     every = [*deployment.operations.values(), *deployment.unordered.values()]
-    permitted = [op for op in every if op.state is OpState.PERMITTED]
+    permitted = [op for op in every if op.state is OpState.PERMITTED and not op.is_cut]
+    cuts = [op.key.seq for op in every if op.is_cut and op.key.seq is not None]
+    assert sorted(cuts) == deployment.cuts, f"{name}: saves {cuts}, known as {deployment.cuts}"
     if deployment.state is WpgState.RECOVERING:
         assert len(deployment.running) <= 1, f"I1 {name}: two replayed at once"
     else:
@@ -132,11 +138,12 @@ def _check_order(deployment: Deployment, op: Op) -> None:
     if seq is None:
         return
     if op.is_mutating:
-        assert seq == deployment.next_seq, f"I1 {op.key}: runs out of order"
+        assert seq == deployment.head_seq, f"I1 {op.key}: runs out of order"
     for lower in range(deployment.next_seq, seq):
         before = deployment.operations.get(lower)
         assert before is not None, f"I1 {op.key}: runs behind a gap"
-        assert before.has_ended or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
+        has_passed = before.has_ended or before.is_cut
+        assert has_passed or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
 
 
 def _devices(state: State, deployment: Deployment) -> list[Device]:

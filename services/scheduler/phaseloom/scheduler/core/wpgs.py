@@ -13,7 +13,7 @@ from __future__ import annotations
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
-from phaseloom.scheduler.core import groups, moving, operations, phases, seals
+from phaseloom.scheduler.core import groups, hints, moving, operations, phases, seals
 from phaseloom.scheduler.core.state import (
     Deployment,
     Node,
@@ -60,12 +60,16 @@ def node_up(step: Step, event: NodeUp) -> None:
         for index in span.devices:
             node.devices[index].placed.append(name)
         _try_start(step, deployment)
+    for deployment in step.state.deployments.values():
+        if deployment.state is WpgState.LOST and deployment.spans:
+            _try_start(step, deployment)  # it may have waited for what this node has
     for name in step.state.moving:
         deployment = step.state.deployments[name]
         spans = deployment.moving.spans if deployment.moving is not None else []
         for span in spans:
             if span.node == event.node:
                 _has_lost_a_device(step, deployment, span)
+                moving.came_back(step, deployment, event.node)
     _stop_again(step, node)
     step.has_new_room = True
 
@@ -121,6 +125,10 @@ def node_lost(step: Step, event: NodeLost) -> None:
         _lose(step, step.state.deployments[name], event.node)
     node.is_up = False
     step.tell("node lost", event.reason, event.node)
+    config = step.config
+    for what, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
+        if after_s:
+            step.set_timer(f"{what}/{node.node}/{node.revision}", step.now_s + after_s)
 
 
 def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
@@ -153,7 +161,7 @@ def move_on(step: Step) -> None:
 def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None:
     if deployment.state is WpgState.LOST:
         _try_start(step, deployment)
-    elif deployment.state is WpgState.READY and moving.may_leave(step, deployment, relocation):
+    elif deployment.state is WpgState.READY and moving.advance(step, deployment, relocation):
         _bury(step, deployment)
         _kill(step, deployment)
 
@@ -165,8 +173,10 @@ def start(step: Step, deployment: Deployment) -> None:
     deployment.base = deployment.seal_seq
     nodes = deployment.nodes
     deployment.awaited = list(nodes)
+    versions = seals.durable_needed(step, deployment) if deployment.seal_seq else []
     rank_offset = 0
-    for span in deployment.spans:
+    for index, span in enumerate(deployment.spans):
+        sources = _seal_sources(step, deployment, index)
         step.send(
             StartWpg,
             step.node(span.node),
@@ -179,17 +189,26 @@ def start(step: Step, deployment: Deployment) -> None:
             applied=0 if deployment.seal_seq else deployment.origin_seq,
             rank_offset=rank_offset,
             nodes=nodes if len(nodes) > 1 else [],
+            versions=versions,
+            sources=sources,
+            ticket=seals.ticket(deployment, [span.node]) if sources else None,
         )
         rank_offset += len(span.devices)
 
 
+def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
+    """Where a node of it gets its part of the seal, if it has none that is good."""
+    if not deployment.seal_seq:
+        return []
+    return seals.sources(step, deployment, index, but=deployment.nodes[index])
+
+
 def _try_start(step: Step, deployment: Deployment) -> None:
-    """Begin its next life, if no rank of the last can be alive and its nodes are there."""
-    if deployment.awaited:
+    """Begin its next life, if no rank of the last can be alive, and its nodes and its state are
+    there: those that it is on its way to, or else those that it was on."""
+    if deployment.awaited or not seals.is_readable(step, deployment):
         return
-    if deployment.moving is not None:
-        if not moving.is_possible(step, deployment.moving):
-            return
+    if deployment.moving is not None and moving.is_possible(step, deployment, deployment.moving):
         moving.relocate(step, deployment, deployment.moving.spans)
     if all(node.is_up for node in step.nodes_of(deployment)):
         start(step, deployment)
@@ -222,8 +241,12 @@ def started(step: Step, event: WpgStarted) -> None:
         _began_apart(step, deployment, event)
         return
     deployment.state_bytes = max(deployment.state_bytes, event.state_bytes)
+    if deployment.base and deployment.base == deployment.seal_seq:
+        # Where it came from elsewhere, it is on this node's disk now.
+        seals.note_copy(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.awaited:
         return
+    hints.weigh(step, deployment)
     deployment.error = None
     deployment.is_trial = False
     deployment.replay = _to_replay(step, deployment, event.applied)
@@ -253,23 +276,26 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     """Mutations after the state that the WPG starts with, from the last one that replaces it all.
 
     A `publish_weights` changes nothing here: it is run again only where its version is needed and
-    not on disk, and then what made the state that it cuts is run again too.
+    not on disk, and then what made the state that it cuts is run again too. So is a `save_state`
+    that was not durable, in its place.
     """
     history = [m for m in deployment.history if m.seq > applied]
     wanted = seals.volatile_versions(step, deployment)
     first = 0
     for index, mutation in enumerate(history):
-        if mutation.seq in wanted:
+        if mutation.seq in wanted or any(cut < mutation.seq for cut in deployment.cuts):
             break
         if mutation.kind in _REPLACES_STATE:
             first = index
-    return [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
+    again = [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
+    return sorted([*again, *deployment.cuts])
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     deployment.replay.pop(0)
     deployment.refusals = 0
-    deployment.applied = seq
+    if any(mutation.seq == seq for mutation in deployment.history):
+        deployment.applied = seq
     _touch_job(step, deployment)
     if not deployment.replay and deployment.state is WpgState.RECOVERING:
         step.move_wpg(deployment, WpgState.READY)
@@ -300,7 +326,8 @@ def lost(step: Step, event: WpgLost) -> None:
     _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.error = event.error
-    deployment.losses += 1
+    if before is not WpgState.STARTING or not _is_out_of_reach(deployment, event):
+        deployment.losses += 1
     if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
         _cannot_be_rebuilt(step, deployment, event.error)
         return
@@ -314,6 +341,13 @@ def lost(step: Step, event: WpgLost) -> None:
             step.doomed[deployment.job_name] = event.error
             return
     _try_start(step, deployment)
+
+
+def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
+    """Whether it began with a seal that its node could not fetch: that is nobody's failure here."""
+    if not deployment.base or event.error.code is not Code.UNAVAILABLE:
+        return False
+    return event.node not in seals.holders(deployment, deployment.nodes.index(event.node))
 
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -381,7 +415,8 @@ def _bury(step: Step, deployment: Deployment) -> None:
     if deployment.state in _ALIVE:
         step.move_wpg(deployment, WpgState.LOST)
         deployment.awaited = []
-    for op in _running_ops(deployment):
+    every = [*deployment.operations.values(), *deployment.unordered.values()]
+    for op in [*_running_ops(deployment), *(op for op in every if op.is_cut)]:
         operations.requeue(step, op)
     step.vacate(deployment)
     deployment.replay = []
@@ -412,7 +447,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     step.vacate(deployment)
     if deployment.spans and deployment.state is WpgState.LOST:
         deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
-    nodes = [*deployment.nodes, *(deployment.left if forget else [])]
+    nodes = seals.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
             stopping = step.state.stopping.setdefault(node, {})
@@ -423,6 +458,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
         phases.left(step, device, deployment)
     deployment.awaited = []
     deployment.left = []
+    deployment.copies = []
     if deployment.moving is not None:
         moving.let_go(step, deployment)
         deployment.moving = None

@@ -4,7 +4,8 @@ Invariant: the bytes of all extents, idle ones included, never exceed the budget
 kept because the first touch of fresh memory costs ten times a copy into touched memory; they are
 given up, oldest first, before anything is refused. An extent is only ever reused within its pool,
 so that no deployment is handed memory that another one may still have mapped. A vacated extent
-keeps its number and its mappings, but has no memory until it is occupied again.
+keeps its number and its mappings, but has no memory until it is occupied again. One with several
+holders is there, and counted, once, and stays until the last of them gives it up.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ class Arena:
     _sizes: dict[int, int] = field(default_factory=dict)
     _idle: dict[int, str] = field(default_factory=dict)
     """extent → pool, oldest first"""
+    _parked: dict[int, int] = field(default_factory=dict)
+    """extent → which parking its last one was"""
+    _num_parked: int = 0
     _vacated: set[int] = field(default_factory=set)
+    _more_holders: dict[int, int] = field(default_factory=dict)
+    """extent → holders beside the first"""
 
     def reserve(self, num_bytes: int, what: str, pool: str = "") -> Grant:
         """An extent of at least `num_bytes`.
@@ -96,6 +102,28 @@ class Arena:
         self._sizes[extent] = size
         self.used_bytes += size
 
+    def hold(self, extent: int) -> None:
+        """One holder more: it takes one `let_go` more until it can be freed or parked."""
+        assert extent in self._sizes
+        assert extent not in self._idle
+        self._more_holders[extent] = self._more_holders.get(extent, 0) + 1
+
+    def let_go(self, extent: int) -> bool:
+        """One holder less, unless it is the last one. Returns: whether others hold it still."""
+        others = self._more_holders.pop(extent, 0)
+        if others > 1:
+            self._more_holders[extent] = others - 1
+        return others > 0
+
+    def num_holders(self, extent: int) -> int:
+        return 1 + self._more_holders.get(extent, 0)
+
+    @property
+    def free_bytes(self) -> int:
+        """Idle extents included."""
+        idle_bytes = sum(self._sizes[extent] for extent in self._idle)
+        return self.budget_bytes - self.used_bytes + idle_bytes
+
     def _make_room(self, size: int, what: str) -> list[int]:
         """Give up idle extents until `size` bytes are free; returns them."""
         idle_bytes = sum(self._sizes[extent] for extent in self._idle)
@@ -119,12 +147,14 @@ class Arena:
 
     def free(self, extent: int) -> int:
         """Give an extent up; returns it."""
+        assert extent not in self._more_holders
         size = self._sizes.pop(extent)
         if extent in self._vacated:
             self._vacated.remove(extent)
         else:
             self.used_bytes -= size
         self._idle.pop(extent, None)
+        self._parked.pop(extent, None)
         return extent
 
     def park(self, extent: int, pool: str) -> list[int]:
@@ -132,8 +162,21 @@ class Arena:
         assert extent in self._sizes
         assert extent not in self._idle
         self._idle[extent] = pool
+        self._num_parked += 1
+        self._parked[extent] = self._num_parked
         same = [e for e, owner in self._idle.items() if owner == pool]
         return [self.free(e) for e in same[:-MAX_IDLE_PER_POOL]]
+
+    def parking(self, extent: int) -> int:
+        """Names the last time that it was parked; 0: it never was, or is gone."""
+        return self._parked.get(extent, 0)
+
+    def take_back(self, extent: int, parking: int) -> bool:
+        """Have an idle extent as it was parked then. Returns: False where somebody else had it."""
+        if extent not in self._idle or self._parked[extent] != parking:
+            return False
+        del self._idle[extent]
+        return True
 
     def drop_pool(self, pool: str) -> list[int]:
         """Give up what is idle in `pool`: its extents may no longer be reused."""
@@ -149,3 +192,5 @@ class Arena:
         assert self._vacated <= self._sizes.keys() - self._idle.keys()
         assert 0 <= self.used_bytes <= self.budget_bytes
         assert self._idle.keys() <= self._sizes.keys()
+        assert self._more_holders.keys() <= self.extents_in_use() - self._vacated
+        assert all(number > 0 for number in self._more_holders.values())

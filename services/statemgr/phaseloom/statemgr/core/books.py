@@ -16,6 +16,10 @@ import msgspec
 import xxhash
 
 from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.statemgr.core.contents import Content, Contents
+from phaseloom.statemgr.core.cuts import Cut, CutPart, Cuts
+from phaseloom.statemgr.core.hostseals import HostSeals
+from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
@@ -35,6 +39,12 @@ class RankBook(msgspec.Struct, frozen=True, array_like=True):
     extent: int | None
     applied: int
     digest: str
+    host_bytes: int = 0
+    pins: bool = False
+    is_dirty: bool = False
+    frozen: bool = False
+    model: str = ""
+    content: int | None = None
 
 
 class WpgBook(msgspec.Struct, frozen=True, array_like=True):
@@ -59,15 +69,64 @@ class VersionBook(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int | None
 
 
+class ContentBook(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    owner: DeploymentKey
+    applied: int
+    num_bytes: int
+    tensors: msgspec.Raw
+    digest: str
+    extent: int | None
+    is_immutable: bool
+    version: VersionKey | None
+    hash: str
+    is_base: bool
+    state: State
+
+
+class CutPartBook(msgspec.Struct, frozen=True, array_like=True):
+    extent: int
+    num_bytes: int
+    tensors: msgspec.Raw
+
+
+class CutBook(msgspec.Struct, frozen=True, array_like=True):
+    key: DeploymentKey
+    incarnation: int
+    operation: str
+    name: str
+    seq: int
+    parts: list[CutPartBook]
+
+
+class SealBook(msgspec.Struct, frozen=True, array_like=True):
+    """One that is in host memory; the others are found on disk."""
+
+    key: DeploymentKey
+    seq: int
+    extent: int
+    num_bytes: int
+
+
 class Books(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str
     """Where other nodes were told to fetch versions."""
     fences: list[tuple[DeploymentKey, int]]
     wpgs: list[WpgBook]
     versions: list[VersionBook]
+    contents: list[ContentBook]
+    cuts: list[CutBook] = []
+    seals: list[SealBook] = []
 
 
-def books_of(residency: Residency, versions: Versions, endpoint: str) -> Books:
+def books_of(  # noqa: PLR0917 - all that a node has
+    residency: Residency,
+    versions: Versions,
+    contents: Contents,
+    cuts: Cuts,
+    seals: HostSeals,
+    endpoint: str,
+) -> Books:
     return Books(
         endpoint=endpoint,
         fences=residency.fences(),
@@ -89,6 +148,12 @@ def books_of(residency: Residency, versions: Versions, endpoint: str) -> Books:
                         extent=rank.extent,
                         applied=rank.applied,
                         digest=rank.digest,
+                        frozen=rank.frozen,
+                        model=rank.model,
+                        content=None if rank.content is None else rank.content.number,
+                        host_bytes=rank.host_bytes,
+                        pins=rank.pins,
+                        is_dirty=rank.is_dirty,
                     )
                     for rank in wpg.ranks
                 ],
@@ -107,6 +172,60 @@ def books_of(residency: Residency, versions: Versions, endpoint: str) -> Books:
             for version in versions.known()
             if version.extent is not None
         ],
+        contents=[_book_of(content) for content in contents.all()],
+        cuts=[_book_of_cut(cut) for cut in cuts.every()],
+        seals=[SealBook(s.key, s.seq, s.extent, s.num_bytes) for s in seals.every()],
+    )
+
+
+def _book_of_cut(cut: Cut) -> CutBook:
+    parts = [
+        CutPartBook(part.extent, part.num_bytes, msgspec.Raw(part.packed_tensors))
+        for part in cut.parts
+    ]
+    return CutBook(cut.key, cut.incarnation, cut.operation, cut.name, cut.seq, parts)
+
+
+def cut_of(book: CutBook) -> Cut:
+    parts = [
+        CutPart(part.extent, part.num_bytes, unpack(part.tensors), bytes(part.tensors))
+        for part in book.parts
+    ]
+    return Cut(book.key, book.incarnation, book.operation, book.name, book.seq, parts)
+
+
+def _book_of(content: Content) -> ContentBook:
+    return ContentBook(
+        number=content.number,
+        owner=content.owner,
+        applied=content.applied,
+        num_bytes=content.num_bytes,
+        tensors=msgspec.Raw(content.packed_tensors),
+        digest=content.digest,
+        extent=content.extent,
+        is_immutable=content.is_immutable,
+        version=content.version,
+        hash=content.hash,
+        is_base=content.is_base,
+        state=content.state,
+    )
+
+
+def content_of(book: ContentBook) -> Content:
+    """As it was, without its users."""
+    return Content(
+        number=book.number,
+        owner=book.owner,
+        applied=book.applied,
+        num_bytes=book.num_bytes,
+        packed_tensors=bytes(book.tensors),
+        digest=book.digest,
+        extent=book.extent,
+        is_immutable=book.is_immutable,
+        version=book.version,
+        hash=book.hash,
+        is_base=book.is_base,
+        state=book.state,
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from operator import attrgetter
+
 import msgspec
 
 from phaseloom.common.errors import CallerError
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.statewire import RegisterHeap, TensorSlot
 
 ALIGNMENT_BYTES = 64
+_OFFSET = attrgetter("offset")
 
 
 def check_layout(tensors: list[TensorSlot], num_bytes: int) -> None:
@@ -21,18 +25,50 @@ def check_layout(tensors: list[TensorSlot], num_bytes: int) -> None:
     if len(names) != len(tensors):
         raise CallerError("two tensors have the same name", field="tensors")
     end = 0
-    for slot in sorted(tensors, key=lambda slot: slot.offset):
-        where = f"tensors[{slot.name}]"
+    for slot in sorted(tensors, key=_OFFSET):
         if slot.num_bytes < 0 or slot.offset < end:
             raise CallerError(
                 f"at {slot.offset}, {slot.num_bytes} bytes: overlaps what ends at {end}",
-                field=where,
+                field=_where(slot),
             )
         if slot.offset % ALIGNMENT_BYTES:
-            raise CallerError(f"offset {slot.offset} is no multiple of 64", field=where)
+            raise CallerError(f"offset {slot.offset} is no multiple of 64", field=_where(slot))
         end = slot.offset + slot.num_bytes
         if end > num_bytes:
-            raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=where)
+            raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
+
+
+def check_host_bytes(num_bytes: int) -> None:
+    """Raises: CallerError."""
+    if num_bytes < 0:
+        raise CallerError(f"{num_bytes} bytes", field="host_bytes", remedy="use zero or more")
+
+
+def is_same_memory(one: list[TensorSlot], other: list[TensorSlot]) -> bool:
+    """Whether the same tensors lie at the same places; older releases did not say which slice of
+    the whole tensor one is."""
+    return one == other or [_place(slot) for slot in one] == [_place(slot) for slot in other]
+
+
+def _place(slot: TensorSlot) -> tuple[object, ...]:
+    return slot.name, slot.role, slot.dtype, slot.shape, slot.offset, slot.num_bytes
+
+
+_MODEL = re.compile(r"([0-9a-f]{64})?")
+
+
+def check_identity(request: RegisterHeap) -> None:
+    """Raises: CallerError: what it says of its model, or of how it is written, cannot be."""
+    if not _MODEL.fullmatch(request.model):
+        raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
+    if request.frozen and request.host_bytes:
+        raise CallerError(
+            "a frozen heap has no state in host memory alone", field="host_bytes", remedy="use 0"
+        )
+
+
+def _where(slot: TensorSlot) -> str:
+    return f"tensors[{slot.name}]"
 
 
 def pack(tensors: list[TensorSlot]) -> bytes:

@@ -13,11 +13,16 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.ids import DeploymentKey, check_name
-from phaseloom.common.statewire import DeploymentState, TensorSlot
-from phaseloom.statemgr.core.layout import check_layout, pack
+from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.statewire import DeploymentState, TensorSlot, extent_bytes
+from phaseloom.statemgr.core.arena import rounded
+from phaseloom.statemgr.core.layout import check_host_bytes, check_layout, pack
+
+if TYPE_CHECKING:
+    from phaseloom.statemgr.core.contents import Content
 
 
 class State(StrEnum):
@@ -55,6 +60,8 @@ class Step(StrEnum):
     SPILL_BEGUN = "spill begun"
     SPILL_VERIFIED = "spill verified"
     SPILL_FAILED = "spill failed"
+    DRAINED = "drained"
+    """It is on NVMe now, and stays in host memory while nothing needs the room."""
     LIFT_BEGUN = "lift begun"
     LIFT_VERIFIED = "lift verified"
     LIFT_FAILED = "lift failed"
@@ -73,6 +80,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.HOST, Step.SPILL_BEGUN): State.SPILLING,
     (State.SPILLING, Step.SPILL_VERIFIED): State.SPILLED,
     (State.SPILLING, Step.SPILL_FAILED): State.HOST,
+    (State.SPILLING, Step.DRAINED): State.HOST,
     (State.SPILLED, Step.LIFT_BEGUN): State.LIFTING,
     (State.LIFTING, Step.LIFT_VERIFIED): State.HOST,
     (State.LIFTING, Step.LIFT_FAILED): State.SPILLED,
@@ -104,14 +112,83 @@ class Rank:
     token: str
     state: State = State.AWAITING
     heap_bytes: int = 0
+    host_bytes: int = 0
+    """Of state that lives in host memory alone, behind the copy of the heap."""
     tensors: list[TensorSlot] = field(default_factory=list)
     packed_tensors: bytes = field(default=pack([]), repr=False)
     extent: int | None = None
+    snapshot: int | None = None
+    """While a seal is prepared: an extent with what lives in host memory alone, as it was then."""
+    pins: bool = False
+    """It must be told before the extent's pages are given back."""
     applied: int = 0
     """Of the newest host copy."""
     digest: str = ""
-    """Of the newest host copy; empty: there is none that is whole."""
+    """Of the newest host copy; empty: it is dirty, or there is none that is whole."""
+    is_dirty: bool = False
+    """The newest host copy is whole, and its digest not taken yet."""
+    is_drained: bool = False
+    """The newest host copy is in host memory, and on NVMe too."""
+    num_copies: int = 0
+    """Of the heap that were begun: tells the newest host copy from those before."""
+    frozen: bool = False
+    """Its host copy is a content once it is whole; `extent` is only one that it is filling."""
+    model: str = ""
+    """See `RegisterHeap.model`."""
+    content: Content | None = None
+    held_version: tuple[VersionKey, int] | None = None
+    """What its heap is, and since which seq; to become its content once a seal is written."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
+
+    @property
+    def source(self) -> int | None:
+        """The extent that its host copy is read from."""
+        return self.extent if self.content is None else self.content.extent
+
+    @property
+    def copy_state(self) -> State:
+        """Where its host copy is, whoever else it belongs to."""
+        return self.state if self.content is None else self.content.state
+
+    @property
+    def shares(self) -> bool:
+        """Others hold the same bytes."""
+        content = self.content
+        return content is not None and (len(content.users) > 1 or content.version is not None)
+
+    @property
+    def bytes_above(self) -> int:
+        """Host memory taken for it: of a frozen rank that writes, that of two copies."""
+        own = self.extent is not None and self.state not in ON_NVME
+        shared = self.content is not None and self.content.state not in ON_NVME
+        return self.extent_bytes * (own + shared)
+
+    @property
+    def has_memory(self) -> bool:
+        return bool(self.extents) or self.content is not None
+
+    @property
+    def extent_bytes(self) -> int:
+        """Of its host copy: what seals, files and digests of it are of."""
+        return extent_bytes(self.heap_bytes, self.host_bytes)
+
+    @property
+    def extents(self) -> list[int]:
+        return [extent for extent in (self.extent, self.snapshot) if extent is not None]
+
+    @property
+    def is_whole(self) -> bool:
+        """There is a host copy, whole as of `applied`."""
+        return self.is_dirty or self.digest != ""
+
+    def copied(self, applied: int, digest: str) -> None:
+        """There is a new host copy. Args: digest: empty: it is yet to be taken."""
+        self.applied, self.digest, self.is_dirty = applied, digest, not digest
+
+    def overwritten(self) -> None:
+        """What there was of a host copy is so no more."""
+        self.digest, self.is_dirty, self.is_drained = "", False, False
+        self.num_copies += 1
 
     @property
     def owner(self) -> str:
@@ -283,16 +360,22 @@ class Residency:
                 rank.history.append(f"{rank.state} → lost")
             rank.state = State.LOST
             self._tokens.pop(rank.token, None)
-            if rank.extent is not None:
+            if rank.has_memory:
                 self._retired.add(wpg)
 
     def reap(self, wpg: Wpg) -> list[int]:
-        """The extents of a lost one, to be freed now; none while a seal needs them."""
-        if not wpg.is_lost or wpg.prepared is not None:
+        """What nothing needs any more, to be freed now: the extents of a lost one, snapshots of a
+        seal that is over; none while a seal needs them."""
+        if wpg.prepared is not None:
             return []
-        extents = [rank.extent for rank in wpg.ranks if rank.extent is not None]
+        if not wpg.is_lost:
+            snapshots = [rank.snapshot for rank in wpg.ranks if rank.snapshot is not None]
+            for rank in wpg.ranks:
+                rank.snapshot = None
+            return snapshots
+        extents = [extent for rank in wpg.ranks for extent in rank.extents]
         for rank in wpg.ranks:
-            rank.extent = None
+            rank.extent = rank.snapshot = None
         self._retired.discard(wpg)
         return extents
 
@@ -309,9 +392,17 @@ class Residency:
         self._wpgs[wpg.key] = wpg
         self._tokens.update({rank.token: rank for rank in wpg.ranks})
 
-    def restore(self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], extent: int) -> None:
+    def restore(
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: list[TensorSlot],
+        extent: int | None,
+        host_bytes: int = 0,
+    ) -> None:
         """It had this heap and this extent; where its state is, is not known before `resume`."""
         rank.heap_bytes, rank.tensors, rank.extent = heap_bytes, tensors, extent
+        rank.host_bytes = host_bytes
         rank.packed_tensors = pack(tensors)
 
     def resume(self, rank: Rank, state: State) -> None:
@@ -321,12 +412,13 @@ class Residency:
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
 
-    def reset(self, rank: Rank) -> int:
-        """It has not heard of its extent, and registers its heap again. Returns the extent."""
-        assert rank.extent is not None
+    def reset(self, rank: Rank) -> int | None:
+        """It has not heard of its extent, and registers its heap again. Returns the extent, where
+        it has one of its own."""
         extent, rank.extent = rank.extent, None
         rank.history.append(f"{rank.state} → awaiting (begins again)")
-        rank.state, rank.heap_bytes, rank.tensors, rank.digest = State.AWAITING, 0, [], ""
+        rank.state, rank.heap_bytes, rank.tensors, rank.host_bytes = State.AWAITING, 0, [], 0
+        rank.overwritten()
         return extent
 
     def known(self, token: str) -> Rank:
@@ -352,11 +444,13 @@ class Residency:
         return sorted(self._fences.items())
 
     def holds_memory(self, wpg: Wpg) -> bool:
-        return any(rank.extent is not None for rank in wpg.ranks)
+        return any(rank.has_memory for rank in wpg.ranks)
 
     # --- heaps and switches ---
 
-    def check_heap(self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot]) -> None:
+    def check_heap(
+        self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], host_bytes: int = 0
+    ) -> None:
         """Whether it can be registered.
 
         Raises: CallerError: a bad layout, or registered already. ResourceError: RESOURCE_EXHAUSTED,
@@ -364,21 +458,27 @@ class Residency:
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-        check_layout(tensors, heap_bytes)
+        check_host_bytes(host_bytes)
+        check_layout(tensors, extent_bytes(heap_bytes, host_bytes))
         budget = self.device_budget_bytes[rank.device]
         if heap_bytes > budget:
             raise _no_room(rank.wpg, rank.device, heap_bytes, 0, budget)
 
     def register_heap(
-        self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], extent: int
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: list[TensorSlot],
+        extent: int,
+        host_bytes: int = 0,
     ) -> None:
         self.step(rank, Step.HEAP_REGISTERED)
-        self.restore(rank, heap_bytes, tensors, extent)
+        self.restore(rank, heap_bytes, tensors, extent, host_bytes)
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """The extent holds the whole state: the rank's initial one, or a seal's."""
         self.step(rank, Step.FILLED)
-        rank.applied, rank.digest = applied, digest
+        rank.copied(applied, digest)
 
     def devices_of(self, keys: list[DeploymentKey]) -> set[int]:
         """Where ranks of these deployments are in device memory."""
@@ -443,11 +543,19 @@ class Residency:
         if prepared is not None:
             raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
         self.step(rank, Step.OFFLOAD_BEGUN)
-        rank.digest = ""
+        if not rank.frozen:
+            rank.overwritten()
 
-    def finish_offload(self, rank: Rank, applied: int, digest: str) -> None:
+    def finish_offload(self, rank: Rank, applied: int, digest: str = "") -> None:
+        """Args: digest: empty: it is yet to be taken."""
         self.step(rank, Step.OFFLOAD_VERIFIED)
-        rank.applied, rank.digest = applied, digest
+        rank.copied(applied, digest)
+
+    def digested(self, rank: Rank, digest: str) -> None:
+        """The digest of a dirty host copy is in."""
+        assert rank.is_dirty
+        assert digest
+        rank.copied(rank.applied, digest)
 
     def step(self, rank: Rank, step: Step) -> None:
         """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
@@ -481,11 +589,16 @@ class Residency:
 
         Args: after_s: only what is predicted to be used after this time, or not at all.
         """
-        wpgs = [wpg for wpg in self.alive() if _is_spillable(wpg)]
+        wpgs = [wpg for wpg in self.alive() if is_spillable(wpg)]
         if after_s is not None:
             wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
         wpgs.sort(key=lambda wpg: (-_or_never(wpg.next_use_s), wpg.last_used))
-        return [rank for wpg in wpgs for rank in wpg.ranks if rank.state is State.HOST]
+        return [
+            rank
+            for wpg in wpgs
+            for rank in wpg.ranks
+            if rank.state is State.HOST and not rank.frozen
+        ]
 
     # --- seals ---
 
@@ -497,13 +610,14 @@ class Residency:
         """The host copy of a resident rank is about to be renewed while it stays resident."""
         assert rank.state is State.RESIDENT
         assert rank.wpg.prepared is None
-        rank.digest = ""
+        if not rank.frozen:
+            rank.overwritten()
 
-    def finish_copy(self, rank: Rank, applied: int, digest: str) -> None:
+    def finish_copy(self, rank: Rank, applied: int, digest: str = "") -> None:
         """Raises: ResourceError: it is gone."""
         if rank.state is State.LOST:
             raise _lost(rank.wpg)
-        rank.applied, rank.digest = applied, digest
+        rank.copied(applied, digest)
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
         """Keep the host copies, which hold `seq`, from being overwritten.
@@ -511,7 +625,7 @@ class Residency:
         Raises: CallerError: FAILED_PRECONDITION: one of them holds another seq, or none.
         """
         for rank in wpg.ranks:
-            if rank.applied != seq or not rank.digest:
+            if rank.applied != seq or not rank.is_whole:
                 raise CallerError(
                     f"{rank} has applied {rank.applied}, not {seq}",
                     code=Code.FAILED_PRECONDITION,
@@ -543,13 +657,17 @@ class Residency:
     # --- looking ---
 
     def nvme_used_bytes(self) -> int:
-        """What is there in whole, or is being written there."""
+        """By ranks' own copies that are there in whole, or are being written there."""
         return sum(
-            rank.heap_bytes
+            rank.extent_bytes
             for wpg in self.alive()
             for rank in wpg.ranks
-            if rank.state in ON_NVME or rank.state is State.SPILLING
+            if rank.state in ON_NVME or rank.state is State.SPILLING or rank.is_drained
         )
+
+    def drained_bytes(self) -> int:
+        """Host memory that can be had at once, for its content is on NVMe too."""
+        return sum(rounded(rank.extent_bytes) for rank in self.spillable() if rank.is_drained)
 
     def device_used_bytes(self, device: int) -> int:
         return sum(
@@ -569,11 +687,14 @@ class Residency:
                 resident=bool(wpg.on_device),
                 applied=wpg.ranks[0].applied,
                 device_bytes=sum(rank.heap_bytes for rank in wpg.on_device),
-                nvme_bytes=sum(r.heap_bytes for r in wpg.ranks if r.state in ON_NVME),
-                host_bytes=sum(
-                    rank.heap_bytes
+                nvme_bytes=sum(r.extent_bytes for r in wpg.ranks if r.copy_state in ON_NVME),
+                host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
+                host_bytes=sum(rank.bytes_above for rank in wpg.ranks),
+                shared_bytes=sum(rank.extent_bytes for rank in wpg.ranks if rank.shares),
+                dirty_bytes=sum(
+                    rank.extent_bytes
                     for rank in wpg.ranks
-                    if rank.extent is not None and rank.state not in ON_NVME
+                    if rank.is_dirty and rank.state not in ON_DEVICE
                 ),
             )
             for wpg in self.alive()
@@ -581,7 +702,7 @@ class Residency:
 
     def extents(self) -> list[int]:
         every = {*self._wpgs.values(), *self._retired}
-        return [rank.extent for wpg in every for rank in wpg.ranks if rank.extent is not None]
+        return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant of this module does not hold."""
@@ -594,9 +715,9 @@ class Residency:
                 self._validate_rank(rank)
         for wpg in self._retired:
             assert all(rank.state is State.LOST for rank in wpg.ranks)
-            assert any(rank.extent is not None for rank in wpg.ranks)
+            assert self.holds_memory(wpg)
         for wpg in {*self._wpgs.values(), *self._retired}:
-            assert wpg.prepared is None or all(rank.digest for rank in wpg.ranks)
+            assert wpg.prepared is None or all(rank.is_whole for rank in wpg.ranks)
         extents = self.extents()
         assert len(extents) == len(set(extents)), "one extent, two owners"
 
@@ -604,11 +725,18 @@ class Residency:
         assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
         is_offloaded = rank.state in {State.HOST, State.SPILLING, *ON_NVME}
-        assert not is_offloaded or rank.digest, f"{rank}: no whole host copy"
+        assert not is_offloaded or rank.is_whole, f"{rank}: no whole host copy"
+        assert not (rank.is_dirty and rank.digest)
+        assert not rank.is_drained or rank.digest
+        assert not (rank.is_dirty and rank.state in ON_NVME)
         assert rank.wpg.prepared is None or rank.state not in {State.SPILLING, *ON_NVME}
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
+        assert rank.snapshot is None or rank.host_bytes
         has_memory = rank.state not in {State.AWAITING, State.LOST}
-        assert not has_memory or rank.extent is not None
+        assert not has_memory or rank.extent is not None or rank.content is not None
+        assert rank.content is None or rank.frozen
+        assert rank.held_version is None or rank.frozen
+        assert not rank.frozen or rank.state not in {State.SPILLING, *ON_NVME}
 
     def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
         return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]
@@ -633,7 +761,8 @@ class Residency:
             raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
 
 
-def _is_spillable(wpg: Wpg) -> bool:
+def is_spillable(wpg: Wpg) -> bool:
+    """Nothing needs its host copies to be in host memory."""
     return not wpg.num_users and not wpg.on_device and wpg.prepared is None
 
 

@@ -5,10 +5,15 @@ It is a checksummed header, then raw memory:
     magic (8 bytes) | header length (uint32, little-endian) | xxh3-128 of the header (16 bytes)
     | header (MessagePack `StateHeader`) | zeroes up to a multiple of 4096 | `num_bytes` of memory
 
-The header carries the digest of the memory and a checksum of each block of it, so that one flipped
-bit anywhere is found and its place is known. The seal of a deployment with several ranks has one
-section of memory for each, the next one beginning at the next multiple of 4096. Blocks are counted
-from the beginning of their section; the last one may be shorter.
+The header carries a checksum of each block of the memory and the digest that follows from these
+(`blockhash`), so that one flipped bit anywhere is found and its place is known. The seal of a
+deployment with several ranks has one section of memory for each, the next one beginning at the next
+multiple of 4096. Blocks are counted from the beginning of their section; the last one may be
+shorter.
+
+A seal may leave out blocks that a file before it holds: it names that file, by a hard link of its
+own beside it, and says for each block where it is; in its place is a hole. A link lives and dies
+with its seal, so no file goes while some seal needs it.
 """
 
 from __future__ import annotations
@@ -19,27 +24,35 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from phaseloom.common.blockhash import CHECKSUM_BYTES, combined
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import TensorSlot
+from phaseloom.statemgr.core.layout import is_same_memory
 
 MAGIC = b"PLSTATE1"
 DATA_ALIGNMENT_BYTES = 4096
 _PREFIX = struct.Struct("<8sI16s")
-CHECKSUM_BYTES = 8
 _MAX_NAMED = 3
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
-class Section(msgspec.Struct, frozen=True):
+class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     """The memory of one rank."""
 
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
-    """xxh3-128 of it, in hex."""
+    """Of it; empty: not known before it is written."""
     blocks: bytes = b""
-    """xxh3-64 of each block of it, 8 bytes each; none: an older release wrote it."""
+    """xxh3-64 of each block of it, 8 bytes each. None: it is not written yet; or an older release
+    wrote it, and the digest is xxh3-128 of the whole."""
+    sources: bytes = b""
+    """Where each block is, a byte each: 0: in this file; k: at the same place of the same section
+    in the file that `bases[k - 1]` names. None: all are in this file."""
+
+    def source_of(self, block: int) -> int:
+        return self.sources[block] if self.sources else 0
 
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,26 +66,64 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of all sections together, without the gaps between them."""
     tensors: list[TensorSlot]
     digest: str
-    """xxh3-128 of the memory, in hex; of several sections: of their digests."""
+    """Of the memory; of several sections: xxh3-128 of their digests, in hex."""
     sections: list[Section] = []
     """Of rank 0, 1, …; none: the whole memory is one."""
     block_bytes: int = 0
     blocks: bytes = b""
     """As of a section, where the whole memory is one."""
+    sources: bytes = b""
+    """Likewise."""
+    bases: list[str] = []
+    """Names of the links to the files that hold what is not in this one."""
 
     @property
     def parts(self) -> list[Section]:
-        return self.sections or [Section(self.num_bytes, self.tensors, self.digest, self.blocks)]
+        whole = (self.num_bytes, self.tensors, self.digest, self.blocks, self.sources)
+        return self.sections or [Section(*whole)]
+
+    def alone(self) -> StateHeader:
+        """Of the same state in a file that has every block."""
+        replace = msgspec.structs.replace
+        sections = [replace(section, sources=b"") for section in self.sections]
+        return replace(self, sections=sections, sources=b"", bases=[])
+
+    def referring(self, bases: list[str], sources: list[bytes]) -> StateHeader:
+        """Args: sources: of each of the parts."""
+        replace = msgspec.structs.replace
+        if not self.sections:
+            return replace(self, bases=bases, sources=sources[0])
+        sections = [
+            replace(section, sources=own)
+            for section, own in zip(self.sections, sources, strict=True)
+        ]
+        return replace(self, bases=bases, sections=sections)
+
+    def bytes_from(self, source: int) -> int:
+        """What of the memory lies in that source; 0: this file itself."""
+        if not self.block_bytes:
+            return 0 if source else self.num_bytes
+        return sum(
+            min(self.block_bytes, part.num_bytes - block * self.block_bytes)
+            for part in self.parts
+            for block in range(num_blocks(part.num_bytes, self.block_bytes))
+            if part.source_of(block) == source
+        )
 
     def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
-        """Args: blocks: of each of the parts."""
+        """As it is written: the digests are those of the blocks.
+
+        Args: blocks: of each of the parts.
+        """
+        replace, digests = msgspec.structs.replace, [combined(own) for own in blocks]
         if not self.sections:
-            return msgspec.structs.replace(self, block_bytes=block_bytes, blocks=blocks[0])
+            return replace(self, block_bytes=block_bytes, digest=digests[0], blocks=blocks[0])
         sections = [
-            msgspec.structs.replace(section, blocks=own)
-            for section, own in zip(self.sections, blocks, strict=True)
+            replace(section, digest=digest, blocks=own)
+            for section, digest, own in zip(self.sections, digests, blocks, strict=True)
         ]
-        return msgspec.structs.replace(self, block_bytes=block_bytes, sections=sections)
+        digest = _of_sections(sections)
+        return replace(self, block_bytes=block_bytes, digest=digest, sections=sections)
 
 
 def seal_header(deployment: DeploymentKey, seq: int, sections: list[Section]) -> StateHeader:
@@ -81,8 +132,11 @@ def seal_header(deployment: DeploymentKey, seq: int, sections: list[Section]) ->
         (only,) = sections
         return StateHeader("seal", deployment, seq, only.num_bytes, only.tensors, only.digest)
     num_bytes = sum(section.num_bytes for section in sections)
-    digest = xxhash.xxh3_128("".join(section.digest for section in sections)).hexdigest()
-    return StateHeader("seal", deployment, seq, num_bytes, [], digest, sections)
+    return StateHeader("seal", deployment, seq, num_bytes, [], _of_sections(sections), sections)
+
+
+def _of_sections(sections: list[Section]) -> str:
+    return xxhash.xxh3_128("".join(section.digest for section in sections)).hexdigest()
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -109,9 +163,12 @@ def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
     if xxhash.xxh3_128_digest(payload) != _PREFIX.unpack(prefix)[2]:
         raise data_loss(file, "the checksum of its header does not match")
     try:
-        return msgspec.msgpack.decode(payload, type=StateHeader)
+        header = msgspec.msgpack.decode(payload, type=StateHeader)
     except msgspec.DecodeError as error:
         raise data_loss(file, f"its header cannot be read: {error}") from None
+    # Older releases took the digest of the whole memory, also beside the checksums of its blocks.
+    blocks = [part.blocks for part in header.parts]
+    return header.with_blocks(header.block_bytes, blocks) if header.block_bytes else header
 
 
 def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
@@ -148,7 +205,7 @@ def check_restorable(
     """
     parts = header.parts
     part = parts[rank] if len(parts) == num_ranks else None
-    if part is not None and part.num_bytes == heap_bytes and part.tensors == tensors:
+    if part is not None and part.num_bytes == heap_bytes and is_same_memory(part.tensors, tensors):
         return part
     sealed_bytes = [part.num_bytes for part in parts]
     raise CallerError(
@@ -226,3 +283,6 @@ def check_blocks(place: Place) -> None:
     )
     if (header.block_bytes or part.blocks) and not is_whole:
         raise data_loss(place.file, f"section {place.index} has not a checksum for each block")
+    is_found = len(part.sources) * CHECKSUM_BYTES == len(part.blocks)
+    if part.sources and not (is_found and max(part.sources) <= len(header.bases)):
+        raise data_loss(place.file, f"section {place.index} does not say where each block is")

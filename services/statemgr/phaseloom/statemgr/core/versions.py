@@ -13,6 +13,7 @@ from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot, VersionState
 from phaseloom.statemgr.core.layout import check_layout, pack
+from phaseloom.statemgr.core.residency import Wpg
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +30,17 @@ class Version:
     is_on_disk: bool = False
     users: int = 0
     is_dropped: bool = False
+    readers: set[Wpg] = field(default_factory=set, repr=False)
+    """Lives whose ranks were given its memory, and have not let go of it."""
+    num_openings: int = 0
+    """How often it was given to one."""
     packed_tensors: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.packed_tensors = pack(self.tensors)
+
+    def __str__(self) -> str:
+        return f"version {self.key}"
 
     @property
     def is_committed(self) -> bool:
@@ -82,6 +90,10 @@ class Versions:
         self._versions[version.key] = version
         return True
 
+    def parts_of(self, key: VersionKey) -> list[Version]:
+        """What is here of a version besides the whole."""
+        return [each for found, each in self._versions.items() if found.part and found.whole == key]
+
     def known(self) -> list[Version]:
         return list(self._versions.values())
 
@@ -99,6 +111,30 @@ class Versions:
                 field="digest",
             )
         version.digest = digest
+
+    def opened(self, version: Version, reader: Wpg) -> None:
+        """Its ranks may have the memory mapped from now on."""
+        version.readers = {wpg for wpg in version.readers if not wpg.is_lost} | {reader}
+        version.num_openings += 1
+
+    def unused(self) -> list[Version]:
+        """Whole ones in memory that nothing here uses; ranks may have them mapped."""
+        return [
+            version
+            for key, version in self._versions.items()
+            if version.is_committed
+            and version.extent is not None
+            and not version.users
+            and not key.part
+        ]
+
+    def leave_memory(self, version: Version) -> int:
+        """It is on disk only from now on. Returns its extent, to be freed."""
+        assert version.is_on_disk
+        assert not version.users
+        extent, version.extent, version.incarnation = version.extent, None, None
+        assert extent is not None
+        return extent
 
     def acquire(self, version: Version) -> None:
         version.users += 1

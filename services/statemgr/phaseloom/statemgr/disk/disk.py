@@ -1,43 +1,35 @@
 """Memory to a file and back, several blocks at a time, each with its checksum.
 
-While threads move blocks, the whole memory's digest is taken beside them: neither holds the GIL.
-Blocking: call it in a thread.
+While some threads move blocks, others take checksums: neither holds the GIL. Blocking: call it in a
+thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import xxhash
 
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.statewire import DiskPath
-from phaseloom.statemgr.core.statefile import CHECKSUM_BYTES, Place, check_blocks, data_loss
+from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.probing import opener, probe
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 8 * 1024 * 1024
+Files = Mapping[int, tuple[BlockFile, int]]
+"""By source: what holds the blocks of a part, and where the part begins there."""
+
 DEPTH = 4
 """Blocks between memory and disk at a time."""
 _NUM_THREADS = DEPTH + 2
 """Some take checksums while others move blocks."""
-_HASHED_BYTES = 1024 * 1024
-"""Between looks at whether the move was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    digest: str
-    """xxh3-128 of the whole memory, in hex."""
-    blocks: bytes
-    """xxh3-64 of each block."""
 
 
 class Cancelled(ResourceError):
@@ -60,25 +52,33 @@ class Disk:
         return self._open(path, False, 0)
 
     def write(
-        self, file: BlockFile, offset: int, memory: memoryview, cancelled: threading.Event
-    ) -> Written:
-        """Raises: OSError. Cancelled."""
+        self,
+        file: BlockFile,
+        offset: int,
+        memory: memoryview,
+        cancelled: threading.Event,
+        has: Callable[[int, bytes], bool] | None = None,
+    ) -> bytes:
+        """Returns: the checksums of its blocks. Raises: OSError. Cancelled.
+
+        Args: has: whether a block, by number and checksum, is on the disk already.
+        """
 
         in_flight = threading.Semaphore(DEPTH)
 
         def write(start: int, end: int) -> bytes:
             block = memory[start:end]
+            taken = checksum(block) if has is not None else b""
+            if has is not None and has(start // BLOCK_BYTES, taken):
+                return taken
             with in_flight:
                 file.write(block, offset + start)
-            return _checksum(block)
+            return taken or checksum(block)
 
-        digest, blocks = _each_block(
-            len(memory), BLOCK_BYTES, write, cancelled, lambda: _digest(memory, cancelled)
-        )
-        return Written(digest, b"".join(blocks))
+        return b"".join(_each_block(len(memory), BLOCK_BYTES, write, cancelled))
 
     def read(
-        self, file: BlockFile, place: Place, memory: memoryview, cancelled: threading.Event
+        self, files: Files, place: Place, memory: memoryview, cancelled: threading.Event
     ) -> None:
         """Fill `memory` with a part of a state file, every block verified.
 
@@ -88,22 +88,41 @@ class Disk:
         check_blocks(place)
 
         in_flight = threading.Semaphore(DEPTH)
+        block_bytes = place.header.block_bytes or BLOCK_BYTES
 
         def read(start: int, end: int) -> None:
+            block = memory[start:end]
+            file, offset = files[part.source_of(start // block_bytes)]
             with in_flight:
-                count = file.read(memory[start:end], place.offset + start)
-            if count < end - start:
-                raise place.loss("the file ends before them", start + count, part.num_bytes)
-            if part.blocks:
-                number = start // place.header.block_bytes
-                expected = part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
-                if _checksum(memory[start:end]) != expected:
-                    raise place.loss("their checksum does not match", start, end)
+                count = file.read(block, offset + start)
+            _check(place, start, block, count)
 
-        block_bytes = place.header.block_bytes or BLOCK_BYTES
-        _each_block(part.num_bytes, block_bytes, read, cancelled, lambda: "")
-        if not part.blocks and _digest(memory[: part.num_bytes], cancelled) != part.digest:
+        _each_block(part.num_bytes, block_bytes, read, cancelled)
+        is_older = not place.header.block_bytes
+        if is_older and xxhash.xxh3_128(memory[: part.num_bytes]).hexdigest() != part.digest:
             raise data_loss(place.file, "the checksum of its content does not match")
+
+    def read_block(self, files: Files, place: Place, number: int, memory: memoryview) -> int:
+        """Fill the beginning of `memory` with one block of a file that has checksums of each;
+        returns its size. Raises: as `read`."""
+        check_blocks(place)
+        start = number * place.header.block_bytes
+        size = min(place.header.block_bytes, place.part.num_bytes - start)
+        block = memory[:size]
+        file, offset = files[place.part.source_of(number)]
+        _check(place, start, block, file.read(block, offset + start))
+        return size
+
+
+def _check(place: Place, start: int, block: memoryview, count: int) -> None:
+    """Raises: ResourceError: DATA_LOSS: what was read is not the whole block that was written."""
+    part, end = place.part, start + len(block)
+    if count < len(block):
+        raise place.loss("the file ends before them", start + count, part.num_bytes)
+    if part.blocks:
+        number = start // place.header.block_bytes
+        if checksum(block) != part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]:
+            raise place.loss("their checksum does not match", start, end)
 
 
 def _each_block(
@@ -111,9 +130,8 @@ def _each_block(
     block_bytes: int,
     work: Callable[[int, int], T],
     cancelled: threading.Event,
-    beside: Callable[[], str],
-) -> tuple[str, list[T]]:
-    """What `beside` gives, and `work` for each block. Raises: the first failure, all at rest."""
+) -> list[T]:
+    """Raises: the first failure, all at rest."""
 
     def unless_cancelled(start: int) -> T:
         if cancelled.is_set():
@@ -123,22 +141,8 @@ def _each_block(
     with ThreadPoolExecutor(_NUM_THREADS, "disk") as threads:
         moves = [threads.submit(unless_cancelled, n) for n in range(0, num_bytes, block_bytes)]
         try:
-            aside = beside()
-            return aside, [move.result() for move in moves]
+            return [move.result() for move in moves]
         finally:
             for move in moves:
                 move.cancel()
             wait(moves)
-
-
-def _checksum(block: memoryview) -> bytes:
-    return bytes(xxhash.xxh3_64(block).digest())
-
-
-def _digest(memory: memoryview, cancelled: threading.Event) -> str:
-    digest = xxhash.xxh3_128()
-    for start in range(0, len(memory), _HASHED_BYTES):
-        if cancelled.is_set():
-            raise Cancelled
-        digest.update(memory[start : start + _HASHED_BYTES])
-    return digest.hexdigest()

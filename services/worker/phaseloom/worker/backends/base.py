@@ -1,9 +1,9 @@
 """What a runtime adapter must do: one module per runtime, one line in the registry.
 
 A backend owns no memory of its own state: every weight, gradient and optimizer tensor is a view
-into the `Heap`, whose bytes the state manager moves. It is called from one thread, one call at a
-time, never from the event loop. It uses no global random state: what it draws comes from seeds that
-the operation names.
+into the `DeviceMemory`, whose bytes the state manager moves. It is called from one thread, one call
+at a time, never from the event loop. It uses no global random state: what it draws comes from seeds
+that the operation names.
 
 Over several ranks each has a backend and a heap of its own. What is marked *collective* must be
 called on all ranks of the WPG alike, in the same order, each with its own share of the data
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from phaseloom.common.errors import ResourceError
 from phaseloom.common.messages import (
@@ -32,7 +31,7 @@ from phaseloom.common.messages import (
     OptimStepResult,
 )
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.devicememory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,22 @@ class Backend(Protocol):
     """Operation kinds that it can do; another is refused at admission."""
     slots: list[TensorSlot]
     """What lies where in this rank's heap: weights first, contiguous, sorted by name. A slot that
-    holds a part of a tensor has that part's shape."""
+    holds a part of a tensor has that part's shape, and says which part it is."""
+    host_bytes: int
+    """State that it works on in host memory, never on its device: what lies behind the heap's end
+    in `slots`. 0: none."""
     version_slots: list[TensorSlot]
     """What lies where in a weights version: whole tensors from offset 0 at 64-byte offsets, sorted
     by name, the same for every layout and backend; its size is the last one's end, rounded up to
     the next 64."""
+
+    config: dict[str, Any]
+    """Of the model, as `config.json` has it beside its weights."""
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        """Where those `host_bytes` are from now on: zeroes, or what a seal held. Called where there
+        are some, once, before any operation."""
+        ...
 
     def check_generate(self, args: Generate) -> None:
         """Raises: CallerError: what `generate` could not do. Touches no state."""
@@ -140,15 +150,6 @@ class Backend(Protocol):
         """Collective. Of the whole weights, the same on all ranks and for every layout."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Collective. Write the whole state as safetensors files into an existing empty directory;
-        rank 0 writes. The files load under any layout."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Each rank reads its part of a directory that `save` wrote."""
-        ...
-
     def write_weights(self, buffer: memoryview | None) -> None:
         """Collective. Fill a version laid out as `version_slots` with the whole weights.
 
@@ -170,10 +171,12 @@ class Backend(Protocol):
 class BackendFactory(Protocol):
     @staticmethod
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
-        """Bytes of this rank's managed state, alignment included."""
+        """Bytes of this rank's state on its device, alignment included."""
         ...
 
-    def __call__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> Backend:
+    def __call__(
+        self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE
+    ) -> Backend:
         """Build the model on the heap and fill it from the spec's seeds. Collective.
 
         Raises: CallerError: a model or a layout that this runtime cannot do.

@@ -72,19 +72,20 @@ class Decoder:
               capacity: columns that the cache will hold, T included.
         """
         num_rows, length = tokens_BT.shape
+        device = tokens_BT.device
         shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
-        columns_S = torch.arange(capacity)
+        columns_S = torch.arange(capacity, device=device)
         padded_BS = columns_S < padding_B[:, None]
         cache = Cache(
-            [torch.empty(shape) for _ in self._layers],
-            [torch.empty(shape) for _ in self._layers],
-            torch.zeros(num_rows, capacity).masked_fill_(padded_BS, -torch.inf),
+            [torch.empty(shape, device=device) for _ in self._layers],
+            [torch.empty(shape, device=device) for _ in self._layers],
+            torch.zeros(num_rows, capacity, device=device).masked_fill_(padded_BS, -torch.inf),
             padding_B,
             0,
         )
-        causal_TT = torch.full((length, length), -torch.inf).triu_(1)
+        causal_TT = torch.full((length, length), -torch.inf, device=device).triu_(1)
         # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
-        visible = torch.eye(length, dtype=torch.bool)
+        visible = torch.eye(length, dtype=torch.bool, device=device)
         mask_BTT = (cache.mask_BS[:, None, :length] + causal_TT).masked_fill_(visible, 0.0)
         logits_BV = self._run(tokens_BT, cache, mask_BTT)
         return _Prefill(logits_BV, cache)
@@ -97,7 +98,8 @@ class Decoder:
     def _run(self, tokens_BT: torch.Tensor, cache: Cache, mask_BTS: torch.Tensor) -> torch.Tensor:
         hidden_BTH = F.embedding(tokens_BT, self._embedding.weight)
         start, stop = cache.columns, cache.columns + tokens_BT.shape[1]
-        positions_BT = (torch.arange(start, stop) - cache.padding_B[:, None]).clamp_(min=0)
+        columns_T = torch.arange(start, stop, device=tokens_BT.device)
+        positions_BT = (columns_T - cache.padding_B[:, None]).clamp_(min=0)
         cos_BTD, sin_BTD = self._rotary(hidden_BTH, positions_BT)
         rope = (cos_BTD[:, :, None], sin_BTD[:, :, None])
         cache.columns = stop

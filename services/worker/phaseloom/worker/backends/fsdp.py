@@ -17,7 +17,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,9 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import (
     AdamParams,
     DeploymentSpec,
@@ -43,11 +42,18 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
-from phaseloom.worker.backends import checkpoint, scoring
+from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.backends.layout import Region, check_layout, plan, shard
+from phaseloom.worker.backends.layout import (
+    Layout,
+    Region,
+    TrainingLayout,
+    check_layout,
+    plan,
+    shard,
+)
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.model import (
     HeapTensors,
@@ -57,22 +63,22 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
 )
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.devicememory import DeviceMemory
+from phaseloom.worker.optimizer import Hyperparameters, Moments, take_step
 
 READING = frozenset({"forward", "save_state"})
 TRAINING = frozenset({"forward_backward", "optim_step"})
 STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Training:
     """The flat regions that the optimizer works on, padding included (it stays zero)."""
 
     weights: torch.Tensor
     gradients: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    step: torch.Tensor
+    moments: Moments | None = None
+    """None until their memory is there: `use_host_memory`."""
 
 
 P = ParamSpec("P")
@@ -84,7 +90,7 @@ def _collective(
 ) -> Callable[Concatenate[FsdpBackend, P], R]:
     """Tell a broken group from an operation's own errors.
 
-    Gloo's first error names it; those that follow may not, and none has a class of its own.
+    Their first error names gloo or NCCL; those that follow may not, and none has a class.
     """
 
     @functools.wraps(method)
@@ -92,7 +98,7 @@ def _collective(
         try:
             return method(backend, *args, **kwargs)
         except RuntimeError as error:
-            backend._is_broken |= "gloo" in str(error)
+            backend._is_broken |= "gloo" in str(error) or "NCCL" in str(error)
             if not backend._is_broken:
                 raise
             raise GroupBroken(f"another rank is gone or late: {error}") from error
@@ -103,23 +109,26 @@ def _collective(
 class FsdpBackend:
     """See `Backend`. A rank's heap holds its shards; with one rank these are the whole tensors."""
 
-    def __init__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> None:
+    def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
         self._ranks = ranks
         self._shapes = parameter_shapes(spec.model)
-        self._layout = plan(self._shapes, trainable=spec.trainable, ranks=ranks)
+        self._layout = _layout(spec, self._shapes, ranks)
         self._version = plan(self._shapes, trainable=False).weights
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
+        self.host_bytes = self._layout.host_bytes
         self.version_slots = [*self._version.slots.values()]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()
-        _join_process_group(ranks, self._group)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        _join_process_group(ranks, self._tensors.device.type, self._group)
+        kind = self._tensors.device.type
+        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
+        self.config = self._model.config.to_dict()
         self._scorer = scoring.Scorer(self._model)
         _shard(self._scorer, self._model._no_split_modules or (), mesh)
         weights = self._layout.weights
@@ -130,7 +139,12 @@ class FsdpBackend:
     @staticmethod
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
         check_layout(spec, ranks)
-        return plan(parameter_shapes(spec.model), trainable=spec.trainable, ranks=ranks).num_bytes
+        return _layout(spec, parameter_shapes(spec.model), ranks).heap_bytes
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        self._tensors.use_host_memory(buffer)
+        assert self._layout.training is not None
+        self._trained().moments = self._moments(self._layout.training)
 
     def check_generate(self, args: Generate) -> None:
         raise _does_not_generate()
@@ -184,23 +198,12 @@ class FsdpBackend:
         norm = self._grad_norm(training.gradients)
         if 0 < adam.grad_clip_norm < norm:
             training.gradients.mul_(adam.grad_clip_norm / norm)
+        hyperparameters = Hyperparameters(
+            adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay
+        )
+        assert training.moments is not None
         with torch.no_grad():
-            adamw(
-                [training.weights],
-                [training.gradients],
-                [training.exp_avg],
-                [training.exp_avg_sq],
-                [],
-                [training.step],
-                fused=True,
-                amsgrad=False,
-                beta1=adam.beta1,
-                beta2=adam.beta2,
-                lr=adam.learning_rate,
-                weight_decay=adam.weight_decay,
-                eps=adam.eps,
-                maximize=False,
-            )
+            take_step(training.weights, training.gradients, training.moments, hyperparameters)
         training.gradients.zero_()
         return OptimStepResult({"grad_norm:mean": norm})
 
@@ -223,33 +226,6 @@ class FsdpBackend:
         return bytes(digest.tolist()).hex()
 
     @_collective
-    def save(self, directory: Path) -> None:
-        """Over several ranks, rank 0 has the whole state in memory meanwhile, beside its heap."""
-        layout = self._layout
-        weights = dict(self._whole(layout.weights))
-        training: dict[str, torch.Tensor] = {}
-        if layout.training is not None:
-            for region in layout.training.regions:
-                for name, tensor in self._whole(region):
-                    training[region.slots[name].name] = tensor
-            training[layout.training.step.name] = self._tensors.view(layout.training.step)
-        with self._all_or_none():
-            if self._ranks.rank == 0:
-                checkpoint.save(directory, self._model.config, weights, training)
-
-    @_collective
-    def load(self, directory: Path) -> None:
-        layout = self._layout
-        training: dict[str, checkpoint.Target] = {}
-        if layout.training is not None:
-            for region in layout.training.regions:
-                training |= self._targets(region)
-            step = layout.training.step
-            training[step.name] = checkpoint.Target([], range(0), self._tensors.view(step))
-        with self._all_or_none():
-            checkpoint.load(directory, self._targets(layout.weights), training)
-
-    @_collective
     def write_weights(self, buffer: memoryview | None) -> None:
         tensors = self._whole(self._layout.weights)
         if buffer is None:
@@ -260,7 +236,7 @@ class FsdpBackend:
             slot = self._version.slots[name]
             buffer[end : slot.offset] = bytes(slot.offset - end)
             end = slot.offset + slot.num_bytes
-            buffer[slot.offset : end] = tensor.contiguous().numpy().data.cast("B")
+            buffer[slot.offset : end] = tensor.contiguous().cpu().numpy().data.cast("B")
         buffer[end:] = bytes(self._version.stop - end)
 
     def read_weights(self, buffer: memoryview) -> None:
@@ -268,7 +244,7 @@ class FsdpBackend:
             whole = self._version.slots[name]
             rows = shard(self._shapes[name], self._ranks).rows
             start = whole.offset + whole.num_bytes // whole.shape[0] * rows.start
-            self._tensors.bytes_of(slot)[:] = buffer[start : start + slot.num_bytes]
+            self._tensors.read_in(slot.offset, buffer[start : start + slot.num_bytes])
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights: FSDP2 re-shards after every pass."""
@@ -304,9 +280,6 @@ class FsdpBackend:
             for name, slot in region.slots.items()
         }
 
-    def _targets(self, region: Region) -> dict[str, checkpoint.Target]:
-        return checkpoint.targets(region, self._tensors, self._shapes, self._ranks)
-
     def _passes(self, batch: Batch, *, only_used: bool) -> Iterator[Pass]:
         """The passes over this rank's data, then as many idle ones as the busiest rank has more."""
         if self._ranks.world_size == 1:
@@ -326,17 +299,6 @@ class FsdpBackend:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """Where one rank fails in here all do, so that none waits for it in the next collective."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self._max(failure is not None):
-            raise failure or ResourceError("another rank of the group failed", code=Code.ABORTED)
-
     def _prepare_training(self, mesh: DeviceMesh) -> _Training:
         weights, layout, tensors = self._layout.weights, self._layout.training, self._tensors
         assert layout is not None
@@ -351,18 +313,20 @@ class FsdpBackend:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        return _Training(
-            tensors.flat(weights),
-            tensors.flat(layout.gradients),
-            tensors.flat(layout.exp_avg),
-            tensors.flat(layout.exp_avg_sq),
-            tensors.view(layout.step),
-        )
+        training = _Training(tensors.flat(weights), tensors.flat(layout.gradients))
+        if not layout.is_on_host:
+            training.moments = self._moments(layout)
+        return training
+
+    def _moments(self, layout: TrainingLayout) -> Moments:
+        flat = self._tensors.flat
+        step = self._tensors.view(layout.step)
+        return Moments(flat(layout.exp_avg), flat(layout.exp_avg_sq), step)
 
     def _backward(self, args: ForwardBackward, packed: Pass) -> float:
         lp_N = self._scorer(packed)
         q_N, coefficient_N = torch.from_numpy(packed.q_N), torch.from_numpy(packed.coefficient_N)
-        loss = loss_sum(args, lp_N, q_N, coefficient_N)
+        loss = loss_sum(args, lp_N, q_N.to(lp_N.device), coefficient_N.to(lp_N.device))
         torch.autograd.backward(loss)
         return loss.item()
 
@@ -371,6 +335,10 @@ class FsdpBackend:
         square = gradients.square().sum()
         dist.all_reduce(square)
         return math.sqrt(square.item())
+
+
+def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: RankGroup) -> Layout:
+    return plan(shapes, trainable=spec.trainable, ranks=ranks, optimizer_on=spec.optimizer_on)
 
 
 def _check_adam(adam: AdamParams) -> None:
@@ -393,7 +361,7 @@ def _does_not_generate() -> CallerError:
     )
 
 
-def _join_process_group(ranks: RankGroup, joined: ExitStack) -> None:
+def _join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -> None:
     """Make the process's group if there is none yet; `joined` ends what this makes.
 
     A store in a file needs no port that could collide.
@@ -409,7 +377,7 @@ def _join_process_group(ranks: RankGroup, joined: ExitStack) -> None:
         store = Path(ranks.store_path).absolute()
     try:
         dist.init_process_group(
-            "gloo",
+            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl",
             init_method=store.as_uri(),
             rank=ranks.rank,
             world_size=ranks.world_size,

@@ -1,4 +1,7 @@
-"""Where every managed tensor lies in a heap: weights, gradients, AdamW's moments and step counter.
+"""Where every managed tensor lies: weights, gradients, AdamW's moments and step counter.
+
+On the device lies the heap; the optimizer's part may live in host memory instead, behind the heap's
+copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
 
 One layout rule for all backends: regions follow one another, each holds the parameters sorted by
 name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and a
@@ -10,13 +13,13 @@ room for the padding that makes them as large on every rank. Pure; no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from phaseloom.common import layouts
 from phaseloom.common.errors import CallerError, Code, InternalError
-from phaseloom.common.messages import DeploymentSpec
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.messages import DeploymentSpec, OptimizerOn
+from phaseloom.common.statewire import Role, TensorSlot, host_start
 from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.heap import align
 
@@ -43,6 +46,13 @@ class TrainingLayout:
     exp_avg: Region
     exp_avg_sq: Region
     step: TensorSlot
+    is_on_host: bool = False
+    """Moments and step counter live in host memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """From the beginning to where the last of it ends."""
+        return align(self.step.offset + FLOAT32_BYTES)
 
     @property
     def regions(self) -> tuple[Region, Region, Region]:
@@ -66,10 +76,20 @@ class Layout:
         return [*self.weights.slots.values(), *training]
 
     @property
-    def num_bytes(self) -> int:
+    def heap_bytes(self) -> int:
+        """On the device."""
         if self.training is None:
             return self.weights.stop
-        return align(self.training.step.offset + FLOAT32_BYTES)
+        if self.training.is_on_host:
+            return self.training.gradients.stop
+        return self.training.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory alone, from `host_start` of the heap on."""
+        if self.training is None or not self.training.is_on_host:
+            return 0
+        return self.training.num_bytes - host_start(self.heap_bytes)
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,10 @@ class Shard:
     rows: range
     shape: list[int]
     padded_shape: list[int]
+    global_shape: list[int] = field(default_factory=list)
+    """Of the parameter; empty: this is all of it."""
+    start: list[int] = field(default_factory=list)
+    """Of its first element there."""
 
 
 def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
@@ -87,12 +111,24 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     if not shape:
         return Shard(range(1), [], [])
     (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
-    return Shard(piece.indices, [len(piece.indices), *shape[1:]], [piece.length, *shape[1:]])
+    rows = piece.indices
+    own, padded = [len(rows), *shape[1:]], [piece.length, *shape[1:]]
+    if len(rows) == shape[0]:
+        return Shard(rows, own, padded)
+    return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
 
 
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Raises: CallerError: FAILED_PRECONDITION, it asks for more than data parallelism."""
+    """Raises: CallerError: FAILED_PRECONDITION, it asks for more than data parallelism, or for an
+    optimizer where there is none."""
     layouts.check_layout(spec.layout)
+    if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
+        raise CallerError(
+            "a deployment that is not trainable has no optimizer",
+            code=Code.FAILED_PRECONDITION,
+            field="optimizer_on",
+            remedy="leave optimizer_on out, or declare it with trainable = true",
+        )
     for axis in ("tp", "pp", "cp", "ep"):
         size = getattr(spec.layout, axis)
         if size > 1:
@@ -107,7 +143,11 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
 
 
 def plan(
-    shapes: Mapping[str, Sequence[int]], *, trainable: bool, ranks: RankGroup = ALONE
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    trainable: bool,
+    ranks: RankGroup = ALONE,
+    optimizer_on: OptimizerOn = OptimizerOn.DEVICE,
 ) -> Layout:
     """Lay out a rank's shards of float32 parameters, and their training state if `trainable`.
 
@@ -118,10 +158,12 @@ def plan(
     if not trainable:
         return Layout(weights)
     gradients = _region(shards, weights.stop, Role.GRADIENT, ".grad")
-    exp_avg = _region(shards, gradients.stop, Role.OPTIMIZER, ".exp_avg")
+    is_on_host = optimizer_on is OptimizerOn.HOST
+    start = host_start(gradients.stop) if is_on_host else gradients.stop
+    exp_avg = _region(shards, start, Role.OPTIMIZER, ".exp_avg")
     exp_avg_sq = _region(shards, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
     step = TensorSlot(STEP, Role.OPTIMIZER, "float32", [], exp_avg_sq.stop, FLOAT32_BYTES)
-    return Layout(weights, TrainingLayout(gradients, exp_avg, exp_avg_sq, step))
+    return Layout(weights, TrainingLayout(gradients, exp_avg, exp_avg_sq, step, is_on_host))
 
 
 def _region(shards: Mapping[str, Shard], start: int, role: Role, suffix: str) -> Region:
@@ -130,6 +172,15 @@ def _region(shards: Mapping[str, Shard], start: int, role: Role, suffix: str) ->
     for name in sorted(shards):
         part = shards[name]
         num_bytes = prod(part.shape) * FLOAT32_BYTES
-        slots[name] = TensorSlot(name + suffix, role, "float32", part.shape, offset, num_bytes)
+        slots[name] = TensorSlot(
+            name + suffix,
+            role,
+            "float32",
+            part.shape,
+            offset,
+            num_bytes,
+            global_shape=part.global_shape,
+            start=part.start,
+        )
         offset = align(offset + prod(part.padded_shape) * FLOAT32_BYTES)
     return Region(start, offset, slots)

@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs whose parameters live in a `Heap`.
+"""Hugging Face causal LMs whose parameters live in a rank's device memory.
 
 Shared by all torch backends, so that one spec gives the same weights at the same offsets in each of
 them. Buffers that follow from the config alone (rotary frequencies) stay outside the heap: they are
@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.messages import ModelSpec
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.statewire import TensorSlot, host_start
 from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.devicememory import DeviceMemory, as_tensor
 
 MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
 """Architectures whose logits are head(body(tokens)): what scoring and decoding rely on."""
@@ -99,31 +99,53 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
 
 
 class HeapTensors:
-    """Torch's view of a heap. The tensors keep the mapping alive, not its content."""
+    """Torch's view of a heap, and of the state behind it that lives in host memory.
 
-    def __init__(self, heap: Heap) -> None:
-        self._buffer = heap.buffer
-        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+    The tensors keep the mappings alive, not their content.
+    """
+
+    def __init__(self, heap: DeviceMemory) -> None:
+        self._bytes = as_tensor(heap)
+        self.device = self._bytes.device
+        """Where the heap is."""
+        self._host_start = host_start(heap.num_bytes)
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        """Where what lies behind the heap is, from `host_start` on."""
+        self._host = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Args: shape: of more rows than the slot's, where it has room for padding."""
         shape = slot.shape if shape is None else shape
         stop = slot.offset + math.prod(shape) * FLOAT32_BYTES
-        return self._bytes[slot.offset : stop].view(torch.float32).view(shape)
+        return self._between(slot.offset, stop).view(torch.float32).view(shape)
 
     def views(self, region: Region) -> dict[str, torch.Tensor]:
         return {name: self.view(slot) for name, slot in region.slots.items()}
 
-    def content(self, region: Region) -> memoryview:
-        """The region's bytes themselves."""
-        return self._buffer[region.start : region.stop]
+    def read_in(self, offset: int, source: memoryview) -> None:
+        """Bytes over those of the heap from `offset` on."""
+        target = self._bytes[offset : offset + source.nbytes]
+        if target.is_cuda:
+            target.copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
+        else:
+            target.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
 
-    def bytes_of(self, slot: TensorSlot) -> memoryview:
-        return self._buffer[slot.offset : slot.offset + slot.num_bytes]
+    def write_out(self, offset: int, target: memoryview) -> None:
+        """The heap's bytes from `offset` on over others."""
+        torch.frombuffer(target, dtype=torch.uint8).copy_(
+            self._bytes[offset : offset + target.nbytes]
+        )
 
     def flat(self, region: Region) -> torch.Tensor:
         """The region as one float32 vector, the zero padding between tensors included."""
-        return self._bytes[region.start : region.stop].view(torch.float32)
+        return self._between(region.start, region.stop).view(torch.float32)
+
+    def _between(self, start: int, stop: int) -> torch.Tensor:
+        if start < self._host_start:
+            return self._bytes[start:stop]
+        return self._host[start - self._host_start : stop - self._host_start]
 
 
 def as_little_endian(
@@ -131,7 +153,7 @@ def as_little_endian(
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """The tensors as arrays, aliasing them where the machine allows."""
     for name, tensor in tensors:
-        array = tensor.detach().numpy()
+        array = tensor.detach().cpu().numpy()
         yield name, array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 

@@ -1,12 +1,20 @@
-"""Backend that answers at once with well-formed, trivial results: for benches of the mesh alone."""
+"""Backend that answers with well-formed, trivial results: for benches of the mesh alone.
+
+The model's config may say how large its state is and how long it takes, so that switches and gaps
+are as those of a real model on a machine that has none:
+
+    {"num_floats": 16, "seconds": {"generate": 0.5, "forward_backward": 0.3}}
+"""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence as Seq
-from pathlib import Path
+from typing import Any
 
 from phaseloom.common.arrays import length, pack_float32s, pack_int32s
+from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     READING_KINDS,
@@ -23,30 +31,44 @@ from phaseloom.common.messages import (
 )
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.layout import Layout, plan
+from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.heap import Heap
-
-STATE_FILE = "state.bin"
 
 
 class NoopBackend:
-    """See `Backend`. Its state is 64 bytes that stay as they are."""
+    """See `Backend`. Its state stays as it is."""
 
-    def __init__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> None:
+    def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION, the device is not emulated."""
+        if not isinstance(heap, Heap):
+            raise CallerError(
+                "the noop backend runs on emulated devices only",
+                code=Code.FAILED_PRECONDITION,
+                field="backend",
+                remedy="use a pool of emulated devices, or another backend",
+            )
         self._buffer = heap.buffer
         self._rank = ranks.rank
-        self.slots = _layout().slots
+        self._seconds = spec.model.config.get("seconds", {})
+        self.slots = _layout(spec).slots
         self.version_slots = self.slots
+        self.host_bytes = 0
+        self.config: dict[str, Any] = {}
         self.kinds = MUTATING_KINDS | READING_KINDS
 
     @staticmethod
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
-        return _layout().num_bytes
+        return _layout(spec).heap_bytes
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        """It has no use for any."""
 
     def check_generate(self, args: Generate) -> None:
         """Everything is accepted: nothing is computed."""
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> list[GenerateResult | None]:
         """Every continuation is the one token 0, cut off by length."""
+        self._take("generate")
         sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
         return [
             GenerateResult(
@@ -60,18 +82,21 @@ class NoopBackend:
         """Everything is accepted: nothing is computed."""
 
     def forward(self, args: Forward) -> ForwardResult:
+        self._take("forward")
         return ForwardResult([bytes(4 * length(datum.targets)) for datum in args.batch])
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         """Everything is accepted: nothing is computed."""
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        self._take("forward_backward")
         return ForwardBackwardResult({"loss:sum": 0.0, "num_tokens:sum": 0.0})
 
     def check_optim_step(self, adam: AdamParams) -> None:
         """Everything is accepted: nothing is computed."""
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        self._take("optim_step")
         return OptimStepResult({"grad_norm:mean": 0.0})
 
     def zero_gradients(self) -> None:
@@ -79,13 +104,6 @@ class NoopBackend:
 
     def weights_sha256(self) -> str:
         return hashlib.sha256(self._buffer).hexdigest()
-
-    def save(self, directory: Path) -> None:
-        if self._rank == 0:
-            (directory / STATE_FILE).write_bytes(self._buffer)
-
-    def load(self, directory: Path) -> None:
-        self._buffer[:] = (directory / STATE_FILE).read_bytes()
 
     def write_weights(self, buffer: memoryview | None) -> None:
         if buffer is not None:
@@ -100,6 +118,9 @@ class NoopBackend:
     def close(self) -> None:
         """Nothing to end."""
 
+    def _take(self, kind: str) -> None:
+        time.sleep(self._seconds.get(kind, 0.0))
 
-def _layout() -> Layout:
-    return plan({"noop": [16]}, trainable=False)
+
+def _layout(spec: DeploymentSpec) -> Layout:
+    return plan({"noop": [spec.model.config.get("num_floats", 16)]}, trainable=False)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from phaseloom.common.messages import (
     SamplingParams,
     Sequence,
 )
-from phaseloom.worker.backends import checkpoint, scoring
+from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
@@ -55,7 +54,7 @@ from phaseloom.worker.backends.model import (
     parameter_shapes,
     return_freed_memory,
 )
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.devicememory import DeviceMemory
 
 KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
 
@@ -67,17 +66,23 @@ class SamplerBackend:
     """See `Backend`. Log-probabilities are the model's own (temperature 1), whatever the
     temperature that tokens were drawn at: what the learner's log-probabilities compare with."""
 
-    def __init__(self, spec: DeploymentSpec, heap: Heap, ranks: RankGroup = ALONE) -> None:
+    def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
         self._rank = ranks.rank
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.version_slots = self.slots
+        self.host_bytes = 0
         self.kinds = KINDS
         self._token_texts = spec.model.token_texts
+        self._device = self._tensors.device
         self._model = build_model(spec.model).requires_grad_(False)
+        # Its rotary frequencies, which are no state.
+        module: torch.nn.Module = self._model
+        module.to(self._device)
         self.vocab_size = int(self._model.config.vocab_size)
+        self.config = self._model.config.to_dict()
         self._ends = _end_tokens(self._model.config, self.vocab_size)
         self._max_positions = int(self._model.config.max_position_embeddings)
         views = self._tensors.views(self._layout.weights)
@@ -91,7 +96,10 @@ class SamplerBackend:
     @staticmethod
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
         check_layout(spec, ranks)
-        return _layout(spec).num_bytes
+        return _layout(spec).heap_bytes
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        """It has no use for any."""
 
     def check_generate(self, args: Generate) -> None:
         if not args.prompts:
@@ -150,22 +158,12 @@ class SamplerBackend:
     def weights_sha256(self) -> str:
         return weights_sha256(as_little_endian(self._tensors.views(self._layout.weights).items()))
 
-    def save(self, directory: Path) -> None:
-        if self._rank == 0:
-            weights = self._tensors.views(self._layout.weights)
-            checkpoint.save(directory, self._model.config, weights, {})
-
-    def load(self, directory: Path) -> None:
-        weights = self._layout.weights
-        shapes = {name: slot.shape for name, slot in weights.slots.items()}
-        checkpoint.load(directory, checkpoint.targets(weights, self._tensors, shapes, ALONE), {})
-
     def write_weights(self, buffer: memoryview | None) -> None:
         if buffer is not None:
-            buffer[:] = self._tensors.content(self._layout.weights)
+            self._tensors.write_out(0, buffer)
 
     def read_weights(self, buffer: memoryview) -> None:
-        self._tensors.content(self._layout.weights)[:] = buffer
+        self._tensors.read_in(0, buffer)
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights: every call reads them from the heap."""
@@ -193,15 +191,18 @@ class SamplerBackend:
         rows = Rows(asked, self.vocab_size, self._token_texts)
         tokens_PT, padding_P = _left_pad([prompt.tokens_T for prompt in wave])
         capacity = tokens_PT.shape[1] + max(each.max_tokens for each in asked)
-        prefill = self._decoder.prefill(tokens_PT, padding_P, capacity)
+        prefill = self._decoder.prefill(
+            tokens_PT.to(self._device), padding_P.to(self._device), capacity
+        )
         samples_P = [call.requests[prompt.request].num_samples for prompt in wave]
         expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
-        call.accept(rows, prefill.logits_BV.index_select(0, expand_B))
+        expand_B = expand_B.to(self._device)
+        call.accept(rows, prefill.logits_BV.index_select(0, expand_B).cpu())
         cache = prefill.cache.rows(expand_B)
         while not rows.is_done:
             if rows.has_many_finished:
-                cache = cache.rows(rows.drop_finished())
-            call.accept(rows, self._decoder.step(rows.last_B, cache))
+                cache = cache.rows(rows.drop_finished().to(self._device))
+            call.accept(rows, self._decoder.step(rows.last_B.to(self._device), cache).cpu())
         for each, sequences in zip(asked, rows.sequences(), strict=True):
             call.sequences[each.request] += sequences
 

@@ -28,21 +28,23 @@ class Scorer(nn.Module):
     def forward(self, packed: Pass) -> torch.Tensor:
         """(N,) log-probabilities of the targets."""
         model: Any = self.model
-        tokens_BT = torch.from_numpy(packed.tokens_BT)
+        device = model.device
+        tokens_BT = torch.from_numpy(packed.tokens_BT).to(device)
         visible_BTT = packed.visible_BTT
         if visible_BTT is None:
             output = model.base_model(input_ids=tokens_BT, use_cache=False)
         else:
             output = model.base_model(
                 input_ids=tokens_BT,
-                position_ids=torch.from_numpy(packed.positions_BT),
-                attention_mask=_additive_mask(torch.from_numpy(visible_BTT[:, None])),
+                position_ids=torch.from_numpy(packed.positions_BT).to(device),
+                attention_mask=_additive_mask(torch.from_numpy(visible_BTT[:, None])).to(device),
                 use_cache=False,
             )
         hidden_BTH = output.last_hidden_state
-        asked_NH = hidden_BTH.flatten(0, 1).index_select(0, torch.from_numpy(packed.index_N))
+        index_N = torch.from_numpy(packed.index_N).to(device)
+        asked_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
         logits_NV = model.lm_head(asked_NH)
-        targets_N = torch.from_numpy(packed.targets_N)
+        targets_N = torch.from_numpy(packed.targets_N).to(device)
         return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
@@ -57,5 +59,5 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
     """
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
     for each in passes(batch, only_used=False) if packed is None else packed:
-        lp_N[each.source_N] = scorer(each).numpy()
+        lp_N[each.source_N] = scorer(each).cpu().numpy()
     return [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]

@@ -12,12 +12,20 @@ To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WE
 from __future__ import annotations
 
 from phaseloom.common.ids import NodeId
-from phaseloom.scheduler.core.cluster import Cluster, Decision, Member, Placed, Placement, Waits
+from phaseloom.scheduler.core.cluster import (
+    Cluster,
+    Decision,
+    Group,
+    Member,
+    Placed,
+    Placement,
+    Waits,
+)
 from phaseloom.scheduler.core.weave.board import NEW, board_of
 from phaseloom.scheduler.core.weave.pool import fresh, pinned, share_blindly
 from phaseloom.scheduler.core.weave.refusal import no_place
 from phaseloom.scheduler.core.weave.repack import replan
-from phaseloom.scheduler.core.weave.seats import seat_of
+from phaseloom.scheduler.core.weave.seats import holds, seat_of
 from phaseloom.scheduler.core.weave.timing import ROLLOUT, TRAIN
 
 
@@ -38,4 +46,10 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     return Placed(found.group, pinned(rolls, trains), why)
 
 
-coexec_repack = Placement(_place, replan)
+def _is_overloaded(cluster: Cluster, group: Group) -> bool:
+    """Whether somebody's budget does not cover its pace any more."""
+    everybody = tuple(seat_of(cluster, member) for member in group.members.values())
+    return not holds(everybody, cluster.limits.switch_s, is_changed=False)
+
+
+coexec_repack = Placement(_place, replan, is_overloaded=_is_overloaded)

@@ -7,7 +7,7 @@ that slows people less. Cost: everything about a pair of group and job is worked
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Best(NamedTuple):
 @dataclass
 class Board:
     cluster: Cluster
-    groups: dict[str, Seats]
+    groups: Mapping[str, Seats]
     """By name: those that jobs can be added to."""
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Board:
         self.num_new += count
         return tuple(f"{NEW}{k}" for k in range(first, self.num_new))
 
-    def best(self, groups: dict[str, Seats], seat: Seat, below: float) -> Best | None:
+    def best(self, groups: Mapping[str, Seats], seat: Seat, below: float) -> Best | None:
         """The group and nodes that cost least to add a job to, where that is below `below`.
 
         Whether a group holds is asked of the best first, as it costs most to find out. Ties: the
@@ -136,12 +136,15 @@ class Board:
         return None
 
     def _options_by_group(
-        self, groups: dict[str, Seats], seat: Seat
+        self, groups: Mapping[str, Seats], seat: Seat
     ) -> Iterator[tuple[str, list[tuple[float, Seat]]]]:
         """Of the first groups that have any."""
         full = self.cluster.limits.max_group_jobs
         tried = 0
+        is_new = not self._added
         for name, group in groups.items():
+            if is_new and tried >= MOST_TRIED:
+                return
             if len(group) >= full or group[0].train.num_nodes != seat.train.num_nodes:
                 continue
             key = seats.signature(group), seat.job
@@ -212,12 +215,26 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
     )
 
 
+class _Groups(Mapping[str, Seats]):
+    """Made when they are looked at: to place one job only the first ones are."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._made: dict[str, Seats] = {}
+
+    def __getitem__(self, name: str) -> Seats:
+        if name not in self._made:
+            members = self._cluster.groups[name].members.values()
+            self._made[name] = tuple([seats.seat_of(self._cluster, m) for m in members])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        groups = self._cluster.groups
+        return (name for name in groups if is_plannable(self._cluster, groups[name]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def board_of(cluster: Cluster) -> Board:
-    return Board(
-        cluster,
-        {
-            name: tuple(seats.seat_of(cluster, member) for member in group.members.values())
-            for name, group in cluster.groups.items()
-            if is_plannable(cluster, group)
-        },
-    )
+    return Board(cluster, _Groups(cluster))

@@ -5,10 +5,12 @@ meta-iteration: a short job may go round twice while a long one goes round once.
 robin holds everybody to the longest. Price: a job can be delayed by one that is faster now than
 before, so means are those of the orbit that the group settles in, not bounds.
 Source: WEAVE §5.1 (a FIFO queue per node). Deviation: no barrier between meta-iterations.
+Cost: this is what placement spends its time in: tens of microseconds an orbit; memoised.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,6 +24,9 @@ ROOT = 1.1347241384015194
 SPREAD = tuple(ROOT ** -(i + 1) for i in range(64))
 RESOLUTION_S = 1e-3
 """States that differ by less are the same."""
+MEMO = 8192
+"""Groups that are remembered, of each kind: some 10 MiB. Parts of a hundred groups of five, each
+with a newcomer on any of its nodes."""
 
 
 class Rollout(NamedTuple):
@@ -33,19 +38,59 @@ class Rollout(NamedTuple):
     nodes: tuple[int, ...]
 
 
-def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> tuple[float, ...]:
+Means = tuple[float, ...]
+_State = tuple[int, ...]
+
+
+class _Moment(NamedTuple):
+    """When the slowest job asks for its next rollout: where everything stands."""
+
+    now_s: float
+    laps: tuple[int, ...]
+    """That each job has been round."""
+    ready_s: list[float]
+    """When each asks for its next phase, …"""
+    trains: list[bool]
+    """… and whether that is training."""
+    asked_s: list[float]
+    """When each that waits for nobody asked for its newest rollout."""
+    free_s: list[float]
+    """Nodes, and the train nodes last."""
+    last: list[int]
+    """Who used each."""
+    mark: int
+
+
+class _Seen(NamedTuple):
+    """Moments of one start since it was warm, and the marks of states like theirs."""
+
+    moments: list[_Moment]
+    marks: set[int]
+
+
+class _Orbit(NamedTuple):
+    """What a group does again and again, seen from a moment on its way there."""
+
+    means: Means
+    away: int
+    """Laps until it is in it."""
+    laps: int
+    """That it takes."""
+
+
+@lru_cache(maxsize=MEMO)
+def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
     """Mean seconds an iteration of each job takes if all start at once, in the order given.
 
     `switch_s` is charged when a node starts a phase of another job than its last.
-    Cost: some microseconds a phase, hundreds of phases; memoised.
     """
     if len(jobs) == 1:
         return (jobs[0].rollout_s + jobs[0].train_s + jobs[0].gap_s,)
-    return _orbit(jobs, switch_s, (0.0,) * len(jobs))
+    return _Queues(jobs, switch_s).settle((0.0,) * len(jobs))
 
 
-@lru_cache(maxsize=65536)
-def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> tuple[float, ...]:
+@lru_cache(maxsize=MEMO)
+def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
     """The same, the worst over the orbits found from several starts.
 
     A group can settle in one orbit or in another that is slower for somebody by a fifth; which, is
@@ -53,86 +98,182 @@ def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> tuple[floa
     """
     if len(jobs) == 1:
         return mean_iterations_s(jobs, switch_s)
-    solos_s = [job.rollout_s + job.train_s + job.gap_s for job in jobs]
-    found = []
-    for k in range(NUM_STARTS):
-        starts_s = tuple((k * SPREAD[i]) % 1.0 * solo_s for i, solo_s in enumerate(solos_s))
-        found.append(_orbit(jobs, switch_s, starts_s))
-    return tuple(max(means) for means in zip(*found, strict=True))
+    return _Queues(jobs, switch_s).worst()
 
 
-@lru_cache(maxsize=65536)
-def _orbit(
-    jobs: tuple[Rollout, ...], switch_s: float, starts_s: tuple[float, ...]
-) -> tuple[float, ...]:
-    """Phases in the order in which they are asked for: each begins as soon as its nodes are done
-    with all that were asked for earlier. This loop is what placement spends its time in."""
-    count = len(jobs)
-    width = 1 + max((node for job in jobs for node in job.nodes), default=-1)
-    free_s = [0.0] * width
-    last = [-1] * width
-    train_free_s = 0.0
-    train_last = -1
-    ready_s = list(starts_s)
-    trains = [False] * count
-    laps = [0] * count
-    pace = max(range(count), key=lambda i: jobs[i].rollout_s + jobs[i].train_s + jobs[i].gap_s)
-    seen: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-    warm: tuple[float, tuple[int, ...]] | None = None
-    while True:
-        now_s = min(ready_s)
-        i = ready_s.index(now_s)
-        rollout_s, train_s, gap_s, nodes = jobs[i]
-        if trains[i]:
-            begins_s = train_free_s if train_free_s > now_s else now_s
-            if train_last != i:
+class _Queues:
+    """The queues of a group's nodes, run again and again from other starts."""
+
+    def __init__(self, jobs: tuple[Rollout, ...], switch_s: float) -> None:
+        self._jobs = [
+            (job.rollout_s, job.train_s, job.gap_s, job.nodes, _only(job.nodes)) for job in jobs
+        ]
+        self._switch_s = switch_s
+        solos_s = [job.rollout_s + job.train_s + job.gap_s for job in jobs]
+        self._pace = solos_s.index(max(solos_s))
+        users = Counter(node for job in jobs for node in job.nodes)
+        self._num_nodes = 1 + max(users, default=-1)
+        self._watched = [n for n in range(self._num_nodes) if users[n] > 1] + [self._num_nodes]
+        """Nodes that several use, the train nodes last."""
+        # Of a job that trains ahead of its own rollouts the next one may be asked for in the past.
+        goes_ahead = any(job.gap_s < -RESOLUTION_S for job in jobs)
+        self._is_alone = [
+            not goes_ahead and i != self._pace and all(users[node] == 1 for node in job.nodes)
+            for i, job in enumerate(jobs)
+        ]
+        """Jobs that wait for nobody on their rollout nodes: a rollout of theirs ends so long after
+        it was asked for, and nobody else notices. That of the slowest is where laps are told."""
+        self._known: dict[tuple[_State, _State], _Orbit] = {}
+        """Of moments on the way into orbits that closed. Another start that comes to one of them
+        goes on as that did."""
+        self._known_marks: set[int] = set()
+        self._is_learning = False
+
+    def worst(self) -> Means:
+        """Over the orbits from several starts."""
+        self._is_learning = True
+        solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _, _ in self._jobs]
+        worst_s = (0.0,) * len(solos_s)
+        for k in range(NUM_STARTS):
+            starts_s = [(k * SPREAD[i]) % 1.0 * solo_s for i, solo_s in enumerate(solos_s)]
+            worst_s = tuple(map(max, worst_s, self.settle(starts_s)))
+        return worst_s
+
+    def settle(self, starts_s: Sequence[float]) -> Means:  # noqa: PLR0912, PLR0915 - one loop
+        """Of the orbit that the group comes into from these starts.
+
+        Phases in the order in which they are asked for: each begins as soon as its nodes are done
+        with all that were asked for earlier.
+        """
+        jobs, switch_s, pace, is_alone = self._jobs, self._switch_s, self._pace, self._is_alone
+        free_s = [0.0] * self._num_nodes
+        last = [-1] * self._num_nodes
+        train_free_s, train_last = 0.0, -1
+        asked_s = list(starts_s)
+        ready_s = list(starts_s)
+        for i, (rollout_s, _, _, nodes, _) in enumerate(jobs):
+            if is_alone[i]:
+                ready_s[i] += (switch_s if nodes else 0.0) + rollout_s
+        trains = list(is_alone)
+        laps = [0] * len(jobs)
+        seen = _Seen([], set())
+        find = ready_s.index
+        while True:
+            now_s = min(ready_s)
+            i = find(now_s)
+            rollout_s, train_s, gap_s, nodes, only = jobs[i]
+            if trains[i]:
+                begins_s = train_free_s if train_free_s > now_s else now_s
+                if train_last != i:
+                    begins_s += switch_s
+                    train_last = i
+                train_free_s = begins_s + train_s
+                laps[i] += 1
+                ends_s = train_free_s + gap_s
+                if is_alone[i]:
+                    asked_s[i] = ends_s
+                    ready_s[i] = ends_s + rollout_s
+                else:
+                    ready_s[i] = ends_s
+                    trains[i] = False
+                continue
+            if i == pace and laps[i]:
+                mark = self._mark(now_s, ready_s)
+                if laps[i] >= WARM_LAPS or mark in self._known_marks:
+                    here = _Moment(
+                        now_s,
+                        tuple(laps),
+                        ready_s[:],
+                        trains[:],
+                        asked_s[:],
+                        [*free_s, train_free_s],
+                        [*last, train_last],
+                        mark,
+                    )
+                    means = self._arrive(here, seen)
+                    if means is not None:
+                        return means
+            trains[i] = True
+            if only >= 0:
+                begins_s = free_s[only] if free_s[only] > now_s else now_s
+                if last[only] != i:
+                    begins_s += switch_s
+                    last[only] = i
+                free_s[only] = ready_s[i] = begins_s + rollout_s
+                continue
+            begins_s = max([now_s, *[free_s[node] for node in nodes]])
+            if any(last[node] != i for node in nodes):
                 begins_s += switch_s
-                train_last = i
-            train_free_s = begins_s + train_s
-            ready_s[i] = train_free_s + gap_s
-            laps[i] += 1
-            trains[i] = False
-            continue
-        if i == pace and laps[i] >= WARM_LAPS:
-            here = now_s, tuple(laps)
-            if warm is None:
-                warm = here
-            state = _state(now_s, ready_s, [*free_s, train_free_s], trains)
-            before = seen.setdefault(state, here)
-            if before is not here:
-                return _means(before, here)
-            if laps[i] >= MAX_LAPS:
-                return _means(warm, here)
-        begins_s = now_s
-        comes_back = True
-        for node in nodes:
-            begins_s = max(begins_s, free_s[node])
-            if last[node] != i:
-                comes_back = False
+            ready_s[i] = ends_s = begins_s + rollout_s
+            for node in nodes:
                 last[node] = i
-        if not comes_back:
-            begins_s += switch_s
-        ends_s = begins_s + rollout_s
-        for node in nodes:
-            free_s[node] = ends_s
-        ready_s[i] = ends_s
-        trains[i] = True
+                free_s[node] = ends_s
+
+    def _mark(self, now_s: float, ready_s: list[float]) -> int:
+        """Of like states the same, or a neighbour: they are not looked at more closely else."""
+        return int((sum(ready_s) - len(ready_s) * now_s) / (len(ready_s) * RESOLUTION_S))
+
+    def _arrive(self, here: _Moment, seen: _Seen) -> Means | None:
+        """What the orbit brings, where it is known by now."""
+        laps = here.laps[self._pace]
+        if here.mark in self._known_marks:
+            orbit = self._known.get(self._place(here))
+            # As it would be found from here, had it to be.
+            if orbit and max(WARM_LAPS, laps + orbit.away) + orbit.laps <= MAX_LAPS:
+                return orbit.means
+        if laps < WARM_LAPS:
+            return None
+        if here.mark in seen.marks:
+            state = self._state(here)
+            for number, moment in enumerate(seen.moments):
+                if abs(moment.mark - here.mark) <= 1 and self._state(moment) == state:
+                    return self._close(seen, number, here)
+        if laps >= MAX_LAPS:
+            return _means(seen.moments[0], here)
+        seen.moments.append(here)
+        seen.marks.update((here.mark - 1, here.mark, here.mark + 1))
+        return None
+
+    def _close(self, seen: _Seen, first: int, here: _Moment) -> Means:
+        """Everything stands as it did at the moment of that number."""
+        means = _means(seen.moments[first], here)
+        if not self._is_learning:
+            return means
+        for number, moment in enumerate(seen.moments):
+            orbit = _Orbit(means, max(0, first - number), len(seen.moments) - first)
+            self._known.setdefault(self._place(moment), orbit)
+        self._known_marks |= seen.marks
+        return means
+
+    def _place(self, moment: _Moment) -> tuple[_State, _State]:
+        return self._state(moment), tuple([moment.last[node] for node in self._watched])
+
+    def _state(self, moment: _Moment) -> _State:
+        """All that the future depends on, relative to now, but for who used each node last.
+
+        A rollout that waits for nobody is under way once it was asked for, as all others are.
+        """
+        now_s = moment.now_s
+        state: list[int] = []
+        for i, ready_s in enumerate(moment.ready_s):
+            at_s, trains = ready_s, moment.trains[i]
+            if self._is_alone[i]:
+                asked_s = moment.asked_s[i]
+                if asked_s > now_s or (asked_s == now_s and i > self._pace):
+                    at_s, trains = asked_s, False
+            state += (int((at_s - now_s) / RESOLUTION_S), trains)
+        for node in self._watched:
+            at_s = moment.free_s[node]
+            state.append(int((at_s - now_s) / RESOLUTION_S) if at_s > now_s else 0)
+        return tuple(state)
 
 
-def _state(
-    now_s: float, ready_s: Sequence[float], free_s: Sequence[float], trains: Sequence[bool]
-) -> tuple[int, ...]:
-    """All that the future depends on, relative to now."""
-    return (
-        *[int((at - now_s) / RESOLUTION_S) for at in ready_s],
-        *[int((at - now_s) / RESOLUTION_S) if at > now_s else 0 for at in free_s],
-        *trains,
-    )
+def _only(nodes: tuple[int, ...]) -> int:
+    """-1: it has several nodes, or none."""
+    return nodes[0] if len(nodes) == 1 else -1
 
 
-def _means(
-    before: tuple[float, tuple[int, ...]], after: tuple[float, tuple[int, ...]]
-) -> tuple[float, ...]:
+def _means(before: _Moment, after: _Moment) -> Means:
     """A job that came round not once in the whole time gets all of it."""
-    took_s = after[0] - before[0]
-    return tuple(took_s / max(1, b - a) for a, b in zip(before[1], after[1], strict=True))
+    took_s = after.now_s - before.now_s
+    return tuple([took_s / max(1, b - a) for a, b in zip(before.laps, after.laps, strict=True)])

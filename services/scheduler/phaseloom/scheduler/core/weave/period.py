@@ -20,6 +20,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 NEVER = float("-inf")
+MEMO = 8192
+"""Groups that are remembered, with rollouts over several nodes: some 10 MiB."""
 
 
 class Phases(NamedTuple):
@@ -119,7 +121,7 @@ def _lap(shape: _Shape, free_s: list[float]) -> list[float]:
     return after_s
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=MEMO)
 def _max_plus(shape: _Shape) -> float:
     """Greatest cycle mean of the lap's matrix (Karp). Cost: O(width cubed), tens of thousands of
     steps for a full group."""

@@ -8,7 +8,7 @@ perhaps nodes of its own. It counts if what is saved over the next hours is more
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from phaseloom.common.ids import NodeId
@@ -126,7 +126,7 @@ def _has_nodes(board: Board, groups: dict[str, Seats]) -> bool:
     return new <= len(free.get(ROLLOUT, ())) and trains <= len(free.get(TRAIN, ()))
 
 
-def _moves(cluster: Cluster, before: dict[str, Seats], plan: Plan) -> list[Move]:
+def _moves(cluster: Cluster, before: Mapping[str, Seats], plan: Plan) -> list[Move]:
     """Nodes for the names on paper. Only nodes that are free now are taken as new ones: one that a
     move gives back may be wanted by another that shares it."""
     was = {seat.job: (name, seat.nodes) for name, group in before.items() for seat in group}

@@ -20,7 +20,13 @@ from math import inf
 from typing import NamedTuple
 
 from phaseloom.scheduler.core.cluster import Cluster, Member, Need
-from phaseloom.scheduler.core.weave.fifo import Rollout, mean_iterations_s, worst_iterations_s
+from phaseloom.scheduler.core.weave.fifo import (
+    MAX_LAPS,
+    WARM_LAPS,
+    Rollout,
+    mean_iterations_s,
+    worst_iterations_s,
+)
 from phaseloom.scheduler.core.weave.pool import need_of
 from phaseloom.scheduler.core.weave.timing import ROLLOUT, TRAIN, Timing, timing_of
 
@@ -60,7 +66,8 @@ def seat_of(cluster: Cluster, member: Member) -> Seat:
     """Of a job that can no longer make its mean even alone, the budget starts anew: it is lost to
     its SLO, and not to be starved."""
     timing = timing_of(member)
-    saved_s = timing.allowed_s * member.iterations - _lived_s(cluster, member, timing)
+    promised_s = member.slo * member.alone_s if member.slo > 0 else inf
+    saved_s = promised_s - _lived_s(cluster, member, timing)
     if member.num_iterations:
         left = max(1, member.num_iterations - member.iterations)
     else:
@@ -161,10 +168,24 @@ def holds(group: Seats, switch_s: float, *, is_changed: bool) -> bool:
 def _is_safe(group: Seats, i: int, switch_s: float) -> bool:
     """Whether a member is within its budget even if it waits for all others in every iteration:
     then nothing has to be simulated for it, whoever leaves."""
-    seat = group[i]
+    return _longest_s(group, i, switch_s) * group[i].left <= group[i].budget_s + SLACK
+
+
+def _longest_s(group: Seats, i: int, switch_s: float) -> float:
+    """An iteration of a member that waits for all others."""
     queued_s, num_queued = _queue_s(group, i)
-    longest_s = seat.timing.solo_s + queued_s + (num_queued + 2) * switch_s
-    return longest_s * seat.left <= seat.budget_s + SLACK
+    return group[i].timing.solo_s + queued_s + (num_queued + 2) * switch_s
+
+
+def _is_within(group: Seats, i: int, switch_s: float, reserve_s: float) -> bool:
+    """The same, whatever a simulation would say: where that ends in the middle of an iteration, it
+    counts the time of it to those before."""
+    longest_s = _longest_s(group, i, switch_s)
+    seen_s = (MAX_LAPS - WARM_LAPS) * max(seat.timing.solo_s for seat in group)
+    if longest_s >= seen_s:
+        return False
+    mean_s = longest_s / (1 - longest_s / seen_s)
+    return mean_s * group[i].left + reserve_s <= group[i].budget_s
 
 
 def _queue_s(group: Seats, i: int) -> tuple[float, int]:
@@ -189,6 +210,12 @@ def _keep_time(group: Seats, switch_s: float, is_changed: bool, tight: set[str])
     reserves_s = [
         TRANSIENT * _longest_wait_s(group, i) if is_changed else 0.0 for i in range(len(group))
     ]
+    if all(
+        _is_within(group, i, switch_s, reserves_s[i])
+        for i, seat in enumerate(group)
+        if seat.job in tight
+    ):
+        return True
     jobs = shape(group)
     return all(
         all(

@@ -1,0 +1,167 @@
+"""`phaseloom certs`: one authority for a mesh, and a certificate for each node's state manager.
+
+`phaseloom up` makes its own for each run. Keys are P-256, signatures ECDSA with SHA-256. Rotation
+is making them again: for one node by the same authority, or all of them, with a new authority,
+in another directory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from phaseloom.common.certificates import (
+    CA_FILE,
+    CA_KEY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    directory_of,
+)
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import check_name
+
+_VALID = datetime.timedelta(days=3650)
+_EARLY = datetime.timedelta(days=1)
+"""Before now: clocks differ."""
+
+
+def certs(directory: Path, *nodes: str) -> None:
+    """Make certificates for nodes, with the authority in the directory or, in a new one, a new one.
+
+    Parameters
+    ----------
+    directory: where they go; nodes/<node> is what that node needs, as `statemgr.certificates`.
+    nodes: names of nodes; one that has a certificate gets another one.
+    """
+    make_certificates(directory, nodes)
+    for node in nodes:
+        print(directory_of(directory, node))
+
+
+def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
+    """Raises: CallerError: no node, a bad name, or an authority that cannot be read."""
+    if not nodes:
+        raise CallerError("no node is named", field="nodes", remedy="name one or more nodes")
+    for node in nodes:
+        check_name(node, "nodes")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority = _authority(directory)
+    for node in nodes:
+        place = directory_of(directory, node)
+        place.mkdir(parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = authority.sign(key, node)
+        _write(place / CA_FILE, _pem(authority.certificate), 0o644)
+        _write(place / CERTIFICATE_FILE, _pem(certificate), 0o644)
+        _write(place / KEY_FILE, _pem_of_key(key), 0o600)
+
+
+@dataclass(frozen=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def sign(self, key: ec.EllipticCurvePrivateKey, node: str) -> x509.Certificate:
+        usage = x509.ExtendedKeyUsage(
+            [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        )
+        return (
+            _builder(_name(node), self.certificate.subject, key)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage, critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+
+
+def _authority(directory: Path) -> _Authority:
+    """The one that is there, or a new one."""
+    certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
+    if not key.exists():
+        made = _new_authority()
+        _write(certificate, _pem(made.certificate), 0o644)
+        _write(key, _pem_of_key(made.key), 0o600)
+        return made
+    try:
+        loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        return _Authority(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
+    except (OSError, ValueError, AssertionError) as error:
+        raise CallerError(
+            f"the authority in {directory} cannot be read: {error}",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy="use another directory, and make all certificates again",
+        ) from error
+
+
+def _new_authority() -> _Authority:
+    key, name = ec.generate_private_key(ec.SECP256R1()), _name("phaseloom")
+    certificate = (
+        _builder(name, name, key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_SIGNS, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return _Authority(certificate, key)
+
+
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLY)
+        .not_valid_after(now + _VALID)
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Whole or not at all, and never readable by more than `mode` says."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    partial.replace(path)

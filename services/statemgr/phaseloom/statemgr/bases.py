@@ -1,0 +1,114 @@
+"""What a new seal need not write again, because the seal before has it on disk.
+
+A block is there where its checksum is; the state's digest, which every load verifies, stands behind
+that. Files are referred to through hard links, which the file system counts. A file is referred to
+only while at least half of what it holds was of use to the seal before, so that dead blocks never
+take more room than live ones for longer than one seal.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from phaseloom.statemgr.core.statefile import PREFIX_BYTES, Section, StateHeader, num_blocks
+
+log = logging.getLogger(__name__)
+
+BASE_SUFFIX = ".base"
+_NUM_SAMPLES = 4
+"""Blocks of a section that say whether any are worth looking at."""
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+
+
+@dataclass(slots=True)
+class Base:
+    """Blocking: use it in a thread."""
+
+    before: StateHeader
+    """Of the seal that is there."""
+    files: Mapping[int, Path]
+    """Where its blocks are, by its own sources."""
+    names: list[str] = field(default_factory=list)
+    """Of the new seal's links: its sources, from 1."""
+    _numbers: dict[int, int] = field(default_factory=dict)
+    """Source of the seal before → source of the new one."""
+
+    def is_like(self, header: StateHeader) -> bool:
+        """Whether its blocks can be those of a new file with this header."""
+        sizes = [part.num_bytes for part in header.parts]
+        is_like = sizes == [part.num_bytes for part in self.before.parts]
+        return is_like and self.before.block_bytes == BLOCK_BYTES
+
+    def has_some(self, header: StateHeader, memories: list[memoryview]) -> bool:
+        """Whether it looks as if some block has stayed what it was."""
+        return any(
+            (part.digest and part.digest == before.digest) or _has_sample(before, memory)
+            for part, before, memory in zip(header.parts, self.before.parts, memories, strict=True)
+        )
+
+    def link(self, path: Path) -> None:
+        """Give the new seal links of its own. Raises: OSError."""
+        for source, file in self.files.items():
+            name = f"{path.stem}.{_identity(file)}{BASE_SUFFIX}"
+            try:
+                os.link(file, path.with_name(name))
+            except FileExistsError:
+                pass  # of a seal that is replaced, or was not finished
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                log.info("%s cannot be referred to: %s", file, error.strerror)
+                continue
+            self.names.append(name)
+            self._numbers[source] = len(self.names)
+
+    def has_all(self, part: Section, index: int) -> bool:
+        before = self.before.parts[index]
+        is_same = part.digest != "" and part.digest == before.digest
+        return is_same and (set(before.sources) or {0}) <= self._numbers.keys()
+
+    def has(self, index: int, block: int, taken: bytes) -> bool:
+        return self._source(index, block, taken) > 0
+
+    def blocks(self, index: int) -> bytes:
+        return self.before.parts[index].blocks
+
+    def sources(self, index: int, blocks: bytes) -> bytes:
+        """Where each of these is."""
+        return bytes(
+            self._source(index, at // CHECKSUM_BYTES, blocks[at : at + CHECKSUM_BYTES])
+            for at in range(0, len(blocks), CHECKSUM_BYTES)
+        )
+
+    def _source(self, index: int, block: int, taken: bytes) -> int:
+        before = self.before.parts[index]
+        if before.blocks[block * CHECKSUM_BYTES :][:CHECKSUM_BYTES] != taken:
+            return 0
+        return self._numbers.get(before.source_of(block), 0)
+
+
+def worth_referring(before: StateHeader, source: int, file: StateHeader) -> bool:
+    """Args: file: header of the file that this source of the seal before is."""
+    return 2 * before.bytes_from(source) >= file.bytes_from(0)
+
+
+def _has_sample(before: Section, memory: memoryview) -> bool:
+    number = num_blocks(before.num_bytes, BLOCK_BYTES)
+    for block in {number * i // _NUM_SAMPLES for i in range(_NUM_SAMPLES)} if number else set():
+        start = block * BLOCK_BYTES
+        taken = checksum(memory[start : min(start + BLOCK_BYTES, before.num_bytes)])
+        if taken == before.blocks[block * CHECKSUM_BYTES :][:CHECKSUM_BYTES]:
+            return True
+    return False
+
+
+def _identity(file: Path) -> str:
+    """The checksum of its header, which has those of all its blocks."""
+    with file.open("rb") as opened:
+        return opened.read(PREFIX_BYTES)[-16:].hex()

@@ -1,0 +1,181 @@
+"""Checkpoints on disk: a directory appears whole, and says which operation wrote it.
+
+`<root>/<tenant>/<job>/<deployment>/<name>`. The daemon may die after the rename and before anybody
+is told; the operation then comes again, finds its own work done and is answered the same. What is
+being written is a draft, `.<name>.<node>.draft`: other nodes may have the same root. Blocking: call
+it in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.ids import DeploymentKey, NodeId, check_name
+from phaseloom.statemgr.core.marker import MARKER_FILE, Marker, decode_marker, superseded
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    root: Path | None
+    """None: no directory is configured."""
+    node: NodeId
+
+    def directory(self, key: DeploymentKey, name: str) -> Path:
+        """Raises: CallerError: no name; or there is no root."""
+        if self.root is None:
+            raise CallerError(
+                "this node has no directory for checkpoints",
+                code=Code.FAILED_PRECONDITION,
+                remedy="configure the state manager's checkpoint_root",
+            )
+        path = self.root
+        for part in (key.tenant, key.job, key.deployment):
+            path = path / check_name(part, "deployment")
+        return path / check_name(name, "args.name")
+
+    def existing(self, key: DeploymentKey, name: str) -> Path:
+        """Raises: CallerError: NOT_FOUND, or no name."""
+        directory = self.directory(key, name)
+        if not directory.is_dir():
+            raise CallerError(
+                f"checkpoint {name!r} does not exist",
+                code=Code.NOT_FOUND,
+                field="args.name",
+                remedy="name one that save_state has written",
+            )
+        return directory
+
+    def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
+        """Of the checkpoint, where this operation wrote it; None: it has yet to.
+
+        Raises: CallerError: ALREADY_EXISTS, another wrote it; or no name.
+        """
+        directory = self.directory(key, name)
+        if not directory.exists():
+            return None
+        marker = _marker_of(directory)
+        if marker is None or marker.operation_id != operation:
+            raise name_taken(name)
+        return marker
+
+    def begin(self, key: DeploymentKey, name: str) -> Path:
+        """An empty draft; what a life before left of one goes. Raises: ResourceError."""
+        draft = self._draft(key, name)
+        with writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            missing = [d for d in draft.parents if not d.exists()]
+            draft.mkdir(parents=True)
+            for made in missing:
+                sync(made.parent)
+        return draft
+
+    def commit(self, key: DeploymentKey, name: str, marker: Marker) -> None:
+        """Give the draft its name. Its files are on disk already, each fsynced.
+
+        Raises: CallerError: ALREADY_EXISTS. ResourceError: the disk is full, or fails.
+        """
+        draft, directory = self._draft(key, name), self.directory(key, name)
+        with writing():
+            write_synced(draft / MARKER_FILE, marker.encode())
+            sync(draft)
+            try:
+                draft.rename(directory)
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    raise name_taken(name) from error
+                raise
+            sync(directory.parent)
+
+    def drop(self, key: DeploymentKey, name: str) -> None:
+        """Forget a draft."""
+        shutil.rmtree(self._draft(key, name), ignore_errors=True)
+
+    def next_number(self, key: DeploymentKey, name: str) -> int:
+        return 1 + max((marker.number for _, marker in self._markers(key, name)), default=0)
+
+    def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
+        """Remove all that may go but the newest `keep`; returns what is gone.
+
+        Each loses its name first, so that none can be loaded in part.
+        """
+        gone = superseded(self._markers(key, "any"), keep, needed)
+        for name in gone:
+            directory = self.directory(key, name)
+            nameless = self._draft(key, name)
+            shutil.rmtree(nameless, ignore_errors=True)
+            directory.rename(nameless)
+            shutil.rmtree(nameless, ignore_errors=True)
+        return gone
+
+    def sweep(self) -> None:
+        """Remove the drafts that a life of this node before left."""
+        if self.root is not None:
+            for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _draft(self, key: DeploymentKey, name: str) -> Path:
+        return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
+
+    def _markers(self, key: DeploymentKey, name: str) -> Iterator[tuple[str, Marker]]:
+        """Of all that can be read."""
+        place = self.directory(key, name).parent
+        for directory in sorted(place.iterdir()) if place.is_dir() else ():
+            marker = None if directory.name.startswith(".") else _marker_of(directory)
+            if marker is not None:
+                yield directory.name, marker
+
+
+def _marker_of(directory: Path) -> Marker | None:
+    try:
+        return decode_marker((directory / MARKER_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def name_taken(name: str) -> CallerError:
+    return CallerError(
+        f"checkpoint {name!r} exists",
+        code=Code.ALREADY_EXISTS,
+        field="args.name",
+        remedy="choose another name",
+    )
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Raises: ResourceError: RESOURCE_EXHAUSTED, the disk is full; UNAVAILABLE, it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"the checkpoint cannot be written: {error.strerror or error}",
+            code=Code.RESOURCE_EXHAUSTED if error.errno in _FULL else Code.UNAVAILABLE,
+            remedy="free space under the checkpoint root, or save with a `keep`",
+        ) from error
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Raises: OSError."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(directory: Path) -> None:
+    """Raises: OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

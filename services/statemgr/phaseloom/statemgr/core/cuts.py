@@ -1,0 +1,73 @@
+"""States that were copied aside for a checkpoint, until it is on disk.
+
+Invariant: of a deployment at most one is there that nobody writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.statemgr.core.layout import pack
+
+
+@dataclass(frozen=True, slots=True)
+class CutPart:
+    """The state of one rank."""
+
+    extent: int
+    num_bytes: int
+    tensors: list[TensorSlot]
+    packed_tensors: bytes = field(default=pack([]), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    key: DeploymentKey
+    incarnation: int
+    operation: str
+    name: str
+    """Of the checkpoint that it is for."""
+    seq: int
+    parts: list[CutPart]
+    """Of rank 0, 1, …"""
+
+    @property
+    def extents(self) -> list[int]:
+        return [part.extent for part in self.parts]
+
+    def __str__(self) -> str:
+        return f"the cut of {self.key} for checkpoint {self.name!r}"
+
+
+class Cuts:
+    def __init__(self) -> None:
+        self._cuts: dict[tuple[DeploymentKey, str], Cut] = {}
+        self._lent: set[int] = set()
+
+    def add(self, cut: Cut) -> None:
+        self._cuts[(cut.key, cut.operation)] = cut
+
+    def find(self, key: DeploymentKey, operation: str) -> Cut | None:
+        return self._cuts.get((key, operation))
+
+    def of(self, key: DeploymentKey) -> list[Cut]:
+        return [cut for cut in self._cuts.values() if cut.key == key]
+
+    def remove(self, cut: Cut) -> None:
+        self._cuts.pop((cut.key, cut.operation), None)
+
+    def every(self) -> list[Cut]:
+        return list(self._cuts.values())
+
+    def lend(self, extent: int) -> None:
+        """A copy is being made in it, which is no cut yet, or never will be."""
+        self._lent.add(extent)
+
+    def give_back(self, extent: int) -> None:
+        self._lent.discard(extent)
+
+    def extents(self) -> list[int]:
+        held = [extent for cut in self._cuts.values() for extent in cut.extents]
+        return [*held, *self._lent]

@@ -1,0 +1,83 @@
+"""What lies beside the tensors of a checkpoint: who wrote it, and the checksums of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+from phaseloom.common.blockhash import CHECKSUM_BYTES
+from phaseloom.common.messages import SaveStateResult
+
+MARKER_FILE = "operation.json"
+BLOCK_BYTES = 1024 * 1024
+_FIELD = b',"checksum":"'
+
+
+class FileSums(msgspec.Struct, frozen=True):
+    num_bytes: int
+    block_bytes: int
+    blocks: str
+    """xxh3-64 of each block of the file, in hex, one after the other."""
+
+    def of_block(self, number: int) -> bytes:
+        digits = 2 * CHECKSUM_BYTES
+        return bytes.fromhex(self.blocks[number * digits : (number + 1) * digits])
+
+    @property
+    def is_whole(self) -> bool:
+        if self.block_bytes <= 0 or self.num_bytes < 0:
+            return False
+        num_blocks = -(-self.num_bytes // self.block_bytes)
+        return len(self.blocks) == 2 * CHECKSUM_BYTES * num_blocks
+
+
+class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`operation.json`; an older release wrote but the first two."""
+
+    operation_id: str
+    result: SaveStateResult
+    """What the operation was answered."""
+    seq: int = 0
+    """The last mutating operation in it."""
+    number: int = 0
+    """Later ones of the deployment have higher ones."""
+    keep: int = 0
+    """Of the `save_state`; 0: it stays, whatever is saved after it."""
+    files: dict[str, FileSums] = {}
+
+    def encode(self) -> bytes:
+        """As it lies in its file: behind the last field a checksum of all before it."""
+        body = msgspec.json.encode(self)
+        return body[:-1] + _signature(body)
+
+
+def decode_marker(text: bytes) -> Marker:
+    """Raises: ValueError: it is none, or its checksum does not match."""
+    body = text[: -len(_signature(b""))] + b"}"
+    is_signed = text.endswith(_signature(body))
+    try:
+        marker = msgspec.json.decode(body if is_signed else text, type=Marker)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    if not is_signed and (marker.number or _FIELD in text):
+        raise ValueError("its checksum does not match")
+    if not all(sums.is_whole for sums in marker.files.values()):
+        raise ValueError("it has not a checksum for each block")
+    return marker
+
+
+def _signature(body: bytes) -> bytes:
+    """xxh3-128, in hex, as the field that ends the JSON."""
+    return _FIELD + xxhash.xxh3_128_hexdigest(body).encode() + b'"}'
+
+
+def superseded(markers: Iterable[tuple[str, Marker]], keep: int, needed: set[str]) -> list[str]:
+    """Names of the checkpoints to remove, so that of those that may go the newest `keep` stay.
+
+    Args: markers: of each checkpoint, by name. needed: names that stay in any case, and count.
+    """
+    may_go = [(marker.number, name) for name, marker in markers if marker.keep]
+    newest = sorted(may_go, reverse=True)
+    return [name for _, name in newest[keep:] if name not in needed]

@@ -1,0 +1,180 @@
+"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes, end to end.
+
+The header is filled up with spaces so that the data begins at a multiple of 4096: that is allowed,
+and lets disks take blocks past the page cache. Pure; knows no tensor library.
+Source: https://github.com/huggingface/safetensors, section Format.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+ALIGNMENT_BYTES = 4096
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""As the format's own readers bound it."""
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+
+_ITEMS = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float64": ("F64", 8),
+}
+_NAMES = {code: name for name, (code, _) in _ITEMS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file."""
+
+    name: str
+    dtype: str
+    """As numpy spells it."""
+    shape: tuple[int, ...]
+    offset: int
+    """In the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+def item_bytes(dtype: str) -> int:
+    """Raises: ValueError: a dtype that the format does not have."""
+    try:
+        return _ITEMS[dtype][1]
+    except KeyError:
+        raise ValueError(f"safetensors has no {dtype!r}") from None
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    return math.prod(shape) * item_bytes(dtype)
+
+
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Entry]]:
+    """Everything before the data, and where each tensor goes.
+
+    Args:   tensors: name, dtype and shape of each, in the order of their bytes.
+    Raises: ValueError: a dtype that the format does not have.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    listed = list(tensors)
+    end = 0
+    for name, dtype, shape in listed:
+        begin, end = end, end + tensor_bytes(dtype, shape)
+        header[name] = {
+            "dtype": _ITEMS[dtype][0],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = msgspec.json.encode(header)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    start = LENGTH_BYTES + len(text)
+    entries = [
+        Entry(name, dtype, shape, start + header[name]["data_offsets"][0])
+        for name, dtype, shape in listed
+    ]
+    return _LENGTH.pack(len(text)) + text, entries
+
+
+def header_bytes(prefix: bytes) -> int:
+    """How long the JSON behind the first 8 bytes is. Raises: ValueError."""
+    if len(prefix) < LENGTH_BYTES:
+        raise ValueError("it is cut short")
+    length: int = _LENGTH.unpack(prefix[:LENGTH_BYTES])[0]
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {length} bytes")
+    return length
+
+
+class _Described(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
+    """The tensors of a file, by their place.
+
+    Args:   text: the JSON. file_bytes: of the whole file.
+    Raises: ValueError: no such header, or tensors that overlap, have gaps or lie outside.
+    """
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        raw.pop(_METADATA, None)
+        described = {
+            name: msgspec.json.decode(value, type=_Described) for name, value in raw.items()
+        }
+    except msgspec.DecodeError as error:
+        raise ValueError(f"its header cannot be read: {error}") from None
+    start = LENGTH_BYTES + len(text)
+    end = start
+    entries = []
+    for name, tensor in sorted(described.items(), key=lambda item: item[1].data_offsets):
+        if tensor.dtype not in _NAMES or any(size < 0 for size in tensor.shape):
+            raise ValueError(f"{name} is {tensor.dtype} {tensor.shape}")
+        entry = Entry(
+            name, _NAMES[tensor.dtype], tuple(tensor.shape), start + tensor.data_offsets[0]
+        )
+        if entry.offset != end or entry.end != start + tensor.data_offsets[1]:
+            raise ValueError(f"{name} is not where it must be")
+        end = entry.end
+        entries.append(entry)
+    if end != file_bytes:
+        raise ValueError(f"it has {file_bytes} bytes, and its tensors end at {end}")
+    return entries
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """As Hugging Face names the shards of a model; one alone has no number."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_name(stem: str) -> str:
+    """Of the file that says which shard has which tensor, where there are several."""
+    return f"{stem}.safetensors.index.json"
+
+
+class Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+def split(sizes: Iterable[int], max_bytes: int) -> list[int]:
+    """How many tensors go in each file, in order: as many as fit, one at least."""
+    counts: list[int] = []
+    room = 0
+    for size in sizes:
+        if not counts or size > room:
+            counts.append(0)
+            room = max_bytes
+        counts[-1] += 1
+        room -= size
+    return counts

@@ -1,0 +1,95 @@
+"""Weights versions in device memory, so that ranks on one GPU sync without the host.
+
+The rank that publishes a version hands over a descriptor of device memory with the same bytes; who
+opens the version there is given it. This daemon only holds descriptors: it uses no GPU.
+
+Invariant: device memory held here never keeps a deployment out, whose heap has the first right to
+the budget. It is a cache: the version itself is in host memory, and a kill of the daemon drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.framing import close_fds
+from phaseloom.common.ids import VersionKey
+from phaseloom.statemgr.core.residency import Rank, Residency
+from phaseloom.statemgr.permission import check_reader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    device: int
+    num_bytes: int
+    fd: int
+
+
+class DeviceCopies:
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._copies: dict[VersionKey, DeviceCopy] = {}
+        """The oldest first."""
+
+    def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> None:
+        """Hold it where it has room beside what is there; the descriptors are this one's now.
+
+        Raises: CallerError: not one descriptor, or not this policy's version.
+        """
+        if len(fds) != 1 or key.policy != rank.wpg.key or rank.index:
+            close_fds(fds)
+            raise CallerError(
+                f"{rank} cannot share version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        self.drop(key)
+        budget = self._residency.device_budget_bytes[rank.device]
+        room = budget - self._residency.device_used_bytes(rank.device)
+        if num_bytes > room:
+            log.info("version %s has no room on device %d beside its policy", key, rank.device)
+            close_fds(fds)
+            return
+        while self.used_bytes(rank.device) + num_bytes > room:
+            self._drop_oldest(rank.device)
+        self._copies[key] = DeviceCopy(rank.device, num_bytes, fds[0])
+
+    def find(self, rank: Rank, key: VersionKey) -> int | None:
+        """The descriptor, for one on the same device.
+
+        Raises: CallerError: PERMISSION_DENIED: of another job.
+        """
+        check_reader(rank.wpg, key, None)
+        copy = self._copies.get(key)
+        return copy.fd if copy is not None and copy.device == rank.device else None
+
+    def make_way(self, rank: Rank) -> None:
+        """It is about to be loaded, and all that it displaces has left: what would not fit beside
+        it goes."""
+        budget = self._residency.device_budget_bytes[rank.device]
+        taken = self._residency.device_used_bytes(rank.device) + rank.heap_bytes
+        while taken + self.used_bytes(rank.device) > budget:
+            if not self._drop_oldest(rank.device):
+                break
+
+    def used_bytes(self, device: int) -> int:
+        return sum(copy.num_bytes for copy in self._copies.values() if copy.device == device)
+
+    def drop(self, key: VersionKey) -> None:
+        copy = self._copies.pop(key, None)
+        if copy is not None:
+            os.close(copy.fd)
+
+    def close(self) -> None:
+        for key in [*self._copies]:
+            self.drop(key)
+
+    def _drop_oldest(self, device: int) -> bool:
+        """Returns: False: there is none."""
+        for key, copy in self._copies.items():
+            if copy.device == device:
+                self.drop(key)
+                return True
+        return False

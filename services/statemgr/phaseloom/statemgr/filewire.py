@@ -1,0 +1,89 @@
+"""What state managers say to one another of state files, over a stream of `mesh`.
+
+    client → FetchFile → server → FileFound | FileSame | FileRefused
+    then, as often as the client likes: client → TakeBlock → server → BlockFollows and its bytes
+                                                                      | FileRefused
+    client → KeepFiles → server → FileWaiting, as often as it takes → FilesKept | FileRefused
+
+A file crosses as its header and the blocks that this names, each with the checksum that the header
+has of it: nothing is trusted that has not arrived whole. The ticket is the scheduler's leave.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.errors import ErrorInfo
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.messages import FilesTicket
+from phaseloom.statemgr.core.statefile import MAX_HEADER_BYTES, StateHeader
+
+SERVICE = "files"
+MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096
+
+
+class FileName(msgspec.Struct, frozen=True):
+    """A state file of a deployment."""
+
+    kind: str
+    """`seal` or `version`"""
+    deployment: DeploymentKey
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.seq} of {self.deployment}"
+
+
+class FetchFile(msgspec.Struct, frozen=True, tag=True):
+    name: FileName
+    ticket: FilesTicket
+    digest: str = ""
+    """Of the file as the client knows it from an earlier stream."""
+
+
+class KeepFiles(msgspec.Struct, frozen=True, tag=True):
+    """Fetch these from that node, and keep them as a copy of its state."""
+
+    deployment: DeploymentKey
+    seal_seq: int
+    versions: list[int]
+    committed: int
+    """seq of the committed seal, which stays here until this one is committed."""
+    source: str
+    """Endpoint of the client."""
+    ticket: FilesTicket
+
+
+class TakeBlock(msgspec.Struct, frozen=True, tag=True):
+    part: int
+    block: int
+
+
+class FileFound(msgspec.Struct, frozen=True, tag=True):
+    header: StateHeader
+
+
+class FileSame(msgspec.Struct, frozen=True, tag=True):
+    """It is the file that the client knows."""
+
+
+class BlockFollows(msgspec.Struct, frozen=True, tag=True):
+    num_bytes: int
+
+
+class FileWaiting(msgspec.Struct, frozen=True, tag=True):
+    """It is still coming."""
+
+
+class FilesKept(msgspec.Struct, frozen=True, tag=True):
+    """They are on the server's disk, fsynced."""
+
+
+class FileRefused(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorInfo
+
+
+First = FetchFile | KeepFiles
+Found = FileFound | FileSame | FileRefused
+Taken = BlockFollows | FileRefused
+Kept = FileWaiting | FilesKept | FileRefused

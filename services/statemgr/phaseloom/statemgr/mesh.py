@@ -1,0 +1,404 @@
+"""Streams between the state managers of different nodes: mutual TLS, messages, and bulk bytes.
+
+    client ⇄ server   TLS 1.3; both have certificates of the mesh's authority
+    server → client   Welcome
+    client → server   Opening: which service it wants; the rest is between these two
+
+Nothing is sent in the clear and nothing is answered to a peer without a certificate. A peer's node
+is the name in its certificate. Control messages are a little-endian uint32 length and MessagePack.
+Bulk bytes are decrypted straight into the memory where they belong. A stream is used by one task at
+a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from phaseloom.common import certificates
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.framing import accept
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_REQUEST_BYTES = 64 * 1024
+"""Of a message from a client, where its service does not allow more."""
+_CHUNK_BYTES = 1024 * 1024
+_INLINE_BYTES = 64 * 1024
+"""That are encrypted or decrypted at once on the event loop; what is beyond goes to a thread."""
+_RECORD_BYTES = 16 * 1024
+"""The largest of TLS."""
+_MAX_STREAMS = 64
+"""That are served at once; more wait."""
+_MAX_UNPROVEN = 128
+"""Connections that have not shown a certificate yet; the oldest is cut off for the next."""
+_MAX_WELCOME_BYTES = 1024
+_LENGTH = struct.Struct("<I")
+_SPOILED = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"
+_BLOCKED = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_FAILURES = (OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, PhaseloomError)
+_REMEDY = "give both nodes certificates of one authority: `phaseloom certs`"
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """The client's certificate is good."""
+
+
+class Opening(msgspec.Struct, frozen=True):
+    service: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What this node proves itself by, and how it verifies others."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Identity:
+        """Args:   directory: with `ca.pem`, `node.pem` and `node.key`; see `certificates`.
+        Raises: CallerError: they are not there, or are no certificates.
+        """
+        return cls(
+            _context(ssl.PROTOCOL_TLS_SERVER, Path(directory)),
+            _context(ssl.PROTOCOL_TLS_CLIENT, Path(directory)),
+        )
+
+
+def _context(protocol: int, directory: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Endpoints are addresses; a certificate names a node, and who it is for is up to the service.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # streams last: nobody resumes one
+    try:
+        context.load_verify_locations(directory / certificates.CA_FILE)
+        context.load_cert_chain(
+            directory / certificates.CERTIFICATE_FILE, directory / certificates.KEY_FILE
+        )
+    except (OSError, ssl.SSLError) as error:
+        raise CallerError(
+            f"no certificate of this node in {directory}: {error}",
+            code=Code.FAILED_PRECONDITION,
+            field="statemgr.certificates",
+            remedy="make them with `phaseloom certs`",
+        ) from error
+    return context
+
+
+class Stream:
+    """One end of a connection whose other end has proved that it is of this mesh."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._is_ended = False
+        """The other end has closed."""
+        self._awaits_writing: bool | None = None
+        """What the last try to go on lacked: room to write, or something to read; None: nothing."""
+        self.node = ""
+        """The other end's, by its certificate."""
+
+    async def send(self, message: msgspec.Struct) -> None:
+        payload = msgspec.msgpack.encode(message)
+        await self._send_all(memoryview(_LENGTH.pack(len(payload)) + payload))
+
+    async def receive(self, limit_bytes: int) -> bytes:
+        """Raises: ConnectionError: closed, or a message above the limit. OSError: broken."""
+        (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
+        if length > limit_bytes:
+            raise ConnectionError(f"a message of {length} bytes, limit {limit_bytes}")
+        return await self._exactly(length)
+
+    async def send_bytes(self, memory: memoryview, timeout_s: float) -> None:
+        """Raises: TimeoutError: the other end takes nothing for this long."""
+        for start in range(0, len(memory), _CHUNK_BYTES):
+            async with asyncio.timeout(timeout_s):
+                await self._send_all(memory[start : start + _CHUNK_BYTES])
+
+    async def receive_into(
+        self,
+        memory: memoryview,
+        timeout_s: float,
+        see: Callable[[memoryview], object] = lambda chunk: None,
+    ) -> None:
+        """Fill the memory; `see` is called with each chunk of it that has come.
+
+        Raises: ConnectionError: broken off. TimeoutError: nothing came for this long.
+        """
+        done = 0
+        while done < len(memory):
+            chunk = memory[done : done + _CHUNK_BYTES]
+            async with asyncio.timeout(timeout_s):
+                count = await self._fill(chunk)
+            if count:
+                see(chunk[:count])
+            if count < len(chunk):
+                raise ConnectionError(f"broken off after {done + count} of {len(memory)} bytes")
+            done += count
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def _handshake(self) -> None:
+        while True:
+            try:
+                self._sock.do_handshake()
+                break
+            except _BLOCKED as error:
+                self._awaits_writing = isinstance(error, ssl.SSLWantWriteError)
+            await self._until_ready()
+        certificate = self._sock.getpeercert() or {}
+        subject: Sequence[Any] = certificate.get("subject", ())
+        self.node = next((v for rdn in subject for k, v in rdn if k == "commonName"), "")
+
+    async def _exactly(self, num_bytes: int) -> bytes:
+        received = bytearray(num_bytes)
+        if await self._fill(memoryview(received)) < num_bytes:
+            raise ConnectionError("broken off after a part of a message")
+        return bytes(received)
+
+    async def _fill(self, memory: memoryview) -> int:
+        """How much came before the other end closed."""
+        done = 0
+        while done < len(memory) and not self._is_ended:
+            count = self._take(memory[done : done + _INLINE_BYTES])
+            if count == _INLINE_BYTES:
+                count += await _apart(partial(self._take, memory[done + count :]))
+            done += count
+            if done < len(memory) and not self._is_ended:
+                await self._until_ready()
+        return done
+
+    def _take(self, memory: memoryview) -> int:
+        """What is there already."""
+        done = 0
+        try:
+            while done < len(memory):
+                count = self._sock.recv_into(memory[done:])
+                if not count:
+                    self._is_ended = True
+                    break
+                done += count
+            self._awaits_writing = None
+        except _BLOCKED as error:
+            self._awaits_writing = isinstance(error, ssl.SSLWantWriteError)
+        return done
+
+    async def _send_all(self, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            count = self._put(memory[done : done + _INLINE_BYTES])
+            if count == _INLINE_BYTES:
+                count += await _apart(partial(self._put, memory[done + count :]))
+            done += count
+            if done < len(memory):
+                await self._until_ready()
+
+    def _put(self, memory: memoryview) -> int:
+        """What the socket takes at once.
+
+        A record at a time: what it does not take must be offered again just as it was.
+        """
+        done = 0
+        try:
+            while done < len(memory):
+                done += self._sock.send(memory[done : done + _RECORD_BYTES])
+            self._awaits_writing = None
+        except _BLOCKED as error:
+            self._awaits_writing = isinstance(error, ssl.SSLWantWriteError)
+        return done
+
+    async def _until_ready(self) -> None:
+        """What the last try lacked; where it lacked nothing, everybody else has a turn."""
+        loop = asyncio.get_running_loop()
+        if self._awaits_writing is None:
+            await asyncio.sleep(0)
+        elif self._awaits_writing:
+            await self._until(loop.add_writer, loop.remove_writer)
+        else:
+            await self._until(loop.add_reader, loop.remove_reader)
+
+    async def _until(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        watch(self._fd, wake)
+        try:
+            await ready
+        finally:
+            unwatch(self._fd)
+
+
+async def _apart(work: Callable[[], T]) -> T:
+    """In a thread, so that streams decrypt side by side. It is never left behind at work."""
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
+
+
+async def connect(endpoint: str, service: str, identity: Identity, timeout_s: float) -> Stream:
+    """A stream to another node's state manager, both ends proved.
+
+    Raises: ResourceError: out of reach, or silent for so long.
+            CallerError: PERMISSION_DENIED: one does not know the other's authority; a bad endpoint.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise CallerError(f"{endpoint!r} is not host:port", field="sources")
+    try:
+        async with asyncio.timeout(timeout_s):
+            stream = await _connected(host, int(port), identity)
+            try:
+                msgspec.msgpack.decode(await stream.receive(_MAX_WELCOME_BYTES), type=Welcome)
+                await stream.send(Opening(service))
+            except BaseException:
+                stream.close()
+                raise
+    except (OSError, TimeoutError, msgspec.DecodeError) as error:
+        raise explained(error, endpoint, timeout_s) from error
+    return stream
+
+
+async def _connected(host: str, port: int, identity: Identity) -> Stream:
+    loop = asyncio.get_running_loop()
+    ((family, kind, proto, _, address), *_) = await loop.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    )
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_connect(sock, address)
+        wrapped = identity.client.wrap_socket(sock, do_handshake_on_connect=False)
+    except BaseException:
+        sock.close()
+        raise
+    stream = Stream(wrapped)
+    try:
+        await stream._handshake()
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
+    """What a failure of a stream to an endpoint means to who wanted something from there."""
+    if isinstance(error, PhaseloomError):
+        return error
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return CallerError(
+            f"the certificate of {endpoint} is not of this mesh: {error.verify_message}",
+            code=Code.PERMISSION_DENIED,
+            remedy=_REMEDY,
+        )
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        return CallerError(
+            f"{endpoint} does not take this node's certificate: {error.reason}",
+            code=Code.PERMISSION_DENIED,
+            remedy=_REMEDY,
+        )
+    if isinstance(error, ssl.SSLError) and error.reason == _SPOILED:
+        return ResourceError(f"{endpoint}: spoiled on the way", code=Code.DATA_LOSS)
+    why = f"silent for {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
+    return ResourceError(f"{endpoint}: {why}")
+
+
+Session = Callable[[Stream], Awaitable[None]]
+
+
+class Server:
+    """Accepts streams from nodes of this mesh and hands each to the service that it opens."""
+
+    def __init__(
+        self, identity: Identity, timeout_s: float, services: Mapping[str, Session]
+    ) -> None:
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._services = services
+        self._slots = asyncio.Semaphore(_MAX_STREAMS)
+        self._unproven: dict[asyncio.Task[None], None] = {}
+        """In the order in which they came."""
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                sock = await accept(listener)
+                if len(self._unproven) >= _MAX_UNPROVEN:
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
+                    oldest.cancel()
+                task = tasks.create_task(self._host(sock))
+                self._unproven[task] = None
+                task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    async def _host(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            self._configure(sock)
+            stream = Stream(
+                self._identity.server.wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
+                )
+            )
+        except OSError as error:
+            log.warning("a connection could not be taken: %s", error)
+            sock.close()
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await stream._handshake()
+            self._unproven.pop(_current(), None)
+            async with self._slots:
+                await self._serve(stream)
+        except _FAILURES as error:
+            log.warning("a stream from %s ended: %r", stream.node or "an unknown node", error)
+        finally:
+            stream.close()
+
+    async def _serve(self, stream: Stream) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await stream.send(Welcome())
+            payload = await stream.receive(MAX_REQUEST_BYTES)
+        opening = msgspec.msgpack.decode(payload, type=Opening)
+        session = self._services.get(opening.service)
+        if session is None:
+            raise CallerError(f"there is no service {opening.service!r}", field="service")
+        await session(stream)
+
+    def _configure(self, sock: socket.socket) -> None:
+        """A client may be silent for long, but not dead."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, round(self._timeout_s)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+
+
+def _current() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

@@ -1,0 +1,160 @@
+"""Slices of weights versions: what a reader needs, from parts that several ranks wrote.
+
+A copy of slices is kept beside versions, under the version's key and a name made of what it is of:
+ranks that ask for the same share one. It goes with its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from phaseloom.common.blockhash import digest_of
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import COPY_PREFIX, VersionKey
+from phaseloom.common.statewire import OpenSlices, VersionExtent
+from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.core.slices import Batch, batches, slots_of
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.hierarchy import Hierarchy
+from phaseloom.statemgr.mesh import Identity
+from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.permission import check_reader
+from phaseloom.statemgr.slicefetching import SliceFetching, copy_here
+from phaseloom.statemgr.sliceserving import OpenPart, open_part
+from phaseloom.statemgr.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+class Slices:
+    def __init__(
+        self,
+        node: Node,
+        hierarchy: Hierarchy,
+        weights: Weights,
+        identity: Identity,
+        peer_timeout_s: float,
+    ) -> None:
+        self._node = node
+        self._hierarchy = hierarchy
+        self._weights = weights
+        self._identity = identity
+        self._peer_timeout_s = peer_timeout_s
+        self._contents: dict[VersionKey, str] = {}
+        """What the parts were, of copies that are here."""
+        self._bringing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+
+    async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
+        """Memory with exactly these slices.
+
+        Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life; a bad
+                slice; sources that differ. ResourceError: nobody could deliver some, DATA_LOSS, or
+                no host memory.
+        """
+        key = request.version
+        check_reader(wpg, key, request.ticket)
+        slots_of(request.slices, request.num_bytes)
+        mine = msgspec.structs.replace(key, part=_name_of(request))
+        lock = self._bringing.setdefault(mine, asyncio.Lock())
+        async with lock:
+            version = self._node.versions.find(mine)
+            if version is None:
+                version = await self._bring(mine, request)
+        self._forget_unused()
+        assert version.extent is not None
+        return (
+            VersionExtent(
+                version=mine,
+                num_bytes=version.num_bytes,
+                tensors=version.tensors,
+                digest=version.digest,
+                exists=True,
+                content=self._contents.get(mine, ""),
+            ),
+            [self._node.memory[version.extent].read_only_fd],
+        )
+
+    @asynccontextmanager
+    async def reading(self, key: VersionKey) -> AsyncIterator[OpenPart]:
+        """A part that is here, or a version that was written whole, kept while it is read.
+
+        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
+                is here.
+        """
+        async with self._weights.held(key) as version:
+            assert version.extent is not None
+            memory = self._node.memory[version.extent].view(version.num_bytes)
+            yield open_part(version, memory)
+
+    async def _bring(self, mine: VersionKey, request: OpenSlices) -> Version:
+        node = self._node
+        extent = await self._hierarchy.reserve(
+            request.num_bytes, f"slices of version {request.version}", str(mine.policy)
+        )
+        slots = slots_of(request.slices, request.num_bytes)
+        try:
+            version = node.versions.begin(mine, request.num_bytes, slots, extent)
+        except CallerError:
+            node.memory.free(extent)
+            raise
+        node.versions.acquire(version)
+        try:
+            memory = node.memory[extent].view(request.num_bytes)
+            self._contents[mine] = await self._fill(request, memory)
+            digest = await asyncio.to_thread(digest_of, memory)
+            if version.is_dropped:
+                raise ResourceError(f"version {request.version} was dropped", code=Code.ABORTED)
+            node.versions.commit(version, digest)
+        except BaseException:
+            if not version.is_dropped:
+                node.drop_version(version)
+            raise
+        finally:
+            node.release_version(version)
+        return version
+
+    async def _fill(self, request: OpenSlices, memory: memoryview) -> str:
+        """Returns: what the parts are that it came from."""
+        key = request.version
+        fetching = SliceFetching(key, request.ticket, self._identity, self._peer_timeout_s, memory)
+        away: list[Batch] = []
+        here_bytes = 0
+        by_part: dict[str, list[Batch]] = {}
+        for batch in batches(request.slices):
+            by_part.setdefault(batch.part, []).append(batch)
+        for part, mine in by_part.items():
+            try:
+                async with self.reading(msgspec.structs.replace(key, part=part)) as found:
+                    here_bytes += await asyncio.to_thread(copy_here, found, mine, memory)
+                    fetching.digests[part] = found.version.digest
+            except PhaseloomError as error:
+                if error.info.code is not Code.NOT_FOUND:
+                    raise
+                away += mine
+        sources = {each.part: each.endpoints for each in request.sources}
+        await fetching.bring(away, sources)
+        log.info(
+            "slices of version %s came: %d bytes from other nodes, %d from here",
+            *(key, fetching.fetched_bytes, here_bytes),
+        )
+        return hashlib.blake2b(
+            msgspec.msgpack.encode(sorted(fetching.digests.items())), digest_size=16
+        ).hexdigest()
+
+    def _forget_unused(self) -> None:
+        """Names of copies that went with their versions."""
+        for key in [k for k in self._contents if self._node.versions.find(k) is None]:
+            del self._contents[key]
+
+
+def _name_of(request: OpenSlices) -> str:
+    """The same for all who ask for the same."""
+    what = msgspec.msgpack.encode((request.num_bytes, request.slices))
+    return f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"

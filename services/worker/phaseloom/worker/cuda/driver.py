@@ -1,0 +1,388 @@
+"""The few calls of the CUDA driver that device memory needs, each checked, by ctypes.
+
+Torch's own allocator can neither give memory back and keep its address nor hand it to another
+process as a descriptor; the driver's virtual memory calls can. Streams and events are made here
+too, so that everything but the view as a tensor works, and is tested, without torch.
+
+Names, types and values are those of `cuda.h` (CUDA 13.0); functions that have a `_v2` are called
+by that name, which the header's macros hide. Never `load` in a process that forks afterwards.
+Source: CUDA Driver API, "Virtual Memory Management" and "Memory Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from typing import Any, Final, Protocol
+
+LIBRARY = "libcuda.so.1"
+
+DEFAULT_STREAM = 0
+"""The legacy default stream, which is torch's too."""
+
+_Pointer = ctypes.c_uint64
+"""CUdeviceptr; a handle of physical memory has the same type."""
+
+_PINNED_ALLOCATION = 1
+_POSIX_DESCRIPTOR = 1
+_ON_DEVICE = 1
+_READ_WRITE = 3
+_MINIMUM_GRANULARITY = 0
+_REGISTER_PORTABLE = 1
+_STREAM_NON_BLOCKING = 1
+_EVENT_WITHOUT_TIMING = 2
+_HAS_VIRTUAL_MEMORY = 102
+_HAS_DESCRIPTORS = 103
+
+_NO_DEVICE = 100
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression_type", c_ubyte),
+        ("gpu_direct_rdma_capable", c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
+class AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = (
+        ("type", c_int),
+        ("requested_handle_types", c_int),
+        ("location", Location),
+        ("win32_handle_metadata", c_void_p),
+        ("flags", AllocationFlags),
+    )
+
+
+class AccessDescription(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = (("location", Location), ("flags", c_int))
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
+    "cuMemAddressReserve": (POINTER(_Pointer), c_size_t, c_size_t, _Pointer, ctypes.c_uint64),
+    "cuMemAddressFree": (_Pointer, c_size_t),
+    "cuMemCreate": (
+        POINTER(_Pointer),
+        c_size_t,
+        POINTER(AllocationProperties),
+        ctypes.c_uint64,
+    ),
+    "cuMemRelease": (_Pointer,),
+    "cuMemMap": (_Pointer, c_size_t, c_size_t, _Pointer, ctypes.c_uint64),
+    "cuMemUnmap": (_Pointer, c_size_t),
+    "cuMemSetAccess": (_Pointer, c_size_t, POINTER(AccessDescription), c_size_t),
+    "cuMemExportToShareableHandle": (c_void_p, _Pointer, c_int, ctypes.c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(_Pointer), c_void_p, c_int),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuMemcpyHtoDAsync_v2": (_Pointer, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _Pointer, c_size_t, c_void_p),
+    "cuMemcpyDtoDAsync_v2": (_Pointer, _Pointer, c_size_t, c_void_p),
+    "cuMemsetD8Async": (_Pointer, c_ubyte, c_size_t, c_void_p),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+}
+"""Argument types by name. Every one of them returns a CUresult, an int."""
+
+
+class CudaError(RuntimeError):
+    """A call of the driver failed; it changed nothing but what the driver says."""
+
+    def __init__(self, call: str, code: int, name: str, text: str) -> None:
+        super().__init__(f"{call}: {name} ({code}): {text}")
+        self.code = code
+
+
+class CudaUnavailable(RuntimeError):
+    """There is no driver, no such device, or the device cannot do it; says which."""
+
+
+class Driver(Protocol):
+    """Of one device, on its primary context: the one that torch uses. Raises: CudaError.
+
+    Addresses, streams, events and handles of physical memory are plain numbers.
+    """
+
+    device: int
+    granularity_bytes: int
+    """Sizes of physical memory are multiples of it."""
+    can_share: bool
+    """Physical memory can go to another process."""
+
+    def reserve(self, num_bytes: int) -> int:
+        """Addresses without memory."""
+        ...
+
+    def unreserve(self, address: int, num_bytes: int) -> None: ...
+
+    def create(self, num_bytes: int) -> int:
+        """Physical memory; its content is undefined."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """The memory is given back as soon as nothing maps or holds it, in any process."""
+        ...
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """The whole of it, readable and writable by this device."""
+        ...
+
+    def unmap(self, address: int, num_bytes: int) -> None: ...
+
+    def export(self, handle: int) -> int:
+        """A descriptor that holds the memory; the caller's."""
+        ...
+
+    def import_(self, fd: int) -> int:
+        """A handle of another process's memory; `fd` stays the caller's."""
+        ...
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory, which begins and ends at pages."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def create_stream(self) -> int:
+        """One that never waits for the default stream by itself."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until everything in the stream is done."""
+        ...
+
+    def synchronize_all(self) -> None:
+        """Wait until everything that this process gave the device is done."""
+        ...
+
+    def order(self, first: int, then: int) -> None:
+        """What enters the stream `then` from now on waits for what is in `first` now."""
+        ...
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None: ...
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int, stream: int) -> None: ...
+
+    def copy_within(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None: ...
+
+    def free_bytes(self) -> int:
+        """Of the whole device, whoever uses the rest."""
+        ...
+
+
+class LibCuda:
+    """`Driver` on the machine's own."""
+
+    def __init__(self, library: ctypes.CDLL, device: int) -> None:
+        """Raises: CudaUnavailable, CudaError."""
+        self._library = library
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = c_int
+        try:
+            self._call("cuInit", 0)
+        except CudaError as error:
+            if error.code == _NO_DEVICE:
+                raise CudaUnavailable("the CUDA driver finds no device") from error
+            raise
+        count, ordinal, context = c_int(), c_int(), c_void_p()
+        self._call("cuDeviceGetCount", byref(count))
+        if not 0 <= device < count.value:
+            raise CudaUnavailable(f"there is no device {device}: the driver has {count.value}")
+        self._call("cuDeviceGet", byref(ordinal), device)
+        self.device = device
+        self._ordinal = ordinal.value
+        if not self._attribute(_HAS_VIRTUAL_MEMORY):
+            raise CudaUnavailable(f"device {device} has no virtual memory management")
+        self.can_share = bool(self._attribute(_HAS_DESCRIPTORS))
+        # Never released: torch shares it, and both live as long as the process.
+        self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
+        self._context = context
+        granularity = c_size_t()
+        self._call(
+            "cuMemGetAllocationGranularity",
+            byref(granularity),
+            byref(self._properties()),
+            _MINIMUM_GRANULARITY,
+        )
+        self.granularity_bytes = granularity.value
+
+    def reserve(self, num_bytes: int) -> int:
+        address = _Pointer()
+        self._call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
+        return address.value
+
+    def unreserve(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def create(self, num_bytes: int) -> int:
+        handle = _Pointer()
+        self._call("cuMemCreate", byref(handle), num_bytes, byref(self._properties()), 0)
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+        access = AccessDescription(Location(_ON_DEVICE, self._ordinal), _READ_WRITE)
+        try:
+            self._call("cuMemSetAccess", address, num_bytes, byref(access), 1)
+        except CudaError:
+            self._call("cuMemUnmap", address, num_bytes)
+            raise
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def export(self, handle: int) -> int:
+        fd = c_int(-1)
+        self._call("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_DESCRIPTOR, 0)
+        return fd.value
+
+    def import_(self, fd: int) -> int:
+        handle = _Pointer()
+        # The descriptor itself stands where the pointer would.
+        self._call("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR)
+        return handle.value
+
+    def register(self, address: int, num_bytes: int) -> None:
+        with self._current():
+            self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        with self._current():
+            self._call("cuMemHostUnregister", address)
+
+    def create_stream(self) -> int:
+        stream = c_void_p()
+        with self._current():
+            self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        assert stream.value is not None
+        return stream.value
+
+    def destroy_stream(self, stream: int) -> None:
+        with self._current():
+            self._call("cuStreamDestroy_v2", stream)
+
+    def synchronize(self, stream: int) -> None:
+        with self._current():
+            self._call("cuStreamSynchronize", stream)
+
+    def synchronize_all(self) -> None:
+        with self._current():
+            self._call("cuCtxSynchronize")
+
+    def order(self, first: int, then: int) -> None:
+        event = c_void_p()
+        with self._current():
+            self._call("cuEventCreate", byref(event), _EVENT_WITHOUT_TIMING)
+            try:
+                self._call("cuEventRecord", event, first)
+                self._call("cuStreamWaitEvent", then, event, 0)
+            finally:
+                # The driver keeps it until whoever waits for it is done.
+                self._call("cuEventDestroy_v2", event)
+
+    def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None:
+        with self._current():
+            self._call("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
+
+    def copy_out(self, host_address: int, address: int, num_bytes: int, stream: int) -> None:
+        with self._current():
+            self._call("cuMemcpyDtoHAsync_v2", host_address, address, num_bytes, stream)
+
+    def copy_within(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        with self._current():
+            self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+
+    def clear(self, address: int, num_bytes: int, stream: int) -> None:
+        with self._current():
+            self._call("cuMemsetD8Async", address, 0, num_bytes, stream)
+
+    def free_bytes(self) -> int:
+        free, total = c_size_t(), c_size_t()
+        with self._current():
+            self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """In whatever thread: torch has made its context current in its own ones only."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            before = c_void_p()
+            self._call("cuCtxPopCurrent_v2", byref(before))
+
+    def _properties(self) -> AllocationProperties:
+        return AllocationProperties(
+            type=_PINNED_ALLOCATION,
+            requested_handle_types=_POSIX_DESCRIPTOR if self.can_share else 0,
+            location=Location(_ON_DEVICE, self._ordinal),
+        )
+
+    def _attribute(self, attribute: int) -> int:
+        value = c_int()
+        self._call("cuDeviceGetAttribute", byref(value), attribute, self._ordinal)
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise CudaError(name, code, self._said("cuGetErrorName", code), self._meant(code))
+
+    def _meant(self, code: int) -> str:
+        return self._said("cuGetErrorString", code)
+
+    def _said(self, name: str, code: int) -> str:
+        text = c_char_p()
+        getattr(self._library, name)(code, byref(text))
+        return (text.value or b"unknown").decode(errors="replace")
+
+
+def load(device: int = 0) -> LibCuda:
+    """The machine's driver. Raises: CudaUnavailable, saying why. CudaError."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise CudaUnavailable(f"there is no CUDA driver: {error}") from error
+    try:
+        return LibCuda(library, device)
+    except AttributeError as error:
+        raise CudaUnavailable(f"the CUDA driver is too old: {error}") from error

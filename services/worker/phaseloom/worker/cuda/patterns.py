@@ -1,0 +1,33 @@
+"""What the proofs write to memory and find again: 64-bit words that depend on seed and place."""
+
+from __future__ import annotations
+
+import torch
+
+_FACTOR = -7046029254386353131
+"""Odd: no two words of a pattern are equal; 2⁶⁴ over the golden ratio, as a signed number."""
+_CHUNK_WORDS = 8 * 1024 * 1024
+
+
+def fill(memory: torch.Tensor, seed: int) -> None:
+    """Args: memory: bytes, a multiple of 8 of them."""
+    words = memory.view(torch.int64)
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        part = words[start : start + _CHUNK_WORDS]
+        part.copy_(_pattern(start, part.numel(), seed, memory.device))
+
+
+def num_differing(memory: torch.Tensor, seed: int) -> int:
+    """Of words that are not what `fill` wrote."""
+    words = memory.view(torch.int64)
+    count = 0
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        part = words[start : start + _CHUNK_WORDS]
+        expected = _pattern(start, part.numel(), seed, memory.device)
+        count += int((part != expected).sum().item())
+    return count
+
+
+def _pattern(start: int, num_words: int, seed: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(start, start + num_words, dtype=torch.int64, device=device)
+    return (places + (seed << 40)) * _FACTOR

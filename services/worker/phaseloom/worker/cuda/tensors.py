@@ -1,0 +1,88 @@
+"""A torch tensor over memory that torch did not allocate, by DLPack.
+
+The same way for host memory as for a device's, so that it is tried where there is no device.
+Source: the DLPack specification, `DLManagedTensor`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+_CPU, _CUDA = 1, 2
+_UNSIGNED = 1
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class _Described(ctypes.Structure):
+    """One block of C memory, so that `free` is the whole of its deleter."""
+
+    _fields_ = (
+        ("managed", _ManagedTensor),
+        ("shape", ctypes.c_int64 * 1),
+        ("strides", ctypes.c_int64 * 1),
+    )
+
+
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = (ctypes.c_size_t,)
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Tensor:
+    """Bytes at an address, which nobody but the caller keeps valid.
+
+    Args: device: number of the CUDA device; None: it is host memory.
+    """
+    block = _libc.malloc(ctypes.sizeof(_Described))
+    if not block:
+        raise MemoryError
+    described = _Described.from_address(block)
+    described.shape[0], described.strides[0] = num_bytes, 1
+    described.managed = _ManagedTensor(
+        _Tensor(
+            data=address,
+            device=_Device(_CPU, 0) if device is None else _Device(_CUDA, device),
+            ndim=1,
+            dtype=_DataType(_UNSIGNED, 8, 1),
+            shape=block + _Described.shape.offset,
+            strides=block + _Described.strides.offset,
+            byte_offset=0,
+        ),
+        None,
+        # Called by torch with the block, when the last view is gone, at whatever point of the exit.
+        ctypes.cast(_libc.free, ctypes.c_void_p).value,
+    )
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(block, b"dltensor", None))
+    return tensor

@@ -1,0 +1,92 @@
+"""AdamW over flat regions, wherever its moments live; fused.
+
+Where they live in host memory the step runs there: of weights and gradients that lie on a device, a
+piece at a time comes to the host, and the new weights go back. It is elementwise and all is
+float32, so the pieces give what the whole would. Imports the standard library and torch only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+PIECE = 16 * 1024 * 1024
+"""Elements; of a length that leaves all of a vector register's lanes in use."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the weights, element by element, and how many steps were taken."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: torch.Tensor
+    """One float32."""
+
+
+def take_step(
+    weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, adam: Hyperparameters
+) -> None:
+    """Update weights and moments in place, where the moments are.
+
+    Safe on return for whatever is launched on the default stream then.
+    """
+    if weights.device == moments.exp_avg.device:
+        _step(weights, gradients, moments, adam)
+    else:
+        take_step_in_pieces(weights, gradients, moments, adam)
+
+
+def take_step_in_pieces(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: Moments,
+    adam: Hyperparameters,
+    piece: int = PIECE,
+) -> None:
+    """As `take_step`, through host memory. Args: piece: elements, a multiple of 64."""
+    is_pinned = weights.is_cuda
+    size = min(piece, weights.numel())
+    staged = torch.empty(2, size, dtype=weights.dtype, pin_memory=is_pinned)
+    for start in range(0, weights.numel(), piece):
+        part = slice(start, min(start + piece, weights.numel()))
+        w, g = staged[0, : part.stop - start], staged[1, : part.stop - start]
+        w.copy_(weights[part])
+        g.copy_(gradients[part])
+        # Each piece counts the same step.
+        step = moments.step.clone()
+        _step(w, g, Moments(moments.exp_avg[part], moments.exp_avg_sq[part], step), adam)
+        weights[part].copy_(w)
+    moments.step.add_(1)
+
+
+def _step(
+    weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, adam: Hyperparameters
+) -> None:
+    adamw(
+        [weights],
+        [gradients],
+        [moments.exp_avg],
+        [moments.exp_avg_sq],
+        [],
+        [moments.step],
+        fused=True,
+        amsgrad=False,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        lr=adam.learning_rate,
+        weight_decay=adam.weight_decay,
+        eps=adam.eps,
+        maximize=False,
+    )

@@ -1,0 +1,68 @@
+"""`save_state` on a whole mesh: training goes on behind it, and whatever dies, none is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.messages import StateCut
+from tests.support.jobs import TENANT, Log, kill_rank, running_mesh, tenant
+from tests.support.node import STEP, lesson, policy_spec
+
+pytestmark = pytest.mark.timeout(240)
+NODES = [NodeConfig("train-0", "train", [16 * 2**20])]
+
+
+async def begin(
+    connection: client.Mesh, job: str
+) -> list[client.OperationHandle[client.SaveStateResult]]:
+    """Two steps and a checkpoint after each, all sent at once."""
+    policy = (await connection.submit_job(job, [policy_spec()])).deployment("policy")
+    saves = []
+    for number in range(2):
+        batch = lesson(number)
+        policy.forward_backward(batch.batch, batch.loss)
+        policy.optim_step(STEP.adam)
+        saves.append(policy.save_state(f"after{number}"))
+    return saves
+
+
+async def until_cut(log: Log, operation: str) -> None:
+    key = f"{TENANT}.{operation}"
+    await log.until(lambda e: isinstance(e, StateCut) and str(e.key) == key)
+
+
+async def test_checkpoints_are_the_same_whoever_is_killed_while_they_are_written(
+    short_dir: Path,
+) -> None:
+    async with (
+        running_mesh(MeshConfig(nodes=NODES), short_dir) as (mesh, log),
+        tenant(mesh) as connection,
+    ):
+        expected = [(await save).weights_sha256 for save in await begin(connection, "calm")]
+        assert expected[0] != expected[1]
+
+        async def disturbed(job: str) -> list[str]:
+            saves = await begin(connection, job)
+            await until_cut(log, f"{job}.policy.3")
+            kill(mesh, job)
+            return [(await save).weights_sha256 for save in saves]
+
+        for job in ("rank", "agent", "daemon", "scheduler"):
+            assert await disturbed(job) == expected, job
+        assert log.failures() == []
+
+
+def kill(mesh: Mesh, what: str) -> None:
+    match what:
+        case "rank":
+            kill_rank(mesh, "rank.policy")
+        case "agent":
+            mesh.kill("worker-train-0")
+        case "daemon":
+            mesh.kill("statemgr-train-0")
+        case _:
+            mesh.kill(what)

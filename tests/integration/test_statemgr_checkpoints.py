@@ -1,0 +1,520 @@
+"""Checkpoints of a real daemon: written while ranks go on, killed, out of disk, damaged, pruned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import resource
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from safetensors.numpy import load_file
+
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core.marker import BLOCK_BYTES
+from phaseloom.worker.heap import Heap
+from tests.support.statedaemon import (
+    OTHER,
+    POLICY,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    join,
+    start,
+    start_ranks,
+)
+
+SIZE = 3 * MiB
+Tensors = dict[str, np.ndarray[Any, Any]]
+CONFIG = json.dumps({"model_type": "none"})
+
+
+def slots(*, rank: int = 0, num_ranks: int = 1) -> list[TensorSlot]:
+    """A weight of 1024 rows, another of some, gradients and a counter; rows dealt out to ranks."""
+
+    def slot(name: str, role: Role, rows: int, columns: int, offset: int) -> TensorSlot:
+        own = rows // num_ranks
+        part = {"global_shape": [rows, columns], "start": [rank * own, 0]} if num_ranks > 1 else {}
+        return TensorSlot(name, role, "float32", [own, columns], offset, own * columns * 4, **part)
+
+    first = slot("a.weight", Role.WEIGHT, 1024, 256, 0)
+    second = slot("b.weight", Role.WEIGHT, 30, 7, first.num_bytes)
+    third = slot("a.weight.grad", Role.GRADIENT, 1024, 256, first.num_bytes + 4096)
+    step = TensorSlot("step", Role.OPTIMIZER, "float32", [], third.offset + third.num_bytes, 4)
+    return [first, second, third, step]
+
+
+def heap_bytes(num_ranks: int = 1) -> int:
+    return slots(num_ranks=num_ranks)[-1].offset + 64
+
+
+@asynccontextmanager
+async def saving(
+    short_dir: Path, *, host_bytes: int = 256 * MiB, file_bytes: int = 10**9, home: str = "."
+) -> AsyncIterator[Daemon]:
+    """Args: home: of the daemon; its checkpoints are where all others' are."""
+    async with daemon(
+        short_dir / home,
+        host_bytes=host_bytes,
+        CHECKPOINT_ROOT=str(short_dir / "checkpoints"),
+        CHECKPOINT_FILE_BYTES=str(file_bytes),
+    ) as d:
+        yield d
+
+
+async def active(d: Daemon, key: DeploymentKey = POLICY, *, incarnation: int = 1) -> Rank:
+    """A rank that has run operation 1."""
+    rank = await start(d, key, heap_bytes(), slots=slots(), incarnation=incarnation)
+    await d.agent.switch_in(key, incarnation, 1, [])
+    rank.run(1)
+    return rank
+
+
+async def save(rank: Rank, name: str, operation: str = "", keep: int = 0) -> str:
+    operation = operation or f"saves {name}"
+    await rank.client.cut_state(operation, name, rank.seq)
+    return await rank.client.write_checkpoint(operation, name, CONFIG, keep)
+
+
+def place(d: Daemon, name: str, key: DeploymentKey = POLICY) -> Path:
+    return d.directory / "checkpoints" / key.tenant / key.job / key.deployment / name
+
+
+def left_over(d: Daemon) -> list[str]:
+    """What is beside the checkpoints that have their name."""
+    return [p.name for p in (d.directory / "checkpoints").glob("*/*/*/.*")]
+
+
+def tensors(rank: Rank) -> Tensors:
+    return {
+        slot.name: np.frombuffer(rank.heap.buffer, "<f4", slot.num_bytes // 4, slot.offset)
+        .reshape(slot.shape)
+        .copy()
+        for slot in rank.slots
+    }
+
+
+def assert_holds(directory: Path, expected: Tensors) -> None:
+    found: Tensors = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    assert_same(found, expected)
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+async def used_bytes(d: Daemon) -> int:
+    return (await d.agent.status()).host_used_bytes
+
+
+# --- saving while work goes on -------------------------------------------------------------------
+
+
+async def test_checkpoint_is_of_the_cut_whatever_the_deployment_does_afterwards(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank, other = await active(d), await start(d, OTHER, SIZE)
+        expected = tensors(rank)
+        await rank.client.cut_state("op", "c", 1)
+        rank.run(2)
+        await d.agent.switch_in(OTHER, 1, 2, [POLICY])
+        other.run(1)
+        await d.agent.switch_in(POLICY, 1, 3, [OTHER])
+        rank.run(3)
+        sha256 = await rank.client.write_checkpoint("op", "c", CONFIG, 0)
+        assert_holds(place(d, "c"), expected)
+        assert (place(d, "c") / "config.json").read_text() == CONFIG
+        # Whoever asks again is answered the same, cut or not.
+        await rank.client.cut_state("op", "c", 3)
+        assert await rank.client.write_checkpoint("op", "c", CONFIG, 0) == sha256
+        with pytest.raises(CallerError) as taken:
+            await rank.client.cut_state("another", "c", 3)
+        assert taken.value.info.code is Code.ALREADY_EXISTS
+        assert left_over(d) == []
+
+
+async def test_memory_of_a_cut_is_used_for_the_next_one_and_never_lost(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        before = await used_bytes(d)
+        await save(rank, "first")
+        after = await used_bytes(d)
+        assert after > before
+        for number in range(3):
+            await save(rank, f"again{number}")
+            # One that nobody has written makes room for the next.
+            await rank.client.cut_state(f"never {number}", f"never{number}", rank.seq)
+        await save(rank, "last")
+        assert await used_bytes(d) == after
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        assert await used_bytes(d) == 0
+
+
+async def test_cut_at_another_operation_than_the_last_is_refused(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        with pytest.raises(CallerError) as stale:
+            await rank.client.cut_state("op", "c", 0)
+        assert stale.value.info.code is Code.FAILED_PRECONDITION
+        with pytest.raises(CallerError, match=r"nothing of .* is cut"):
+            await rank.client.write_checkpoint("op", "c", CONFIG, 0)
+        assert await save(rank, "c")
+
+
+async def test_cut_that_host_memory_has_no_room_for_is_refused_with_the_numbers(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir, host_bytes=SIZE) as d:
+        rank = await active(d)
+        used = await used_bytes(d)
+        with pytest.raises(ResourceError) as full:
+            await save(rank, "c")
+        assert full.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert full.value.info.details["budget_bytes"] == str(SIZE)
+        assert await used_bytes(d) == used
+        await d.agent.switch_out(POLICY, 1, 1)
+
+
+async def test_names_that_lead_elsewhere_and_ranks_that_do_not_lead_are_refused(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        for name in ("../c", "/tmp/c", ".c", ""):
+            with pytest.raises(CallerError) as refused:
+                await rank.client.cut_state("op", name, 1)
+            assert refused.value.info.field == "args.name"
+            with pytest.raises(CallerError):
+                await rank.client.read_checkpoint(name)
+        _, follower = await start_ranks(d, OTHER, [MiB, MiB], devices=[0, 0])
+        for call in (
+            follower.client.cut_state("op", "c", 0),
+            follower.client.write_checkpoint("op", "c", CONFIG, 0),
+            follower.client.prune_checkpoints(1, []),
+        ):
+            with pytest.raises(CallerError) as denied:
+                await call
+            assert denied.value.info.code is Code.PERMISSION_DENIED
+
+
+async def test_slice_that_lies_about_its_place_is_not_filled(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        await save(await active(d), "c")
+        outside, *others = slots()
+        outside = structs.replace(outside, global_shape=outside.shape, start=[1024, 0])
+        liar = await start(d, POLICY, heap_bytes(), slots=[outside, *others], incarnation=2)
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        with pytest.raises(CallerError) as refused:
+            await liar.client.read_checkpoint("c")
+        assert refused.value.info.field == "tensors[a.weight]"
+
+
+async def test_slices_that_make_no_whole_are_refused_and_nothing_is_left(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        half = [slots(num_ranks=2)[0]]
+        rank = await start(d, POLICY, heap_bytes(), slots=half)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        with pytest.raises(CallerError, match=r"a\.weight: its slices do not make a whole"):
+            await save(rank, "c")
+        assert left_over(d) == []
+        assert not place(d, "c").exists()
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+async def test_tensors_are_split_over_files_of_bounded_size(short_dir: Path) -> None:
+    async with saving(short_dir, file_bytes=MiB) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        files = {path.name: path.stat().st_size for path in place(d, "c").iterdir()}
+        assert set(files) == {
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "operation.json",
+            "training-00001-of-00002.safetensors",
+            "training-00002-of-00002.safetensors",
+            "training.safetensors.index.json",
+        }
+        index = json.loads((place(d, "c") / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {
+            "a.weight": "model-00001-of-00002.safetensors",
+            "b.weight": "model-00002-of-00002.safetensors",
+        }
+        assert index["metadata"]["total_size"] == (1024 * 256 + 30 * 7) * 4
+        expected = tensors(rank)
+        assert_holds(place(d, "c"), expected)
+        rank.run(2)
+        await rank.client.read_checkpoint("c")
+        assert_same(tensors(rank), expected)
+
+
+async def test_checkpoint_of_two_ranks_is_loaded_by_one_and_back(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        tokens = ["rank 0", "rank 1"]
+        await d.agent.register_wpg(tokens, POLICY, 1, [0, 0], 0)
+        pair = [Rank(Heap(heap_bytes(2)), slots(rank=index, num_ranks=2)) for index in range(2)]
+        for token, rank in zip(tokens, pair, strict=True):
+            await join(d, token, rank)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        for index, rank in enumerate(pair):
+            rank.run(1 + index)
+            rank.seq = 1
+        parts = [tensors(rank) for rank in pair]
+        await save(pair[0], "pair")
+        whole = {
+            name: np.concatenate([part[name] for part in parts]) if array.shape else array
+            for name, array in parts[0].items()
+        }
+        assert_holds(place(d, "pair"), whole)
+
+        alone = await active(d, incarnation=2)
+        await alone.client.read_checkpoint("pair")
+        assert_same(tensors(alone), whole)
+        sha256 = await save(alone, "alone")
+        assert sha256 == await alone.client.read_checkpoint("pair")
+
+
+# --- kills ---------------------------------------------------------------------------------------
+
+
+async def test_daemon_that_is_killed_after_the_cut_writes_it_in_its_next_life(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        expected = tensors(rank)
+        await rank.client.cut_state("op", "c", 1)
+        rank.run(2)
+        await d.relaunch()
+        await rank.client.write_checkpoint("op", "c", CONFIG, 0)
+        assert_holds(place(d, "c"), expected)
+
+
+async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_dir: Path) -> None:
+    """Wherever it was: the call that waited is answered by the next life, from the same cut."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        expected = tensors(rank)
+        await rank.client.cut_state("op", "c", 1)
+        rank.run(2)
+        writing = asyncio.create_task(rank.client.write_checkpoint("op", "c", CONFIG, 0))
+        async with asyncio.timeout(20):
+            while not left_over(d) and not place(d, "c").exists():
+                await asyncio.sleep(0)
+        await d.relaunch()
+        sha256 = await writing
+        assert_holds(place(d, "c"), expected)
+        assert left_over(d) == []
+        assert await rank.client.read_checkpoint("c") == sha256
+
+
+async def test_what_was_cut_outlives_its_ranks_and_is_written_for_their_successors(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        expected = tensors(rank)
+        await rank.client.cut_state("op", "c", 1)
+        await rank.client.close()
+        await d.agent.drop_wpg(POLICY, 1)
+        again = await active(d, incarnation=2)
+        await again.client.cut_state("op", "c", 1)
+        await again.client.write_checkpoint("op", "c", CONFIG, 0)
+        assert_holds(place(d, "c"), expected)
+
+
+async def test_job_that_ends_takes_what_is_not_durable_with_it(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "durable")
+        await rank.client.cut_state("op", "c", 1)
+        writing = asyncio.create_task(rank.client.write_checkpoint("op", "c", CONFIG, 0))
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        with contextlib.suppress(PhaseloomError):
+            await writing
+        assert await used_bytes(d) == 0
+        assert left_over(d) == []
+        assert place(d, "durable").exists()
+
+
+# --- disk ----------------------------------------------------------------------------------------
+
+
+async def test_full_disk_fails_that_checkpoint_and_nothing_else(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        used = await used_bytes(d)
+        before = resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, (MiB // 2, before[1]))
+        with pytest.raises(ResourceError) as full:
+            await save(rank, "c")
+        assert full.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert left_over(d) == []
+        assert not place(d, "c").exists()
+        content = rank.run(2)
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.agent.switch_in(POLICY, 1, 2, [])
+        assert rank.digest() == content
+        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, before)
+        expected = tensors(rank)
+        await save(rank, "c")
+        assert_holds(place(d, "c"), expected)
+        assert await used_bytes(d) <= used + heap_bytes() + 4096
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
+
+
+async def test_flipped_bit_is_found_named_and_never_loaded(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        content = rank.run(2)
+        await d.relaunch()  # its memory of the cut is gone
+        for file, offset, named in (
+            ("model.safetensors", 4096 + 5, "a.weight"),
+            ("model.safetensors", -3, "b.weight"),
+            ("model.safetensors", 30, "model.safetensors"),
+            ("model.safetensors", 4000, "its header"),
+            ("training.safetensors", 4096 + BLOCK_BYTES - 1, "a.weight.grad"),
+            ("operation.json", 40, "its checksum"),
+            ("operation.json", -20, "its checksum"),
+        ):
+            flip(place(d, "c") / file, offset)
+            with pytest.raises(ResourceError, match=re.escape(named)) as damaged:
+                await rank.client.read_checkpoint("c")
+            assert damaged.value.info.code is Code.DATA_LOSS
+            assert file in damaged.value.info.message
+            assert rank.digest() == content
+            flip(place(d, "c") / file, offset)
+        await rank.client.read_checkpoint("c")
+
+
+async def test_file_that_ends_early_or_is_gone_is_data_loss(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        await d.relaunch()
+        file = place(d, "c") / "training.safetensors"
+        whole = file.read_bytes()
+        for content in (whole[:-1], b"", None):
+            file.unlink()
+            if content is not None:
+                file.write_bytes(content)
+            with pytest.raises(ResourceError, match=r"training\.safetensors") as damaged:
+                await rank.client.read_checkpoint("c")
+            assert damaged.value.info.code is Code.DATA_LOSS
+            file.touch()
+        file.write_bytes(whole)
+        assert await rank.client.read_checkpoint("c")
+
+
+async def test_what_was_written_last_is_loaded_from_memory_while_nobody_needs_that(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        expected = tensors(rank)
+        weights = place(d, "c") / "model.safetensors"
+        flip(weights, -3)
+        for seq in (2, 3):
+            rank.run(seq)
+            await rank.client.read_checkpoint("c")
+            assert_same(tensors(rank), expected)
+        # The memory is another cut's now.
+        rank.run(4)
+        await rank.client.cut_state("op", "d", 4)
+        with pytest.raises(ResourceError, match="checksum"):
+            await rank.client.read_checkpoint("c")
+        flip(weights, -3)
+        await rank.client.read_checkpoint("c")
+        assert_same(tensors(rank), expected)
+        await rank.client.write_checkpoint("op", "d", CONFIG, 0)
+
+
+async def test_load_where_host_memory_has_no_room_changes_nothing(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        await save(await active(d), "c")
+    async with saving(short_dir, host_bytes=SIZE, home="again") as d:
+        rank = await active(d)
+        content = rank.run(2)
+        with pytest.raises(ResourceError) as full:
+            await rank.client.read_checkpoint("c")
+        assert full.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert rank.digest() == content
+
+
+async def test_daemon_that_is_stopped_for_a_moment_loads_all_the_same(short_dir: Path) -> None:
+    """A load that is under way as the daemon is killed is asked again of its next life."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        expected = tensors(rank)
+        rank.run(2)
+        d.process.send_signal(signal.SIGSTOP)
+        loading = asyncio.create_task(rank.client.read_checkpoint("c"))
+        await d.relaunch()
+        await loading
+        assert_same(tensors(rank), expected)
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+async def test_newest_are_kept_and_what_is_needed_or_was_meant_to_stay(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "mine")
+        for number in range(1, 6):
+            await save(rank, f"auto{number}", keep=2)
+            await rank.client.prune_checkpoints(2, ["auto1", f"auto{number}"])
+        assert {path.name for path in place(d, "mine").parent.iterdir()} == {
+            "mine",
+            "auto1",
+            "auto4",
+            "auto5",
+        }
+        await rank.client.read_checkpoint("auto1")
+        await rank.client.prune_checkpoints(1, [])
+        assert {path.name for path in place(d, "mine").parent.iterdir()} == {"mine", "auto5"}
+        with pytest.raises(CallerError, match="one or more"):
+            await rank.client.prune_checkpoints(0, [])
+
+
+async def test_name_that_is_being_written_is_taken(short_dir: Path) -> None:
+    """By an operation that nobody waits for any more; the draft of the first is left alone."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        expected = tensors(rank)
+        await rank.client.cut_state("first", "one", 1)
+        first = asyncio.create_task(rank.client.write_checkpoint("first", "one", CONFIG, 0))
+        second = asyncio.create_task(rank.client.cut_state("second", "one", 1))
+        with pytest.raises(CallerError) as caught:
+            await second
+        assert caught.value.info.code is Code.ALREADY_EXISTS
+        await first
+        assert_holds(place(d, "one"), expected)
+        assert left_over(d) == []

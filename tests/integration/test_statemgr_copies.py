@@ -1,0 +1,233 @@
+"""Copies of seals and versions on other nodes: real daemons, real sockets, real files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.ids import NodeId, VersionKey
+from phaseloom.common.messages import Durability, FilesTicket
+from phaseloom.common.statewire import BringState
+from phaseloom.common.tickets import signed
+from tests.support.meshcerts import SECRET
+from tests.support.slowlink import link
+from tests.support.statedaemon import (
+    OTHER,
+    POLICY,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    names,
+    start,
+)
+
+SIZE = 10 * MiB
+VERSION = VersionKey(POLICY, 2)
+_CONTROL = SIZE // 25
+"""More than the control messages of a fetch take."""
+
+
+def ticket(*nodes: str, incarnation: int = 1, secret: str = SECRET) -> FilesTicket:
+    return signed(FilesTicket(POLICY, incarnation, list(nodes)), secret)
+
+
+@asynccontextmanager
+async def nodes(
+    directory: Path, *extra: str, peer_timeout_s: int = 10
+) -> AsyncIterator[list[Daemon]]:
+    """Some daemons, each of a node of its own."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                daemon(
+                    directory / name,
+                    devices=[2 * SIZE],
+                    NODE=name,
+                    PEER_TIMEOUT_S=f"{peer_timeout_s}",
+                )
+            )
+            for name in extra
+        ]
+
+
+async def sealed(d: Daemon, seq: int = 3) -> Rank:
+    """A policy whose seal, and a version with it, lie on its node's disk."""
+    policy = await start(d, POLICY, SIZE)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    policy.run(2)
+    await policy.client.create_version(VERSION, policy.slots)
+    policy.run(seq)
+    await d.agent.prepare_seal(POLICY, 1, seq)
+    await d.agent.write_seal(POLICY, 1, seq, [VERSION.seq])
+    return policy
+
+
+def asked(*sources: str, node: str, seq: int = 3, versions: tuple[int, ...] = (2,)) -> BringState:
+    return BringState(POLICY, seq, list(versions), list(sources), ticket(node))
+
+
+def files(d: Daemon) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(d.files.rglob("*.state"))}
+
+
+async def test_another_node_restores_a_seal_that_it_brought(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b") as (a, b):
+        policy = await sealed(a)
+        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        assert names(b) == ["seal-3.state", "version-2.state"]
+        assert files(b) == files(a)
+        restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
+        await b.agent.switch_in(POLICY, 2, 2, [])
+        assert (restored.seq, restored.digest()) == (3, policy.digest())
+        assert VERSION in (await b.agent.status()).versions
+
+
+async def test_what_is_here_is_not_brought_again(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
+        await sealed(a)
+        await b.agent.bring_state(asked(wire.endpoint, node="b"))
+        crossed = wire.passed_bytes
+        assert 2 * SIZE <= crossed < 2 * (SIZE + _CONTROL)
+        await b.relaunch()
+        await b.agent.bring_state(asked(wire.endpoint, node="b"))
+        assert wire.passed_bytes == crossed
+
+
+async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
+        await sealed(a)
+        wire.hold_after_bytes = SIZE // 2
+        request = asked(wire.endpoint, node="b", versions=())
+        bringing = asyncio.create_task(b.agent.bring_state(request))
+        await wire.held.wait()
+        wire.cut()
+        wire.release()
+        await bringing
+        assert files(b)["seal-3.state"] == files(a)["seal-3.state"]
+        assert wire.passed_bytes < 2 * SIZE
+
+
+async def test_a_block_that_is_bad_at_one_source_comes_from_the_next(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b", "c") as (a, b, c):
+        await sealed(a)
+        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        good = files(a)
+        flip(a, "seal-3.state", SIZE // 2)
+        sources = [await a.endpoint(), await b.endpoint()]
+        await c.agent.bring_state(asked(*sources, node="c"))
+        assert files(c) == good
+
+
+async def test_a_seal_that_went_bad_here_is_brought_again_when_it_is_read(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b") as (a, b):
+        policy = await sealed(a)
+        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        flip(b, "seal-3.state", SIZE // 2)
+        restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
+        await b.agent.switch_in(POLICY, 2, 2, [])
+        assert restored.digest() == policy.digest()
+        assert files(b)["seal-3.state"] == files(a)["seal-3.state"]
+
+
+async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
+    short_dir: Path,
+) -> None:
+    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+        await sealed(a)
+        endpoint = await a.endpoint()
+        with pytest.raises(ResourceError, match="seal 9 of") as caught:
+            await b.agent.bring_state(asked(endpoint, node="b", seq=9))
+        assert caught.value.info.code is Code.DATA_LOSS
+        await a.kill()
+        with pytest.raises(ResourceError) as caught:
+            await b.agent.bring_state(asked(endpoint, node="b"))
+        assert caught.value.info.code is Code.UNAVAILABLE
+        assert names(b) == []
+
+
+async def test_files_go_to_those_only_whom_a_ticket_names(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+        await sealed(a)
+        endpoint = await a.endpoint()
+        for bad in (
+            ticket("c"),
+            ticket("b", secret="a guess"),
+            signed(FilesTicket(OTHER, 1, ["b"]), SECRET),
+        ):
+            with pytest.raises(ResourceError, match="ticket"):
+                await b.agent.bring_state(BringState(POLICY, 3, [], [endpoint], bad))
+        await b.agent.bring_state(BringState(POLICY, 3, [], [endpoint], ticket("b", incarnation=4)))
+        with pytest.raises(ResourceError, match="which is at 4"):
+            await b.agent.bring_state(BringState(POLICY, 9, [], [endpoint], ticket("b")))
+
+
+async def test_a_remote_seal_is_on_the_other_disk_before_it_is_told(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+        policy = await sealed(a)
+        replicas = {NodeId("b"): await b.endpoint()}
+        for seq in (4, 5, 6):
+            policy.run(seq)
+            await a.agent.prepare_seal(POLICY, 1, seq)
+            await a.agent.write_seal(
+                POLICY,
+                1,
+                seq,
+                [VERSION.seq],
+                committed=seq - 1,
+                durability=Durability.REMOTE,
+                replicas=replicas,
+                ticket=ticket("b"),
+            )
+            assert f"seal-{seq}.state" in names(b)
+        assert names(b) == ["seal-5.state", "seal-6.state", "version-2.state"]
+        await b.kill()
+        policy.run(7)
+        await a.agent.prepare_seal(POLICY, 1, 7)
+        with pytest.raises(ResourceError):
+            await a.agent.write_seal(
+                POLICY, 1, 7, [], committed=6, replicas=replicas, ticket=ticket("b")
+            )
+        assert "seal-6.state" in names(a), "the committed one stands"
+
+
+async def test_a_kill_of_the_receiver_leaves_nothing_and_it_begins_afresh(short_dir: Path) -> None:
+    async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
+        await sealed(a)
+        wire.hold_after_bytes = SIZE // 2
+        bringing = asyncio.create_task(b.agent.bring_state(asked(wire.endpoint, node="b")))
+        await wire.held.wait()
+        await b.kill()
+        wire.release()
+        await b.launch()
+        await bringing
+        assert files(b) == files(a)
+        assert not list(b.files.rglob("*.partial"))
+
+
+async def test_a_full_disk_is_told_and_leaves_nothing(short_dir: Path) -> None:
+    limited = ("prlimit", f"--fsize={SIZE // 2}")
+    async with (
+        daemon(short_dir / "a", devices=[2 * SIZE], NODE="a") as a,
+        daemon(short_dir / "b", devices=[2 * SIZE], launcher=limited, NODE="b") as b,
+    ):
+        await sealed(a)
+        with pytest.raises((ResourceError, CallerError)) as caught:
+            await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert names(b) == []
+
+
+def flip(d: Daemon, name: str, offset: int) -> None:
+    """One bit of a file."""
+    (path,) = d.files.rglob(name)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,120 @@
+"""Seals of durability `host`: in the memory that the agent keeps, and on no disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.messages import Durability, FilesTicket
+from phaseloom.common.statewire import BringState
+from phaseloom.common.tickets import signed
+from tests.support.meshcerts import SECRET
+from tests.support.statedaemon import (
+    POLICY,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    names,
+    start,
+)
+
+SIZE = 9 * MiB
+
+
+async def sealed(d: Daemon, *seqs: int) -> Rank:
+    """A policy that was sealed in host memory at each of these."""
+    policy = await start(d, POLICY, SIZE)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    committed = 0
+    for seq in seqs:
+        policy.run(seq)
+        await d.agent.prepare_seal(POLICY, 1, seq)
+        await d.agent.write_seal(
+            POLICY, 1, seq, [], committed=committed, durability=Durability.HOST
+        )
+        committed = seq
+    return policy
+
+
+async def again(d: Daemon, seq: int) -> Rank:
+    """Its next life, from a seal."""
+    await d.agent.drop_wpg(POLICY, 1)
+    restored = await start(d, POLICY, SIZE, incarnation=2, seal_seq=seq)
+    await d.agent.switch_in(POLICY, 2, 2, [])
+    return restored
+
+
+async def host_bytes(d: Daemon) -> int:
+    return (await d.agent.status()).host_used_bytes
+
+
+async def test_the_next_life_begins_with_it_and_nothing_is_on_the_disk(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await sealed(d, 3)
+        content = policy.digest()
+        policy.run(4)
+        restored = await again(d, 3)
+        assert (restored.seq, restored.digest()) == (3, content)
+        assert names(d) == []
+
+
+async def test_it_survives_a_kill_of_the_daemon(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await sealed(d, 3)
+        content = policy.digest()
+        await d.relaunch()
+        restored = await again(d, 3)
+        assert restored.digest() == content
+
+
+async def test_who_asks_again_after_a_kill_hears_that_it_is_written(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await sealed(d, 3)
+        await d.relaunch()
+        policy.run(4)
+        await d.agent.prepare_seal(POLICY, 1, 3)
+        again = await d.agent.write_seal(POLICY, 1, 3, [], durability=Durability.HOST)
+        assert (again.file, again.num_bytes) == ("", SIZE)
+
+
+async def test_the_newest_two_are_kept_and_all_go_with_the_job(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await sealed(d, 3)
+        one = await host_bytes(d)
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        assert await host_bytes(d) == 0
+        await sealed(d, 3, 4, 5, 6)
+        two = await host_bytes(d)
+        assert one < two < one + SIZE + MiB
+        await d.relaunch()
+        await d.agent.drop_wpg(POLICY, 1, forget=True)
+        assert await host_bytes(d) == 0
+
+
+async def test_it_is_refused_with_the_numbers_when_host_memory_is_full(short_dir: Path) -> None:
+    async with daemon(short_dir, host_bytes=SIZE + MiB) as d:
+        policy = await start(d, POLICY, SIZE)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        policy.run(3)
+        await d.agent.prepare_seal(POLICY, 1, 3)
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.write_seal(POLICY, 1, 3, [], durability=Durability.HOST)
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert caught.value.info.details["budget_bytes"] == str(SIZE + MiB)
+
+
+async def test_another_node_brings_it_to_its_disk(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a", NODE="a") as a,
+        daemon(short_dir / "b", NODE="b") as b,
+    ):
+        policy = await sealed(a, 3)
+        leave = signed(FilesTicket(POLICY, 1, ["b"]), SECRET)
+        await b.agent.bring_state(BringState(POLICY, 3, [], [await a.endpoint()], leave))
+        assert names(b) == ["seal-3.state"]
+        restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
+        await b.agent.switch_in(POLICY, 2, 2, [])
+        assert restored.digest() == policy.digest()

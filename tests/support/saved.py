@@ -1,0 +1,56 @@
+"""A backend's state as a checkpoint's files and back, as the state manager does it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.statemgr.disk.disk import Disk
+from phaseloom.statemgr.shards import SavedState, write_state
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.heap import Heap
+
+FILE_BYTES = 10**9
+
+
+def save(backend: Backend, heap: Heap, directory: Path, file_bytes: int = FILE_BYTES) -> str:
+    """The SHA-256 of its weights."""
+    return save_ranks([(backend.slots, heap.buffer)], backend.config, directory, file_bytes)
+
+
+def load(backend: Backend, heap: Heap, directory: Path) -> None:
+    """Raises: PhaseloomError: nothing was changed."""
+    (content,) = load_ranks([(backend.slots, heap.num_bytes)], directory)
+    heap.buffer[:] = content
+    backend.weights_changed()
+
+
+def save_ranks(
+    ranks: Sequence[tuple[list[TensorSlot], memoryview | bytes]],
+    config: dict[str, Any],
+    directory: Path,
+    file_bytes: int = FILE_BYTES,
+) -> str:
+    """Args: ranks: what each holds, and its memory."""
+    memories = [(slots, memoryview(bytearray(memory))) for slots, memory in ranks]
+    text = json.dumps(config)
+    never = threading.Event()
+    written = write_state(
+        Disk(directory), directory, memories, text, file_bytes=file_bytes, cancelled=never
+    )
+    return written.weights_sha256
+
+
+def load_ranks(ranks: Sequence[tuple[list[TensorSlot], int]], directory: Path) -> list[memoryview]:
+    """Args: ranks: what each holds, and in how many bytes. Returns: the memory of each."""
+    saved = SavedState(Disk(directory), directory)
+    saved.check_fits(slot for slots, _ in ranks for slot in slots)
+    memories = [memoryview(bytearray(num_bytes)) for _, num_bytes in ranks]
+    for (slots, _), memory in zip(ranks, memories, strict=True):
+        memory[:] = b"\xff" * len(memory)
+        saved.fill(slots, memory, threading.Event())
+    return memories

@@ -1,0 +1,201 @@
+"""A `save_state` that is cut: its deployment goes on while it is written, and none is lost."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.ids import OperationKey
+from phaseloom.common.messages import (
+    CancelRequested,
+    OpenActivation,
+    Outcome,
+    Permit,
+    SealState,
+    StateCut,
+)
+from phaseloom.scheduler.core.outputs import Answer
+from phaseloom.scheduler.core.state import OpState
+from tests.support.world import CONFIG, TENANT, World, deployment
+
+POLICY = deployment("a", "policy")
+LONG_S = 50.0
+"""To write a checkpoint."""
+
+
+def key(slot: int | str, job: str = "a") -> OperationKey:
+    return OperationKey(TENANT, job, "policy", str(slot))
+
+
+def world(*jobs: str, write_s: float = LONG_S, seed: int = 0) -> World:
+    config = msgspec.structs.replace(CONFIG, seal_every=3)
+    made = World(config=config, write_s=write_s, seed=seed)
+    for job in jobs or ("a",):
+        made.submit(job)
+    made.run()
+    return made
+
+
+def queue(world: World, *kinds: str, first: int = 1, job: str = "a") -> None:
+    for seq, kind in enumerate(kinds, start=first):
+        world.queue(job, "policy", seq, kind)
+
+
+def soon(world: World) -> None:
+    """All that needs no checkpoint to be durable."""
+    world.run(until_s=world.now_s + LONG_S / 4)
+
+
+def outcomes(world: World) -> dict[int, Outcome]:
+    return {seq: world.done[str(key(seq))] for seq in range(1, 99) if str(key(seq)) in world.done}
+
+
+def permits(world: World) -> list[str]:
+    return [c.operation.slot for c in world.commands if isinstance(c, Permit)]
+
+
+def test_mutations_go_on_while_a_checkpoint_is_written() -> None:
+    w = world()
+    queue(w, "forward_backward", "save_state", "optim_step", "forward_backward")
+    soon(w)
+    assert set(outcomes(w)) == {1, 3, 4}
+    assert w.saved == {str(key(2)): (1,)}
+    w.run()
+    assert outcomes(w)[2] is Outcome.COMPLETED
+    assert w.core.state.deployments[str(POLICY)].next_seq == 5
+
+
+def test_another_job_is_switched_in_while_a_checkpoint_is_written() -> None:
+    w = world("a", "b")
+    queue(w, "forward_backward", "save_state")
+    soon(w)
+    queue(w, "forward_backward", job="b")
+    soon(w)
+    opened = [c for c in w.commands if isinstance(c, OpenActivation)]
+    assert opened[-1].displaces == [POLICY]
+    assert str(key(1, "b")) in w.done
+    assert str(key(2)) not in w.done
+
+
+def test_what_names_the_checkpoint_waits_until_it_is_durable() -> None:
+    w = world()
+    queue(w, "save_state")
+    w.queue("a", "sampler", 1, "generate", after=(("policy", 1),))
+    soon(w)
+    assert not w.done
+    w.run()
+    assert len(w.done) == 2
+
+
+def test_rebuild_saves_again_in_its_place_what_was_not_durable() -> None:
+    w = world()
+    queue(w, "forward_backward", "optim_step", "save_state", "forward_backward", "optim_step")
+    soon(w)
+    assert set(outcomes(w)) == {1, 2, 4, 5}
+    w.kill(POLICY)
+    num_before = len(permits(w))
+    w.run()
+    assert permits(w)[num_before:] == ["1", "2", "3", "4", "5"]
+    assert outcomes(w)[3] is Outcome.COMPLETED
+    assert w.saved[str(key(3))] == (1, 2)
+    assert w.states()[POLICY] == (1, 2, 4, 5)
+
+
+def test_what_replaces_the_state_does_not_hide_a_checkpoint_of_the_one_before() -> None:
+    w = world()
+    queue(w, "forward_backward", "save_state", "load_state", "forward_backward")
+    soon(w)
+    w.kill(POLICY)
+    w.run()
+    assert w.saved[str(key(2))] == (1,)
+    assert w.states()[POLICY] == ("loaded by 3", 4)
+
+
+def test_nothing_is_sealed_past_a_checkpoint_that_is_not_durable() -> None:
+    w = world()
+    queue(w, "save_state", *["forward_backward", "optim_step"] * 20)
+    soon(w)
+    assert set(outcomes(w)) == set(range(2, 42))
+    assert not [c for c in w.commands if isinstance(c, SealState)]
+    w.run()
+    assert [c for c in w.commands if isinstance(c, SealState)]
+
+
+def test_checkpoint_without_an_order_is_made_again_of_what_is_there_then() -> None:
+    w = world()
+    queue(w, "forward_backward")
+    w.queue("a", "policy", "free", "save_state")
+    soon(w)
+    queue(w, "optim_step", first=2)
+    soon(w)
+    assert str(key("free")) not in w.done
+    w.kill(POLICY)
+    w.run()
+    assert w.done[str(key("free"))] is Outcome.COMPLETED
+
+
+def test_cut_of_a_life_that_is_over_counts_for_nothing() -> None:
+    w = world()
+    queue(w, "save_state", "forward_backward")
+    permit = next(c for c in iter_permits(w) if c.operation == key(1))
+    w.kill(POLICY)
+    w.feed(StateCut(key(1), permit.epoch, permit.incarnation))
+    op = w.core.state.deployments[str(POLICY)].operations[1]
+    assert (op.state, op.is_cut) == (OpState.QUEUED, False)
+    w.run()
+    assert set(outcomes(w)) == {1, 2}
+
+
+def iter_permits(w: World) -> list[Permit]:
+    while not any(isinstance(c, Permit) for c in w.commands):
+        w.run(until_s=w.next_s)
+    return [c for c in w.commands if isinstance(c, Permit)]
+
+
+def test_cancel_of_a_checkpoint_that_is_being_written_leaves_its_outcome_to_its_leader() -> None:
+    w = world()
+    queue(w, "save_state", "forward_backward")
+    soon(w)
+    made = w.feed(CancelRequested(key(1), "c"))
+    (answer,) = [o for o in made if isinstance(o, Answer)]
+    assert answer.explanation is not None
+    assert answer.explanation.state == "permitted"
+    w.run()
+    assert set(outcomes(w)) == {1, 2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    kinds=st.lists(
+        st.sampled_from(
+            ["forward_backward", "optim_step", "save_state", "save_state", "forward", "load_state"]
+        ),
+        min_size=3,
+        max_size=14,
+    ),
+    kills=st.lists(st.floats(0.05, 6.0), max_size=3),
+)
+def test_every_checkpoint_is_of_the_state_at_its_place_whatever_dies(
+    seed: int, kinds: list[str], kills: list[float]
+) -> None:
+    w = world(write_s=1.0, seed=seed)
+    queue(w, *kinds)
+    start_s = w.now_s
+    for after_s in sorted(kills):
+        w.run(until_s=start_s + after_s)
+        w.now_s = max(w.now_s, start_s + after_s)
+        if POLICY in w.ranks:
+            w.kill(POLICY)
+    w.run()
+    expected: tuple[object, ...] = ()
+    for seq, kind in enumerate(kinds, start=1):
+        if kind == "save_state":
+            assert w.done[str(key(seq))] is Outcome.COMPLETED
+            assert w.saved[str(key(seq))] == expected
+        elif kind == "load_state":
+            expected = (f"loaded by {seq}",)
+        elif kind != "forward":
+            expected = (*expected, seq)
+    assert w.states()[POLICY] == expected

@@ -1,0 +1,50 @@
+"""Orders to ranks, while what they are about changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from phaseloom.common.framing import Peer, close_fds
+from phaseloom.common.ids import DeploymentKey, NodeId
+from phaseloom.common.statewire import Copied, CopyIn, StateMessage
+from phaseloom.statemgr.node import Node
+
+KEY = DeploymentKey("acme", "sums", "reference")
+
+
+async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_given_up() -> None:
+    """Two contents may become one while the books are kept before an order leaves."""
+    inodes: list[int] = []
+
+    async def answer(body: StateMessage, fds: list[int]) -> tuple[StateMessage, list[int]]:
+        assert isinstance(body, CopyIn)
+        inodes.extend(os.fstat(fd).st_ino for fd in fds)
+        close_fds(fds)
+        return Copied(body.digest, 0, 0, 0.0), []
+
+    node = Node(NodeId("n"), [1], 1 << 20, 10.0)
+    node.residency.register(["token"], KEY, 1, [0], 0)
+    rank = node.residency.authenticate("token")
+    here, there = socket.socketpair()
+    peer: Peer[StateMessage] = Peer(here, StateMessage, max_fds=0)
+    other: Peer[StateMessage] = Peer(there, StateMessage, answer)
+    peer.start()
+    other.start()
+    node.ranks[rank] = peer
+    extent = node.memory.reserve(4096, "a content")
+    inode = os.fstat(node.memory[extent].read_only_fd).st_ino
+    async with node.keeper._lock:  # they are being kept
+        asking = asyncio.create_task(
+            node.ask(rank, CopyIn("0" * 32), [node.memory[extent].read_only_fd])
+        )
+        await asyncio.sleep(0)
+        node.memory.free(extent)
+        node.memory.reserve(4096, "another tenant's")
+    await asking
+    assert inodes == [inode]
+    await peer.close()
+    await other.close()
+    node.keeper.close()
+    node.memory.close()
