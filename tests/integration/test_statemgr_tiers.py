@@ -414,23 +414,26 @@ async def publishing(d: Daemon, version: VersionKey) -> tuple[Rank, str]:
     return rank, (await rank.client.create_version(version, rank.slots)).digest
 
 
-def is_mapped(name: str) -> bool:
-    """Whether this process, which the ranks are in, keeps the pages of such memory."""
-    return f"/memfd:phaseloom: {name}" in Path("/proc/self/maps").read_text()
+def is_mapped(version: VersionKey) -> bool:
+    """Whether this process, which the ranks are in, keeps the pages of that version.
+
+    Its `seq` must be no other test's: their ranks were in this process, too.
+    """
+    return f"/memfd:phaseloom: version {version} " in Path("/proc/self/maps").read_text()
 
 
 async def test_version_that_nobody_reads_makes_room_and_comes_back_from_disk(
     short_dir: Path,
 ) -> None:
-    version = VersionKey(POLICY, 2)
+    version = VersionKey(POLICY, 1002)
     async with daemon(short_dir, host_bytes=5 * MiB) as d:
         _, published = await publishing(d, version)
-        assert is_mapped(f"version {version}")  # its writer would reuse it
+        assert is_mapped(version)  # its writer would reuse it
         sampler = await start(d, SAMPLER, SIZE)
-        assert not is_mapped(f"version {version}")
+        assert not is_mapped(version)
         (state,) = (await d.agent.status()).version_states
         assert (state.in_host, state.on_nvme) == (False, True)
-        assert names(d) == ["version-2.state"]
+        assert names(d) == ["version-1002.state"]
         await d.agent.switch_in(SAMPLER, 1, 2, [POLICY])
         with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
             # Both have what they need, and the version would be a third.
@@ -460,7 +463,7 @@ async def test_version_on_disk_that_no_rank_has_goes_before_any_host_copy(short_
 async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
     short_dir: Path,
 ) -> None:
-    version = VersionKey(POLICY, 4)
+    version = VersionKey(POLICY, 1004)
     async with daemon(short_dir, host_bytes=7 * MiB, NVME_BYTES="0") as d:
         policy, published = await publishing(d, version)
         sampler = await start(d, SAMPLER, SIZE)
@@ -470,7 +473,7 @@ async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
         assert digest == published == digest_of(memory)
         del memory
         await start(d, FOURTH, SIZE)
-        assert not is_mapped(f"version {version}")
+        assert not is_mapped(version)
         (state,) = (await d.agent.status()).version_states
         assert (state.in_host, state.on_nvme) == (False, True)
         assert policy.heap.resident_bytes() == SIZE
