@@ -35,8 +35,8 @@ from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.disk import DEPTH
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.memory import Extent
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.node.memory import Extent
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
 

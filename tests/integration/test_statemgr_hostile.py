@@ -44,9 +44,10 @@ from phaseloom.common.statewire import (
     StatusRequest,
     TensorSlot,
 )
-from phaseloom.statemgr import mesh, wire
 from phaseloom.statemgr.core.slices import Box
-from phaseloom.statemgr.fetching import Home
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.fetching import Home
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetch, fetching, home
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, child, daemon, names, start
@@ -308,7 +309,7 @@ async def test_who_begins_and_says_no_more_is_cut_off(short_dir: Path) -> None:
         before = _num_fds(d)
         silent = [await _connected(d) for _ in range(2)]
         silent[1][1].write(b"\x16\x03\x01\x02")
-        stream = await mesh.connect(await d.endpoint(), wire.SERVICE, identity(), 10.0)
+        stream = await tls.connect(await d.endpoint(), wire.SERVICE, identity(), 10.0)
         with pytest.raises(ConnectionError):
             await stream.receive(1024)
         stream.close()
@@ -328,10 +329,10 @@ async def test_a_crowd_that_proves_nothing_keeps_nobody_out(short_dir: Path) -> 
             writer.close()
 
 
-def _elsewhere(directory: Path) -> mesh.Identity:
+def _elsewhere(directory: Path) -> tls.Identity:
     """Of a node of the same name, of another mesh."""
     make_certificates(directory, ["node0"])
-    return mesh.Identity.load(directory_of(directory, "node0"))
+    return tls.Identity.load(directory_of(directory, "node0"))
 
 
 async def test_a_certificate_of_another_authority_is_refused_on_both_sides(
@@ -340,11 +341,11 @@ async def test_a_certificate_of_another_authority_is_refused_on_both_sides(
     async with _serving(short_dir) as d:
         endpoint = await d.endpoint()
         stranger = _elsewhere(short_dir / "elsewhere")
-        trusting = mesh.Identity(stranger.server, _careless(short_dir / "elsewhere"))
+        trusting = tls.Identity(stranger.server, _careless(short_dir / "elsewhere"))
         for who, says in (
             (stranger, "is not of this mesh"),
             (trusting, "does not take this node's certificate"),
-            (mesh.Identity(stranger.server, _careless(None)), "does not take this node's"),
+            (tls.Identity(stranger.server, _careless(None)), "does not take this node's"),
         ):
             with pytest.raises(CallerError, match=says) as caught:
                 await fetching(KEY, Home(who, "", "", 10.0)).bring(endpoint)
@@ -368,8 +369,8 @@ async def test_old_tls_is_refused(short_dir: Path) -> None:
         old = _careless(None)
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(PhaseloomError):
-            await mesh.connect(
-                await d.endpoint(), wire.SERVICE, mesh.Identity(old, old), timeout_s=10.0
+            await tls.connect(
+                await d.endpoint(), wire.SERVICE, tls.Identity(old, old), timeout_s=10.0
             )
 
 
@@ -398,7 +399,7 @@ async def test_a_ticket_is_for_one_version_one_node_and_one_life(short_dir: Path
         await fetching(KEY, shown=ticket(KEY, "critic", incarnation=4)).bring(endpoint)
 
 
-async def _send_raw(stream: mesh.Stream, message: bytes) -> None:
+async def _send_raw(stream: tls.Stream, message: bytes) -> None:
     framed = struct.pack("<I", len(message)) + message
     await stream.send_bytes(memoryview(framed), 10.0)
 
@@ -416,7 +417,7 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
             (wire.SLICES, msgspec.msgpack.encode(slices), b"\xc1"),
             (wire.SLICES, msgspec.msgpack.encode(slices), b"\x91" * 50_000),
         ):
-            stream = await mesh.connect(endpoint, service, identity(), 10.0)
+            stream = await tls.connect(endpoint, service, identity(), 10.0)
             await _send_raw(stream, first)
             if then is not None:
                 await stream.receive(wire.MAX_REPLY_BYTES)
@@ -429,7 +430,7 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
 
 async def test_boxes_that_are_none_are_refused(short_dir: Path) -> None:
     async with _serving(short_dir) as d:
-        stream = await mesh.connect(await d.endpoint(), wire.SLICES, identity(), 10.0)
+        stream = await tls.connect(await d.endpoint(), wire.SLICES, identity(), 10.0)
 
         async def ask(message: msgspec.Struct) -> wire.SlicesReply:
             await stream.send(message)

@@ -14,13 +14,14 @@ import pytest
 
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.statemgr import mesh, wire
 from phaseloom.statemgr.core.dealing import Blocks
-from phaseloom.statemgr.fetching import Connection
-from phaseloom.statemgr.incoming import Incoming, Readable
-from phaseloom.statemgr.permission import Gate
-from phaseloom.statemgr.serving import VersionServer
-from phaseloom.statemgr.wire import (
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.fetching import Connection
+from phaseloom.statemgr.versions.incoming import Incoming, Readable
+from phaseloom.statemgr.versions.serving import VersionServer
+from phaseloom.statemgr.versions.wire import (
     Next,
     Part,
     Refusal,
@@ -159,7 +160,7 @@ async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
         versions = VersionServer(Gate(SECRET), 0.1, reading)
-        server = mesh.Server(identity(), 10.0, {wire.SERVICE: versions.session})
+        server = tls.Server(identity(), 10.0, {wire.SERVICE: versions.session})
         serving = asyncio.create_task(server.serve(listener))
         connection = await Connection.open(
             endpoint, KEY, ticket(KEY), home(), session="s", is_relay=True

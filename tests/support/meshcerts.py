@@ -13,7 +13,7 @@ from phaseloom.common.certificates import directory_of
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.common.tickets import signed
-from phaseloom.statemgr.mesh import Identity
+from phaseloom.statemgr.mesh.tls import Identity
 
 SECRET = "the mesh's secret"
 NODE = "node0"

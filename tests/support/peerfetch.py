@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
-from phaseloom.statemgr.fetching import Fetching, Home
-from phaseloom.statemgr.incoming import Incoming
-from phaseloom.statemgr.wire import VersionDescription
+from phaseloom.statemgr.versions.fetching import Fetching, Home
+from phaseloom.statemgr.versions.incoming import Incoming
+from phaseloom.statemgr.versions.wire import VersionDescription
 from tests.support.meshcerts import NODE, identity, ticket
 
 

@@ -128,6 +128,21 @@ def test_core_is_pure(service: str) -> None:
             assert not any(is_under(module, name) for name in IO_OF_OURS), (file, module)
 
 
+def test_each_part_of_the_state_manager_imports_what_is_below_it() -> None:
+    parts = ["core", "mesh", "disk", "node", "tiers", "versions", "seals", "checkpoints"]
+    root = ROOT / "services" / "statemgr" / "phaseloom" / "statemgr"
+    assert set(parts) == {path.parent.name for path in root.glob("*/*.py")}
+    for number, part in enumerate(parts):
+        allowed = [f"phaseloom.statemgr.{name}" for name in parts[: number + 1]]
+        for file in sorted((root / part).rglob("*.py")):
+            for module in imports_of(file):
+                is_ours = is_under(module, "phaseloom.statemgr") and module != "phaseloom.statemgr"
+                assert not is_ours or any(is_under(module, name) for name in allowed), (
+                    file,
+                    module,
+                )
+
+
 @pytest.mark.parametrize(
     ("package", "registered", "shared"),
     [

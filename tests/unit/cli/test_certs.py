@@ -10,7 +10,7 @@ import pytest
 from phaseloom.cli.certs import certs, make_certificates
 from phaseloom.common.certificates import directory_of
 from phaseloom.common.errors import CallerError, Code
-from phaseloom.statemgr.mesh import Identity
+from phaseloom.statemgr.mesh.tls import Identity
 
 
 def _handshake(server: Identity, client: Identity) -> None:

@@ -16,7 +16,7 @@ from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import Section, seal_header
-from phaseloom.statemgr.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 
 KEY = DeploymentKey("acme", "sums", "policy")
 TAIL = 4096 + 5

@@ -15,8 +15,8 @@ from phaseloom.common.errors import ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.residency import Rank, Residency, State, Step
-from phaseloom.statemgr.digesting import Digests
-from phaseloom.statemgr.memory import HostMemory
+from phaseloom.statemgr.node.digesting import Digests
+from phaseloom.statemgr.node.memory import HostMemory
 
 SIZE = BLOCK_BYTES + 4096
 KEY = DeploymentKey("acme", "sums", "policy")

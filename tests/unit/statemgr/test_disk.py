@@ -28,8 +28,8 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
-from phaseloom.statemgr.files import StateDirectory, find_parts
 
 KEY = DeploymentKey("acme", "sums", "policy")
 MiB = 1024 * 1024

@@ -20,10 +20,10 @@ from phaseloom.common.statewire import Prefetch, PrepareSeal, Role, TensorSlot, 
 from phaseloom.statemgr.core.residency import Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader
 from phaseloom.statemgr.disk.disk import Cancelled
-from phaseloom.statemgr.files import NEVER, StateDirectory
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.sealing import Sealer
+from phaseloom.statemgr.disk.files import NEVER, StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 
 PAGE = 4096
 SIZE = 16 * PAGE

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from phaseloom.common.errors import CallerError
-from phaseloom.statemgr import mesh
-from phaseloom.statemgr.mesh import Session, Stream
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.mesh.tls import Session, Stream
 from tests.support.meshcerts import identity
 
 TIMEOUT_S = 30.0
@@ -23,7 +23,7 @@ async def _serving(session: Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        server = mesh.Server(identity("server"), TIMEOUT_S, {"echo": session})
+        server = tls.Server(identity("server"), TIMEOUT_S, {"echo": session})
         serving = asyncio.create_task(server.serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
@@ -31,7 +31,7 @@ async def _serving(session: Session) -> AsyncIterator[str]:
 
 
 async def _connect(endpoint: str) -> Stream:
-    return await mesh.connect(endpoint, "echo", identity("client"), TIMEOUT_S)
+    return await tls.connect(endpoint, "echo", identity("client"), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("size", [0, 1, 16384, 65537, 24 * 2**20 + 3])
@@ -104,4 +104,4 @@ async def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
 
 def test_an_identity_that_is_not_there_says_how_to_make_one(tmp_path: object) -> None:
     with pytest.raises(CallerError, match="phaseloom certs"):
-        mesh.Identity.load(str(tmp_path))
+        tls.Identity.load(str(tmp_path))

@@ -9,7 +9,7 @@ import socket
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.statewire import Copied, CopyIn, StateMessage
-from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.node.node import Node
 
 KEY = DeploymentKey("acme", "sums", "reference")
 

@@ -10,7 +10,7 @@ from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.common.tickets import is_genuine, signed
 from phaseloom.statemgr.core.residency import Residency, Wpg
-from phaseloom.statemgr.permission import Gate, check_reader
+from phaseloom.statemgr.mesh.permission import Gate, check_reader
 
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")

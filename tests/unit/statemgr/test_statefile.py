@@ -26,7 +26,7 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)

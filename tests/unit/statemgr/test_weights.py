@@ -8,12 +8,12 @@ import pytest
 
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.statemgr.files import StateDirectory
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.incoming import Incoming
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.weights import Weights
-from phaseloom.statemgr.wire import VersionDescription
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.incoming import Incoming
+from phaseloom.statemgr.versions.weights import Weights
+from phaseloom.statemgr.versions.wire import VersionDescription
 from tests.support.meshcerts import identity
 
 KEY = VersionKey(DeploymentKey("acme", "sums", "policy"), 3)

@@ -20,7 +20,6 @@ from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import RankResume, StateMessage, extent_bytes
-from phaseloom.statemgr import sharing
 from phaseloom.statemgr.core.books import (
     Books,
     ContentBook,
@@ -37,10 +36,11 @@ from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.imaging import find_image_parts
-from phaseloom.statemgr.keeping import INDEX_HANDLES
-from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.node.keeping import INDEX_HANDLES
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.imaging import find_image_parts
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 
 log = logging.getLogger(__name__)
 

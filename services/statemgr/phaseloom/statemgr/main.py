@@ -14,25 +14,28 @@ from phaseloom.common import framing, lifecycle
 from phaseloom.common.config import load
 from phaseloom.common.ids import NodeId
 from phaseloom.common.statewire import StateMessage
-from phaseloom.statemgr import capacity, filewire, mesh, observing, wire
-from phaseloom.statemgr.checkpoints import Checkpoints
+from phaseloom.statemgr import capacity, observing
+from phaseloom.statemgr.checkpoints.exporting import Exporter
+from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.core.contents import bases_of
 from phaseloom.statemgr.disk.disk import Disk
-from phaseloom.statemgr.exporting import Exporter
-from phaseloom.statemgr.files import StateDirectory
-from phaseloom.statemgr.fileserving import FileServer, FilesGate
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.mesh import Identity
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.permission import Gate
-from phaseloom.statemgr.replicating import Replicator
-from phaseloom.statemgr.sealing import Sealer
-from phaseloom.statemgr.serving import VersionServer
-from phaseloom.statemgr.sharing import Sharing
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals import filewire
+from phaseloom.statemgr.seals.fileserving import FileServer, FilesGate
+from phaseloom.statemgr.seals.replicating import Replicator
+from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.shell import Parts, StateManager
-from phaseloom.statemgr.sliceserving import SliceServer
-from phaseloom.statemgr.slicing import Slices
-from phaseloom.statemgr.weights import Weights
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiers.sharing import Sharing
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.serving import VersionServer
+from phaseloom.statemgr.versions.sliceserving import SliceServer
+from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     observing.register(node)
     parts, services = await _parts(config, node)
     hierarchy, exporter = parts.hierarchy, parts.exporter
-    server = mesh.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
+    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
     peers = _listen(config.host, config.port)
     node.endpoint = f"{config.host}:{peers.getsockname()[1]}"
     local = framing.listen(config.socket)
@@ -158,7 +161,7 @@ def _node(config: StateManagerConfig) -> Node:
     )
 
 
-async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, mesh.Session]]:
+async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:
     """What answers agent and ranks, and what other nodes may open."""
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     disk = directory.disk.path
@@ -185,7 +188,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     files = FileServer(
         node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
     )
-    services: dict[str, mesh.Session] = {
+    services: dict[str, tls.Session] = {
         wire.SERVICE: versions.session,
         wire.SLICES: boxes.session,
         filewire.SERVICE: files.session,

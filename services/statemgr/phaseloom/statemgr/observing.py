@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phaseloom.common import metrics
 from phaseloom.common.metrics import Reading
-from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.node.node import Node
 
 
 def register(node: Node) -> None:

@@ -59,18 +59,18 @@ from phaseloom.common.statewire import (
     WriteSeal,
     extent_bytes,
 )
-from phaseloom.statemgr import sharing
 from phaseloom.statemgr.adoption import Adoption
+from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.core.layout import check_identity
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
-from phaseloom.statemgr.exporting import Exporter
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.replicating import Replicator
-from phaseloom.statemgr.sealing import Sealer
-from phaseloom.statemgr.slicing import Slices
-from phaseloom.statemgr.switching import switch_in, switch_out
-from phaseloom.statemgr.weights import Weights
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.replicating import Replicator
+from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiers.switching import switch_in, switch_out
+from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
 

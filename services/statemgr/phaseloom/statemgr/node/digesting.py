@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.common.errors import ResourceError
 from phaseloom.statemgr.core.residency import Rank, Residency, State
-from phaseloom.statemgr.memory import HostMemory
+from phaseloom.statemgr.node.memory import HostMemory
 
 
 class Digests:

@@ -16,7 +16,7 @@ from phaseloom.statemgr.core.statefile import (
     part_offsets,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.files import StateDirectory, sync_directory, unwritable
+from phaseloom.statemgr.disk.files import StateDirectory, sync_directory, unwritable
 
 
 def page_buffer(num_bytes: int) -> memoryview:

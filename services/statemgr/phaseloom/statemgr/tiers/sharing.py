@@ -23,8 +23,8 @@ from phaseloom.common.statewire import Copied, CopyOut, LetGo
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.node import Node, answer_of
-from phaseloom.statemgr.permission import check_reader
+from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.node.node import Node, answer_of
 
 log = logging.getLogger(__name__)
 

@@ -36,17 +36,17 @@ from phaseloom.common.statewire import (
     ReadCheckpoint,
     WriteCheckpoint,
 )
-from phaseloom.statemgr import sharing
-from phaseloom.statemgr.checkpoints import Checkpoints, name_taken, writing
+from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
+from phaseloom.statemgr.checkpoints.shards import SavedState, write_state
 from phaseloom.statemgr.core.cuts import Cut, CutPart
 from phaseloom.statemgr.core.marker import Marker
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.disk.disk import Disk
-from phaseloom.statemgr.files import NEVER
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.node import Node, pool_of
-from phaseloom.statemgr.shards import SavedState, write_state
-from phaseloom.statemgr.switching import on_each_device
+from phaseloom.statemgr.disk.files import NEVER
+from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiers.switching import on_each_device
 
 log = logging.getLogger(__name__)
 

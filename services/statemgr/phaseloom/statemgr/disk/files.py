@@ -24,7 +24,6 @@ from pathlib import Path
 from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.statemgr.bases import BASE_SUFFIX, Base, worth_referring
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Place,
@@ -37,6 +36,7 @@ from phaseloom.statemgr.core.statefile import (
     num_blocks,
     part_offsets,
 )
+from phaseloom.statemgr.disk.bases import BASE_SUFFIX, Base, worth_referring
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Disk, Files
 from phaseloom.statemgr.disk.probing import PROBE_PREFIX

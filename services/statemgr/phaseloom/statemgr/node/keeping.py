@@ -20,7 +20,7 @@ from phaseloom.common.errors import PhaseloomError
 from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.statewire import KeepHandles, StateMessage
 from phaseloom.statemgr.core.books import Books, encode_record
-from phaseloom.statemgr.memory import HostMemory
+from phaseloom.statemgr.node.memory import HostMemory
 
 log = logging.getLogger(__name__)
 

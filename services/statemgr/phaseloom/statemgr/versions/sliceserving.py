@@ -18,11 +18,11 @@ from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.statemgr import wire
 from phaseloom.statemgr.core.slices import MAX_BATCH_BYTES, Box, runs
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.mesh import MAX_REQUEST_BYTES, Stream
-from phaseloom.statemgr.permission import Gate
+from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.versions import wire
 
 _FEW_BYTES = 64 * 1024
 """Shorter runs are copied together before they are sent."""

@@ -22,9 +22,9 @@ from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
-from phaseloom.statemgr import wire
-from phaseloom.statemgr.incoming import Incoming
-from phaseloom.statemgr.mesh import Identity, Stream, connect, explained
+from phaseloom.statemgr.mesh.tls import Identity, Stream, connect, explained
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.incoming import Incoming
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from phaseloom.common import metrics
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.statemgr import sharing
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, State, Step
 from phaseloom.statemgr.core.statefile import StateHeader, data_loss
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers import sharing
 
 log = logging.getLogger(__name__)
 

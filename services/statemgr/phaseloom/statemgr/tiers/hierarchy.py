@@ -30,15 +30,15 @@ from typing import TypeVar
 from phaseloom.common import metrics
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import Prefetch
-from phaseloom.statemgr.contentmoves import ContentMoves
 from phaseloom.statemgr.core.arena import rounded
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_DEVICE, ON_NVME, Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader, data_loss
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.versionmoves import VersionMoves
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.contentmoves import ContentMoves
+from phaseloom.statemgr.tiers.versionmoves import VersionMoves
 
 log = logging.getLogger(__name__)
 

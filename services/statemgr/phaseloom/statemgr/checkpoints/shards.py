@@ -29,7 +29,7 @@ import xxhash
 
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.statemgr.checkpoints import write_synced, writing
+from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.core.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker, decode_marker
 from phaseloom.statemgr.core.safetensors import (
     LENGTH_BYTES,

@@ -16,11 +16,11 @@ import msgspec
 
 from phaseloom.common.errors import CallerError, PhaseloomError
 from phaseloom.common.ids import VersionKey
-from phaseloom.statemgr import wire
 from phaseloom.statemgr.core.dealing import Blocks, Deal, Fetcher
-from phaseloom.statemgr.incoming import Readable
-from phaseloom.statemgr.mesh import MAX_REQUEST_BYTES, Stream
-from phaseloom.statemgr.permission import Gate
+from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.incoming import Readable
 
 log = logging.getLogger(__name__)
 

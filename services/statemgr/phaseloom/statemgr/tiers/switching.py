@@ -14,10 +14,10 @@ from opentelemetry.trace import Span
 from phaseloom.common import telemetry
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import CopyIn, CopyOut, Switched, SwitchIn, SwitchOut
-from phaseloom.statemgr import sharing
 from phaseloom.statemgr.core.residency import Rank, State, Step
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.node import Node
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,14 @@ from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceE
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.messages import FilesTicket
 from phaseloom.common.statewire import BringState, WriteSeal
-from phaseloom.statemgr import mesh
 from phaseloom.statemgr.core.statefile import StateHeader
-from phaseloom.statemgr.filefetching import FileFetching
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.fileserving import path_of
-from phaseloom.statemgr.filewire import (
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.filefetching import FileFetching
+from phaseloom.statemgr.seals.fileserving import path_of
+from phaseloom.statemgr.seals.filewire import (
     MAX_REPLY_BYTES,
     SERVICE,
     FileName,
@@ -31,10 +33,8 @@ from phaseloom.statemgr.filewire import (
     KeepFiles,
     Kept,
 )
-from phaseloom.statemgr.mesh import Identity
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.sealing import Sealer
-from phaseloom.statemgr.weights import Weights
+from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Replicator:
             self._node.endpoint,
             request.ticket,
         )
-        stream = await mesh.connect(endpoint, SERVICE, self._identity, self._timeout_s)
+        stream = await tls.connect(endpoint, SERVICE, self._identity, self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await stream.send(asked)
@@ -181,7 +181,7 @@ class Replicator:
                 if isinstance(answer, FilesKept):
                     return
         except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise mesh.explained(error, endpoint, self._timeout_s) from error
+            raise tls.explained(error, endpoint, self._timeout_s) from error
         finally:
             stream.close()
 

@@ -16,8 +16,11 @@ from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import FilesTicket
 from phaseloom.common.tickets import is_genuine
 from phaseloom.statemgr.core.statefile import Place, num_blocks
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.filewire import (
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.receiving import page_buffer
+from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.filewire import (
     BlockFollows,
     FetchFile,
     FileFound,
@@ -30,10 +33,7 @@ from phaseloom.statemgr.filewire import (
     KeepFiles,
     TakeBlock,
 )
-from phaseloom.statemgr.imaging import find_image_parts, read_image_block
-from phaseloom.statemgr.mesh import MAX_REQUEST_BYTES, Stream
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.receiving import page_buffer
+from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from phaseloom.common.statewire import LetGo, StillMapped
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.files import StateDirectory
-from phaseloom.statemgr.node import Node, answer_of
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node, answer_of
 
 log = logging.getLogger(__name__)
 

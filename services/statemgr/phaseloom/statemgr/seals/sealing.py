@@ -11,7 +11,6 @@ from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceE
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import CopyOut, PrepareSeal, Sealed, WriteSeal, host_start
-from phaseloom.statemgr import sharing
 from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (
@@ -21,12 +20,13 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.imaging import find_image_parts, image_bytes, read_image, write_image
-from phaseloom.statemgr.memory import copy, joined
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.switching import on_each_device
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.node.memory import copy, joined
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.imaging import find_image_parts, image_bytes, read_image, write_image
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiers.switching import on_each_device
 
 log = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.fetching import Fetching, Home
-from phaseloom.statemgr.files import StateDirectory, find_parts
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.incoming import Incoming, Readable, Whole
-from phaseloom.statemgr.mesh import Identity
-from phaseloom.statemgr.node import Node, pool_of
-from phaseloom.statemgr.permission import check_reader
-from phaseloom.statemgr.wire import VersionDescription
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.fetching import Fetching, Home
+from phaseloom.statemgr.versions.incoming import Incoming, Readable, Whole
+from phaseloom.statemgr.versions.wire import VersionDescription
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ import xxhash
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
-from phaseloom.statemgr import wire
 from phaseloom.statemgr.core.slices import Batch
-from phaseloom.statemgr.mesh import Identity, Stream, connect, explained
-from phaseloom.statemgr.sliceserving import OpenPart, gathered
+from phaseloom.statemgr.mesh.tls import Identity, Stream, connect, explained
+from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.sliceserving import OpenPart, gathered
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.statemgr.core.slices import Box
-from phaseloom.statemgr.mesh import Stream
+from phaseloom.statemgr.mesh.tls import Stream
 
 SERVICE = "versions"
 SLICES = "slices"

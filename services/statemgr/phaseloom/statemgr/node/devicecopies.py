@@ -17,7 +17,7 @@ from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.framing import close_fds
 from phaseloom.common.ids import VersionKey
 from phaseloom.statemgr.core.residency import Rank, Residency
-from phaseloom.statemgr.permission import check_reader
+from phaseloom.statemgr.mesh.permission import check_reader
 
 log = logging.getLogger(__name__)
 

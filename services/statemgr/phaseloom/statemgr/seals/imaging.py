@@ -19,7 +19,7 @@ from phaseloom.statemgr.core.statefile import (
     num_blocks,
     part_offsets,
 )
-from phaseloom.statemgr.memory import copy
+from phaseloom.statemgr.node.memory import copy
 
 
 def image_bytes(header: StateHeader) -> int:

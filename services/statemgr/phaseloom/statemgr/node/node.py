@@ -28,10 +28,10 @@ from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
-from phaseloom.statemgr.devicecopies import DeviceCopies
-from phaseloom.statemgr.digesting import Digests
-from phaseloom.statemgr.keeping import Keeper
-from phaseloom.statemgr.memory import HostMemory
+from phaseloom.statemgr.node.devicecopies import DeviceCopies
+from phaseloom.statemgr.node.digesting import Digests
+from phaseloom.statemgr.node.keeping import Keeper
+from phaseloom.statemgr.node.memory import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from phaseloom.common.statewire import OpenSlices, VersionExtent
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.slices import Batch, batches, slots_of
 from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.hierarchy import Hierarchy
-from phaseloom.statemgr.mesh import Identity
-from phaseloom.statemgr.node import Node
-from phaseloom.statemgr.permission import check_reader
-from phaseloom.statemgr.slicefetching import SliceFetching, copy_here
-from phaseloom.statemgr.sliceserving import OpenPart, open_part
-from phaseloom.statemgr.weights import Weights
+from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.slicefetching import SliceFetching, copy_here
+from phaseloom.statemgr.versions.sliceserving import OpenPart, open_part
+from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,13 @@ import msgspec
 from phaseloom.common.blockhash import CHECKSUM_BYTES, checksum
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.messages import FilesTicket
-from phaseloom.statemgr import mesh
 from phaseloom.statemgr.core.statefile import StateHeader, num_blocks
-from phaseloom.statemgr.files import StateDirectory
-from phaseloom.statemgr.fileserving import path_of
-from phaseloom.statemgr.filewire import (
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.mesh.tls import Identity, Stream
+from phaseloom.statemgr.seals.fileserving import path_of
+from phaseloom.statemgr.seals.filewire import (
     MAX_REPLY_BYTES,
     SERVICE,
     FetchFile,
@@ -37,8 +39,6 @@ from phaseloom.statemgr.filewire import (
     TakeBlock,
     Taken,
 )
-from phaseloom.statemgr.mesh import Identity, Stream
-from phaseloom.statemgr.receiving import Receiving, page_buffer
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class FileFetching:
     async def _open(self, source: str) -> Stream:
         """A stream to a source that has the file as it is known here."""
         known = "" if self._header is None else self._header.digest
-        stream = await mesh.connect(source, SERVICE, self.identity, self.timeout_s)
+        stream = await tls.connect(source, SERVICE, self.identity, self.timeout_s)
         try:
             found = await self._ask(stream, source, FetchFile(self.name, self.ticket, known))
             match found:
@@ -157,7 +157,7 @@ class FileFetching:
                 payload = await stream.receive(MAX_REPLY_BYTES)
             found: Found = msgspec.msgpack.decode(payload, type=Found)
         except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise mesh.explained(error, source, self.timeout_s) from error
+            raise tls.explained(error, source, self.timeout_s) from error
         return found
 
     async def _begin(self, header: StateHeader) -> None:
@@ -234,7 +234,7 @@ class FileFetching:
                 raise ConnectionError(f"a block of {taken.num_bytes} bytes, not {size}")
             await stream.receive_into(view, self.timeout_s)
         except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise mesh.explained(error, source, self.timeout_s) from error
+            raise tls.explained(error, source, self.timeout_s) from error
         if await asyncio.to_thread(checksum, view) != self._receiving.checksum_of(part, number):
             raise ResourceError(f"block {block} is bad on arrival", code=Code.DATA_LOSS)
         await _locally(self._receiving.write, part, number, view)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.statemgr.core.dealing import Blocks
-from phaseloom.statemgr.wire import VersionDescription, digest_of_block
+from phaseloom.statemgr.versions.wire import VersionDescription, digest_of_block
 
 
 class Readable(Protocol):

@@ -1,0 +1,1 @@
+"""Checkpoints: cut from ranks, written and read as safetensors of whole tensors."""

@@ -1,0 +1,1 @@
+"""State managers among themselves: who may talk (certificates) and who may have what (tickets)."""

@@ -1,0 +1,1 @@
+"""What all parts of one state manager share: books, memory, handles, digests."""

@@ -1,0 +1,1 @@
+"""Seals: written, kept in host memory or on disk, copied to other nodes."""

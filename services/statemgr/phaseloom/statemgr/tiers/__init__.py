@@ -1,0 +1,1 @@
+"""Where state lies: switches, host memory and NVMe, what is held once."""

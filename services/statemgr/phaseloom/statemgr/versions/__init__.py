@@ -1,0 +1,1 @@
+"""Weights versions: written, served, fetched whole or by slices."""
