@@ -1,8 +1,8 @@
 """Load: many jobs at once on a whole mesh whose workers do nothing, watched from outside.
 
 Each job has a device of its own, so that what is measured is the mesh and not who waits for whom on
-a device. Every service's memory, the lag of every stream's
-consumers and restarts are sampled all along.
+a device. Every service's memory, the lag of every stream's consumers and restarts are sampled all
+along. The raw chain runs just before and just after: what the machine gives on that day.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from loadtest.driver import Driver, Said
 from loadtest.machine import Machine, describe
+from loadtest.processes import idle_s
+from loadtest.rawchain import raw_chain
+from loadtest.roundtrip import payload, turn
 from loadtest.statistics import quantile
-from loadtest.watching import Sample, Watch, step_seconds
+from loadtest.watching import Sample, Watch, processor_s, services, step_seconds
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import connect
 from phaseloom.common import config
 from phaseloom.common.bus import Bus
 
 TENANT = "load"
+CLIENTS = "clients"
+"""The processes of the jobs' controllers."""
+CHAIN_OPERATIONS = 5000
 _NODE_BYTES = 2**20
 _LINE_LIMIT_BYTES = 2**26
 _READY_TIMEOUT_S = 600.0
@@ -72,6 +79,12 @@ class LoadReport(msgspec.Struct, frozen=True):
     progress: list[tuple[float, int]]
     """(seconds, operations done)."""
     samples: list[Sample]
+    processor_ms: dict[str, float] = {}
+    """Service → processor time of its processes for an operation."""
+    idle_share: float = 0.0
+    """Of the time of all cores; what others on the machine took is not idle."""
+    chain_throughput: list[float] = []
+    """Operations a second of the raw chain with as many in flight, just before and just after."""
 
 
 @dataclass(slots=True)
@@ -105,13 +118,23 @@ async def run(settings: Settings, directory: Path) -> LoadReport:
         for n in range(settings.nodes)
     ]
     mesh_config = MeshConfig(nodes=nodes, tenants=[TENANT], routers=settings.routers, metrics=True)
+    before = await _chain_rate(settings, directory / "before")
     async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready(_READY_TIMEOUT_S)
         async with _clients(settings, mesh) as clients:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 for client in clients:
                     await client.next()
-            return await _drive(settings, mesh, clients)
+            report = await _drive(settings, mesh, clients)
+    after = await _chain_rate(settings, directory / "after")
+    return replace(report, chain_throughput=[before, after])
+
+
+async def _chain_rate(settings: Settings, directory: Path) -> float:
+    in_flight = settings.jobs * settings.in_flight
+    async with raw_chain(directory, payload()) as chain:
+        await turn(chain.call, in_flight, 2 * in_flight)
+        return round((await turn(chain.call, in_flight, CHAIN_OPERATIONS)).rate, 1)
 
 
 async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> LoadReport:
@@ -119,6 +142,8 @@ async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> Load
     watch = Watch(mesh, bus, TENANT)
     loop = asyncio.get_running_loop()
     progress: list[tuple[float, int]] = []
+    groups = {**services(mesh), CLIENTS: [client.process.pid for client in clients]}
+    processor_before_s, idle_before_s = processor_s(groups), idle_s()
     started_s = loop.time()
 
     async def follow(client: _Client) -> list[float]:
@@ -134,6 +159,7 @@ async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> Load
         async with asyncio.TaskGroup() as following:
             tasks = [following.create_task(follow(client)) for client in clients]
         wall_s = loop.time() - started_s
+        taken_s, idle_time_s = processor_s(groups), idle_s() - idle_before_s
         watching.cancel()
     times_s = sorted(itertools.chain.from_iterable(task.result() for task in tasks))
     step_p50_s, step_p99_s = await step_seconds(mesh, 0.5, 0.99)
@@ -162,6 +188,11 @@ async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> Load
         },
         progress=progress,
         samples=watch.samples,
+        processor_ms={
+            name: round(1e3 * (taken_s[name] - before_s) / len(times_s), 3)
+            for name, before_s in processor_before_s.items()
+        },
+        idle_share=round(idle_time_s / (wall_s * (os.cpu_count() or 1)), 3),
     )
 
 

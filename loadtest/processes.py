@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_USER, _SYSTEM = 11, 12
+"""Fields of /proc/<pid>/stat after the name."""
+_IDLE, _WAITING = 4, 5
+"""Fields of the first line of /proc/stat."""
 
 
 def children(pid: int) -> list[int]:
@@ -30,3 +37,19 @@ def pss_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time so far; 0 where the process has just ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = text.rpartition(")")[2].split()
+    return _TICK_S * (int(fields[_USER]) + int(fields[_SYSTEM]))
+
+
+def idle_s() -> float:
+    """Seconds that this machine's cores have done nothing, summed."""
+    fields = Path("/proc/stat").read_text().split(maxsplit=_WAITING + 1)
+    return _TICK_S * (int(fields[_IDLE]) + int(fields[_WAITING]))

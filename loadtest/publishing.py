@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -99,6 +100,7 @@ def load_table(report: LoadReport) -> str:
             "scheduler's step, p50 and p99",
             f"≤ {1e6 * report.step_p50_s:.0f} µs, ≤ {1e6 * report.step_p99_s:.0f} µs",
         ),
+        *_machine_facts(report),
         ("restarts", str(len(report.restarts))),
         *((f"most messages behind on {s}", str(lag)) for s, lag in report.max_lag.items()),
     ]
@@ -106,6 +108,26 @@ def load_table(report: LoadReport) -> str:
         end = report.samples[-1].memory_bytes[name] / _MEGABYTE
         facts.append((f"memory of {name}", f"{end:.0f} MiB, {grown / _MEGABYTE:+.1f} MiB growth"))
     return _table(report.machine, ("what", "measured"), facts)
+
+
+def _machine_facts(report: LoadReport) -> list[tuple[str, str]]:
+    """What tells a slow mesh from a slow machine."""
+    if not report.chain_throughput:
+        return []  # it was not looked at
+    before, after = report.chain_throughput
+    ratio = report.throughput / mean(report.chain_throughput)
+    processor = sorted(report.processor_ms.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in processor)
+    total_ms = sum(report.processor_ms.values())
+    return [
+        (
+            "raw chain with as many in flight, before and after",
+            f"{before:.0f} and {after:.0f} operations a second",
+        ),
+        ("throughput over the raw chain's", f"{ratio:.2f}"),
+        ("processor time of an operation", f"{total_ms:.2f} ms: {parts}"),
+        ("idle time of the cores", f"{report.idle_share:.0%}"),
+    ]
 
 
 def peers_table(report: PeerReport) -> str:

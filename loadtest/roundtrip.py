@@ -111,14 +111,13 @@ async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Reco
           per_round: operations of each side; more at more in flight, so that it is kept up.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
-    payload = encode(Operation("0" * 32, 1, ForwardBackward([_datum()], Loss.CROSS_ENTROPY)))
     records = []
     async with AsyncExitStack() as stack:
         policies = {
             routers: await stack.enter_async_context(noop_mesh(directory / f"m{routers}", routers))
             for routers in ROUTERS
         }
-        raw = await stack.enter_async_context(raw_chain(directory / "raw", payload))
+        raw = await stack.enter_async_context(raw_chain(directory / "raw", payload()))
         for in_flight in IN_FLIGHT:
             calls: dict[int, Call] = {
                 **{n: call_of(policy, in_flight) for n, policy in policies.items()},
@@ -183,6 +182,11 @@ def call_of(policy: Deployment, in_flight: int) -> Call:
         await policy.forward(batch)
 
     return mutate if in_flight == 1 else read
+
+
+def payload() -> bytes:
+    """Of every operation of the raw chain: as many bytes as the mesh's have."""
+    return encode(Operation("0" * 32, 1, ForwardBackward([_datum()], Loss.CROSS_ENTROPY)))
 
 
 def _datum() -> Datum:

@@ -1,8 +1,10 @@
 """How fast a node's state moves, against the machine: disk against fio, switches against memcpy.
 
 The state manager's own code writes and reads its own files (checksums, header, fsync and rename
-included) beside fio with direct I/O of the same block size and depth; where fio is not installed, a
-bare loop of ours does nothing but move the blocks. Switches go through a real daemon; the same
+included) beside fio with direct I/O of the same block size, depth, file system and preallocation,
+and an `fsync` at the end: fio with buffers of its own, as it comes, and fio with buffers on huge
+pages, which ours are. Where fio is not installed, a bare loop of ours does nothing but move the
+blocks. Switches go through a real daemon; the same
 bytes are copied plainly between them, once the digests of what went out are in. All sides take
 turns, nobody is always first.
 """
@@ -18,9 +20,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,14 +33,16 @@ from loadtest.records import Record
 from phaseloom.cli.certs import make_certificates
 from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.certificates import directory_of
+from phaseloom.common.hugepages import make_huge, map_file
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.memory import Extent
+from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from phaseloom.worker.stateclient import RankStateClient
 
 _KEY = DeploymentKey("bench", "state", "policy")
 _SECRET = "bench"
@@ -87,27 +91,26 @@ class Pairs:
 async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
     """Args: directory: on the disk that is measured. num_bytes: of a state file."""
     disk = await asyncio.to_thread(measure_disk, directory / "disk", num_bytes, num_rounds)
+    seals = await asyncio.to_thread(measure_seals, directory / "seals", num_bytes, num_rounds)
     small = await measure_switches(directory / "small", 2**28, num_rounds)
     large = await measure_switches(directory / "large", 2**30, num_rounds)
     tensors = await measure_tensors(directory / "tensors", 2**30, 10_000, num_rounds)
-    return [*disk, *small, *large, *tensors]
+    return [*disk, *seals, *small, *large, *tensors]
 
 
 # --- the disk ------------------------------------------------------------------------------------
 
 
 def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Writing a seal and reading it back, against the bare disk."""
+    """Writing a seal and reading it back, against the bare disk.
+
+    Without an aim: against fio that has huge pages too, where the system gives any.
+    """
     states = StateDirectory(directory)
     path = states.seal(_KEY, 1)
     memory = _filled(Extent(num_bytes, "bench"), num_bytes)
     target = _filled(Extent(num_bytes, "bench target"), num_bytes)
     header = seal_header(_KEY, 1, [Section(num_bytes, [], digest_of(memory))])
-    bare = _bare_disk(directory / "bare", num_bytes, target)
-    limit = f"{bare.name}, {BLOCK_BYTES // 2**20} MiB blocks, {DEPTH} in flight"
-    size = f"{num_bytes / 2**20:.0f}_mib"
-    writes = Pairs(f"nvme_write_{size}", num_bytes, limit, "≥ 0.90")
-    reads = Pairs(f"nvme_read_{size}", num_bytes, limit, "≥ 0.90")
 
     def write() -> None:
         states.write(path, header, [memory])
@@ -115,20 +118,63 @@ def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Recor
     def read() -> None:
         states.read(find_parts(path)[0], target)
 
-    for number in range(num_rounds):
-        states.remove(path)
-        _take_turns(number, writes, lambda: _seconds(write), bare.write)
-        _take_turns(number, reads, lambda: _seconds(read), bare.read)
+    with _huge_buffers() as huge_fd:
+        bares = _bare_disks(directory / "bare", num_bytes, target, huge_fd)
+        writes = _against(bares, "write", num_bytes)
+        reads = _against(bares, "read", num_bytes)
+        for number in range(num_rounds):
+            states.remove(path)
+            _take_turns(number, writes, lambda: _seconds(write), [b.write for b in bares])
+            _take_turns(number, reads, lambda: _seconds(read), [b.read for b in bares])
     shutil.rmtree(directory)
-    return [writes.speed(), reads.speed()]
+    return [pairs.speed() for pairs in (*writes, *reads)]
+
+
+def measure_seals(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
+    """A seal of which a tenth of the blocks changed since the one before, against a whole one."""
+    states = StateDirectory(directory)
+    memory = _filled(Extent(num_bytes, "bench"), num_bytes)
+    name = f"seal_a_tenth_changed_{num_bytes / 2**20:.0f}_mib"
+    seals = Pairs(name, num_bytes, "a whole seal of as many bytes", "")
+    before: Path | None = None
+    for seq in range(1, 2 * num_rounds + 1):
+        path = states.seal(_KEY, seq)
+        header = seal_header(_KEY, seq, [Section(num_bytes, [], digest_of(memory))])
+        is_whole = bool(seq % 2)
+        started_s = time.perf_counter()
+        states.write_seal(path, header, [memory], None if is_whole else before)
+        (seals.limit_s if is_whole else seals.ours_s).append(time.perf_counter() - started_s)
+        if before is not None:
+            states.remove(before)
+        before = path
+        for start in range(0, num_bytes, 10 * BLOCK_BYTES):
+            memory[start] ^= 1
+    shutil.rmtree(directory)
+    return [seals.time()]
+
+
+def _against(bares: list[Bare], direction: str, num_bytes: int) -> list[Pairs]:
+    """One thing of ours against each of these."""
+    name = f"nvme_{direction}_{num_bytes / 2**20:.0f}_mib"
+    how = f"{BLOCK_BYTES // 2**20} MiB blocks, {DEPTH} in flight"
+    return [
+        Pairs(f"{name}{bare.suffix}", num_bytes, f"{bare.name}, {how}", bare.aim) for bare in bares
+    ]
 
 
 def _take_turns(
-    number: int, pairs: Pairs, ours: Callable[[], float], limit: Callable[[], float]
+    number: int,
+    pairs: list[Pairs],
+    ours: Callable[[], float],
+    limits: list[Callable[[], float]],
 ) -> None:
-    sides = [(ours, pairs.ours_s), (limit, pairs.limit_s)]
-    for side, seconds in sides if number % 2 else reversed(sides):
-        seconds.append(side())
+    sides = [(ours, [each.ours_s for each in pairs])]
+    sides += [(limit, [each.limit_s]) for limit, each in zip(limits, pairs, strict=True)]
+    first = number % len(sides)
+    for side, takers in sides[first:] + sides[:first]:
+        seconds = side()
+        for taker in takers:
+            taker.append(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,27 +184,54 @@ class Bare:
     name: str
     write: Callable[[], float]
     read: Callable[[], float]
+    suffix: str = ""
+    aim: str = "≥ 0.90"
 
 
-def _bare_disk(file: Path, num_bytes: int, memory: memoryview) -> Bare:
+def _bare_disks(file: Path, num_bytes: int, memory: memoryview, huge_fd: int | None) -> list[Bare]:
     if shutil.which("fio") is None:
-        return Bare(
-            "bare direct I/O, ours, for fio is not installed",
-            lambda: _loop(file, num_bytes, memory, is_write=True),
-            lambda: _loop(file, num_bytes, memory, is_write=False),
-        )
+        return [
+            Bare(
+                "bare direct I/O, ours, for fio is not installed",
+                lambda: _loop(file, num_bytes, memory, is_write=True),
+                lambda: _loop(file, num_bytes, memory, is_write=False),
+            )
+        ]
+    bares = [_fio_as(file, num_bytes, "fio, direct I/O")]
+    if huge_fd is not None:
+        options = f"--mem=mmapshared:/proc/{os.getpid()}/fd/{huge_fd}"
+        name = "fio, direct I/O from huge pages"
+        bares.append(_fio_as(file, num_bytes, name, options, suffix="_huge_pages", aim=""))
+    return bares
+
+
+@contextmanager
+def _huge_buffers() -> Iterator[int | None]:
+    """A file in memory on huge pages, for fio's buffers; None: the system gives none."""
+    num_bytes = (DEPTH + 1) * BLOCK_BYTES
+    fd = os.memfd_create("bench: buffers of fio")
+    try:
+        os.ftruncate(fd, num_bytes)
+        whole, start = map_file(fd, num_bytes)
+        yield fd if make_huge(memoryview(whole)[start : start + num_bytes]) else None
+    finally:
+        os.close(fd)
+
+
+def _fio_as(file: Path, num_bytes: int, name: str, *options: str, **of: str) -> Bare:
     return Bare(
-        "fio, direct I/O",
-        lambda: _fio(file, num_bytes, "write"),
-        lambda: _fio(file, num_bytes, "read"),
+        name,
+        lambda: _fio(file, num_bytes, "write", *options),
+        lambda: _fio(file, num_bytes, "read", *options),
+        **of,
     )
 
 
-def _fio(file: Path, num_bytes: int, direction: str) -> float:
+def _fio(file: Path, num_bytes: int, direction: str, *options: str) -> float:
     if direction == "write":
         file.unlink(missing_ok=True)
     command = ["fio", "--name=bare", f"--filename={file}", f"--rw={direction}", "--direct=1"]
-    command += [f"--bs={BLOCK_BYTES}", f"--iodepth={DEPTH}", "--ioengine=libaio"]
+    command += [f"--bs={BLOCK_BYTES}", f"--iodepth={DEPTH}", "--ioengine=libaio", *options]
     command += [f"--size={num_bytes}", "--end_fsync=1", "--output-format=json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     bandwidth: int = json.loads(ran.stdout)["jobs"][0][direction]["bw_bytes"]
@@ -375,6 +448,7 @@ async def _start(
 
 def _filled(extent: Extent, num_bytes: int) -> memoryview:
     memory = extent.view(num_bytes)
+    make_huge(memory)  # as whoever fills an extent does
     _fill(memory)
     return memory
 

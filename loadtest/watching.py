@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import msgspec
 import nats.errors
 
-from loadtest.processes import descendants, pss_bytes
+from loadtest.processes import cpu_s, descendants, pss_bytes
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
@@ -54,7 +54,7 @@ class Watch:
         began_s = time.monotonic()
         while True:
             lag = {stream: await self._lag(stream) for stream in self._streams}
-            memory = await asyncio.to_thread(memory_bytes, _services(self._mesh))
+            memory = await asyncio.to_thread(memory_bytes, services(self._mesh))
             self.samples.append(Sample(round(time.monotonic() - began_s, 2), memory, lag))
             while heard.pending_msgs:
                 notice: Notice = decode((await heard.next_msg()).data, Notice)
@@ -69,7 +69,8 @@ class Watch:
         return max(((c.num_pending or 0) + (c.num_ack_pending or 0) for c in consumers), default=0)
 
 
-def _services(mesh: Mesh) -> dict[str, list[int]]:
+def services(mesh: Mesh) -> dict[str, list[int]]:
+    """Each service's processes, and the ranks."""
     state = msgspec.json.decode((mesh.run_dir / "mesh.json").read_bytes())
     pids: dict[str, int] = state["pids"]
     groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -83,6 +84,11 @@ def _services(mesh: Mesh) -> dict[str, list[int]]:
 def memory_bytes(groups: Mapping[str, list[int]]) -> dict[str, int]:
     """Proportional set size of each group; what several processes share counts once in all."""
     return {name: sum(map(pss_bytes, pids)) for name, pids in groups.items()}
+
+
+def processor_s(groups: Mapping[str, list[int]]) -> dict[str, float]:
+    """Seconds of processor time of each group so far."""
+    return {name: sum(map(cpu_s, pids)) for name, pids in groups.items()}
 
 
 async def step_seconds(mesh: Mesh, *shares: float) -> list[float]:

@@ -31,8 +31,8 @@ TASK = "chain_sum"
 _BUILD_FREE = ("router", "scheduler", "profiler", "statemgr")
 
 
-def compose() -> dict[str, Any]:
-    text = (ROOT / "docker-compose.yml").read_text()
+def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
+    text = (ROOT / name).read_text()
     filled = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
     document: dict[str, Any] = yaml.safe_load(filled)
     return document
@@ -199,6 +199,30 @@ def test_images_are_small_and_not_root() -> None:
         assert "/healthz" in instruction(dockerfile, "HEALTHCHECK"), name
         if name.startswith(_BUILD_FREE):
             assert "worker" not in dockerfile.read_text().split("pip install")[1].split("\n")[0]
+
+
+def test_with_gpus_every_worker_has_one_of_its_own_and_works_on_it() -> None:
+    workers = {name for name in ours() if name.startswith("worker-")}
+    changed = compose("docker-compose.gpu.yml")["services"]
+    assert changed.keys() == workers
+    gpus = []
+    for name, spec in changed.items():
+        assert spec["environment"] == {"PHASELOOM_WORKER_DEVICE_KIND": "cuda"}, name
+        (device,) = spec["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"]), name
+        gpus += device["device_ids"]
+    assert len(set(gpus)) == len(workers)
+
+
+def test_kind_of_devices_and_site_are_said_once_for_all_nodes() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for variable, key in (
+        ("PHASELOOM_DEVICE_KIND", "PHASELOOM_WORKER_DEVICE_KIND"),
+        ("PHASELOOM_SITE", "PHASELOOM_STATEMGR_SITE"),
+    ):
+        assert text.count("${" + variable) == 1
+        values = [s["environment"][key] for s in ours().values() if key in s["environment"]]
+        assert len(values) == 2, "of each node"
 
 
 def test_services_that_scale_have_no_name_or_port_of_their_own() -> None:

@@ -28,6 +28,11 @@ async def test_ten_jobs_of_two_hundred_operations_complete_without_a_restart(
     assert set(report.growth_bytes) == services
     assert all(report.samples[-1].memory_bytes[name] > 2**20 for name in services)
     assert 0 < report.step_p50_s <= report.step_p99_s
+    assert set(report.processor_ms) == services | {load.CLIENTS}
+    assert 0 < sum(report.processor_ms.values()) < 1e3 * report.wall_s
+    assert 0 <= report.idle_share < 1
+    assert all(rate > 0 for rate in report.chain_throughput)
+    assert len(report.chain_throughput) == 2
 
 
 async def test_switches_of_two_jobs_that_share_devices_are_seen_and_accounted_for(

@@ -108,6 +108,7 @@ async def test_tenant_has_no_jetstream(nats_server: EmbeddedServer, bus: Bus) ->
     "subject",
     [
         "pl.v1.permit.train-0",
+        "pl.v1.wpg.train-0",
         "pl.v1.op.globex.sums.policy.1",
         "pl.v1.api.globex.job.submit",
         "pl.v1.sched.job",

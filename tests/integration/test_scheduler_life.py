@@ -203,7 +203,7 @@ async def test_scheduler_refuses_a_log_that_begins_behind_its_snapshot(bus: Bus)
 
 
 async def until(is_met: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await is_met():
             await asyncio.sleep(0.02)
 

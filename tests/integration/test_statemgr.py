@@ -37,8 +37,10 @@ from phaseloom.common.statewire import (
     SwitchIn,
     TensorSlot,
 )
+from phaseloom.common.tensortable import EMPTY, TensorTable
+from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import SECRET, ticket
 from tests.support.peerfetch import fetch, fetching
 from tests.support.statedaemon import (
@@ -143,7 +145,7 @@ async def test_requests_are_refused_before_hello_and_out_of_role(short_dir: Path
     async with daemon(short_dir) as d:
         nobody: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         with pytest.raises(CallerError, match="PERMISSION_DENIED"):
-            await nobody.call(RegisterHeap(MiB, []))
+            await nobody.call(RegisterHeap(MiB, EMPTY.packed))
         await nobody.close()
         await d.agent.register_wpg(["t"], POLICY, 1, [0], 0)
         rank: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
@@ -263,7 +265,7 @@ async def _fake_rank(
     rank = FakeRank(peer, resident_bytes, digest)
     peer.handler = rank.handle
     await peer.call(RankHello("liar"))
-    _, fds = await peer.call(RegisterHeap(num_bytes, slots_of(num_bytes)))
+    _, fds = await peer.call(RegisterHeap(num_bytes, TensorTable.of(slots_of(num_bytes)).packed))
     os.close(fds[0])
     assert await peer.call(CommitInitial(digest)) == (Done(), [])
     return rank
@@ -674,7 +676,7 @@ async def test_uncommitted_version_is_freed_when_its_rank_dies(short_dir: Path) 
         await d.agent.register_wpg(["t"], POLICY, 1, [0], 0)
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await peer.call(RankHello("t"))
-        _, fds = await peer.call(CreateVersion(VersionKey(POLICY, 1), 4096, []))
+        _, fds = await peer.call(CreateVersion(VersionKey(POLICY, 1), 4096, EMPTY.packed))
         os.close(fds[0])
         assert (await d.agent.status()).host_used_bytes == 4096
         await peer.close()
@@ -896,6 +898,7 @@ def _flip_bit_in_host_memory(d: Daemon, what: str) -> None:
 
 
 async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_dir: Path) -> None:
+    """Its life is over, so that it is rebuilt: no later load of it could succeed."""
     async with daemon(short_dir, devices=[MiB]) as d:
         first, second = await start(d, POLICY), await start(d, OTHER)
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -904,9 +907,13 @@ async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_di
         with pytest.raises(ResourceError) as caught:
             await d.agent.switch_in(OTHER, 1, 2, [POLICY])
         assert caught.value.info.code is Code.DATA_LOSS
+        assert caught.value.info.details["deployment"] == str(OTHER)
+        assert caught.value.info.remedy
         assert second.heap.resident_bytes() == 0
         assert first.digest() == content
-        assert (await d.agent.status()).device_used_bytes == [MiB]
+        await asyncio.wait_for(second.client.closed, 20)
+        status = await d.agent.status()
+        assert (status.device_used_bytes, status.host_used_bytes) == ([MiB], MiB)
 
 
 async def test_bit_that_flips_after_an_offload_is_never_loaded(short_dir: Path) -> None:
@@ -964,7 +971,8 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before
         await d.agent.prepare_seal(POLICY, 1, 1)
-        with pytest.raises(ResourceError, match="DATA_LOSS"):
+        # It is here no more: who found it bad had it put out of service.
+        with pytest.raises(CallerError, match="NOT_FOUND"):
             await d.agent.write_seal(POLICY, 1, 1, [2])
         assert names(d) == []
 

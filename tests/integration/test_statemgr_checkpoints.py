@@ -20,9 +20,17 @@ from safetensors.numpy import load_file
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.messages import Durability
+from phaseloom.common.statewire import (
+    CheckpointRead,
+    LoadedFrom,
+    ReadCheckpoint,
+    Role,
+    TensorSlot,
+)
 from phaseloom.statemgr.core.marker import BLOCK_BYTES
 from phaseloom.worker.heap import Heap
+from phaseloom.worker.stateclient import RankStateClient
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -30,6 +38,7 @@ from tests.support.statedaemon import (
     MiB,
     Rank,
     daemon,
+    flip_in_memory,
     join,
     start,
     start_ranks,
@@ -356,6 +365,48 @@ async def test_job_that_ends_takes_what_is_not_durable_with_it(short_dir: Path) 
         assert place(d, "durable").exists()
 
 
+# --- memory that fails ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_bit_that_flips_in_a_cut_is_in_no_checkpoint(
+    short_dir: Path, *, is_killed: bool
+) -> None:
+    """The operation fails by it, with all names, and nothing else."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await rank.client.cut_state("op", "c", 1)
+        await d.logged(f"the cut of {POLICY} for checkpoint 'c' has its checksums")
+        if is_killed:
+            await d.relaunch()
+            await d.agent.status()  # answered once the cut is taken over
+        flip_in_memory(d.process.pid, f"a copy of {POLICY}")
+        with pytest.raises(ResourceError, match=rf"{POLICY} rank 0.*a\.weight") as bad:
+            await rank.client.write_checkpoint("op", "c", CONFIG, 0)
+        assert bad.value.info.code is Code.DATA_LOSS
+        assert bad.value.info.details["deployment"] == str(POLICY)
+        assert bad.value.info.details["rank"] == "0"
+        assert not place(d, "c").exists()
+        assert left_over(d) == []
+        expected = tensors(rank)
+        await save(rank, "c", "again")
+        assert_holds(place(d, "c"), expected)
+
+
+async def test_bit_that_flips_before_the_checksums_of_a_cut_are_known_is_found_by_the_host_copys(
+    short_dir: Path,
+) -> None:
+    """An offloaded state is cut from its host copy, which has a digest."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await d.agent.switch_out(POLICY, 1, 1)
+        await d.digested()
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        with pytest.raises(ResourceError, match=rf"{POLICY}.* is bad") as bad:
+            await rank.client.cut_state("op", "c", 1)
+        assert bad.value.info.code is Code.DATA_LOSS
+
+
 # --- disk ----------------------------------------------------------------------------------------
 
 
@@ -453,6 +504,79 @@ async def test_what_was_written_last_is_loaded_from_memory_while_nobody_needs_th
         await rank.client.read_checkpoint("c")
         assert_same(tensors(rank), expected)
         await rank.client.write_checkpoint("op", "d", CONFIG, 0)
+
+
+async def begun(d: Daemon, name: str, *, incarnation: int) -> Rank:
+    """A life whose initial state is a checkpoint; it is offloaded."""
+    token = f"begun {incarnation}"
+    await d.agent.register_wpg([token], POLICY, incarnation, [0], 0)
+    rank = Rank(Heap(heap_bytes()), slots())
+    rank.client = await RankStateClient.connect(
+        d.socket, token, applied=rank.applied, on_loaded=rank.loaded
+    )
+    d.ranks.append(rank.client)
+    await rank.client.register_heap(rank.heap, rank.slots)
+    rank.seq = 5
+    await rank.client.commit_checkpoint(name, rank.seq)
+    return rank
+
+
+async def _read(rank: Rank, name: str) -> LoadedFrom:
+    return (await rank.client._link.ask(ReadCheckpoint(name), CheckpointRead)).source
+
+
+@pytest.mark.parametrize(
+    ("durability", "nearest"),
+    [
+        (Durability.HOST, LoadedFrom.HOST_SEAL),
+        (Durability.NODE, LoadedFrom.NVME_SEAL),
+    ],
+)
+async def test_state_is_loaded_from_the_nearest_whole_copy_of_it(
+    short_dir: Path, durability: Durability, nearest: LoadedFrom
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [], durability=durability)
+        await save(rank, "c")
+        expected = tensors(rank)
+        rank.run(2)
+        assert await _read(rank, "c") is LoadedFrom.CUT
+        rank.run(3)
+        await rank.client.cut_state("op", "d", 3)  # takes the memory of the cut before
+        assert await _read(rank, "c") is nearest
+        assert_same(tensors(rank), expected)
+        await rank.client.write_checkpoint("op", "d", CONFIG, 0)
+        # So does a life that begins from the checkpoint; another job has no such seal.
+        reborn = await begun(d, "c", incarnation=2)
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        assert_same(tensors(reborn), expected)
+
+
+async def test_seal_that_is_bad_or_of_other_bytes_at_that_seq_is_not_loaded(
+    short_dir: Path,
+) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "c")
+        expected = tensors(rank)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [])
+        (seal,) = d.files.rglob("seal-1.state")
+        flip(seal, -3)
+        rank.run(3)
+        await rank.client.cut_state("op", "d", 3)
+        assert await _read(rank, "c") is LoadedFrom.FILES
+        assert_same(tensors(rank), expected)
+        await d.agent.drop_wpg(POLICY, 1)
+        # A life that was rebuilt comes to the same seq by other rounding.
+        rank = await active(d, incarnation=2)
+        rank.heap.buffer[0] ^= 1
+        await d.agent.prepare_seal(POLICY, 2, 1)
+        await d.agent.write_seal(POLICY, 2, 1, [])
+        assert await _read(rank, "c") is LoadedFrom.FILES
+        assert_same(tensors(rank), expected)
 
 
 async def test_load_where_host_memory_has_no_room_changes_nothing(short_dir: Path) -> None:

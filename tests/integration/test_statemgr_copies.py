@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.messages import Durability, FilesTicket, Ticket
 from phaseloom.common.statewire import BringState
 from phaseloom.common.tickets import signed
 from tests.support.meshcerts import SECRET
@@ -39,7 +40,7 @@ def ticket(*nodes: str, incarnation: int = 1, secret: str = SECRET) -> FilesTick
 
 @asynccontextmanager
 async def nodes(
-    directory: Path, *extra: str, peer_timeout_s: int = 10
+    directory: Path, *extra: str, peer_timeout_s: int = 10, size: int = SIZE
 ) -> AsyncIterator[list[Daemon]]:
     """Some daemons, each of a node of its own."""
     async with AsyncExitStack() as stack:
@@ -47,7 +48,7 @@ async def nodes(
             await stack.enter_async_context(
                 daemon(
                     directory / name,
-                    devices=[2 * SIZE],
+                    devices=[2 * size],
                     NODE=name,
                     PEER_TIMEOUT_S=f"{peer_timeout_s}",
                 )
@@ -135,6 +136,41 @@ async def test_a_seal_that_went_bad_here_is_brought_again_when_it_is_read(short_
         assert files(b)["seal-3.state"] == files(a)["seal-3.state"]
 
 
+async def test_other_nodes_part_of_a_seal_is_replaced_by_the_own(short_dir: Path) -> None:
+    """Parts of a seal have one name and one size; a node may have had another one before."""
+    async with nodes(short_dir, "a", "b", "c", size=MiB) as (a, b, c):
+        parts = []
+        for rank, d in enumerate((a, b)):
+            part = await start(
+                d, POLICY, MiB, content=rank, applied=3, rank_offset=rank, num_ranks=2
+            )
+            await d.agent.switch_in(POLICY, 1, 1, [])
+            await d.agent.prepare_seal(POLICY, 1, 3)
+            await d.agent.write_seal(POLICY, 1, 3, [])
+            parts.append(part)
+        assert parts[0].digest() != parts[1].digest()
+        sources = [await a.endpoint(), await b.endpoint()]
+
+        def of_rank(rank_offset: int) -> BringState:
+            request = asked(*sources, node="c", versions=())
+            return msgspec.structs.replace(request, rank_offset=rank_offset, num_ranks=2)
+
+        await c.agent.bring_state(of_rank(0))
+        assert files(c) == files(a)
+        # What it brought was for another part than the one that it is to run.
+        await c.agent.bring_state(of_rank(1))
+        assert files(c) == files(b)
+        restored = await start(
+            c, POLICY, MiB, incarnation=2, seal_seq=3, rank_offset=1, num_ranks=2
+        )
+        await c.agent.switch_in(POLICY, 2, 2, [])
+        assert restored.digest() == parts[1].digest()
+        await c.agent.drop_wpg(POLICY, 2)
+        with pytest.raises(ResourceError, match="from 0 on, of 2; here are those from 1 on") as bad:
+            await start(a, POLICY, MiB, incarnation=2, seal_seq=3, rank_offset=1, num_ranks=2)
+        assert bad.value.info.code is Code.DATA_LOSS
+
+
 async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
     short_dir: Path,
 ) -> None:
@@ -194,6 +230,62 @@ async def test_a_remote_seal_is_on_the_other_disk_before_it_is_told(short_dir: P
                 POLICY, 1, 7, [], committed=6, replicas=replicas, ticket=ticket("b")
             )
         assert "seal-6.state" in names(a), "the committed one stands"
+
+
+async def test_a_version_that_is_to_be_kept_is_on_the_other_disk_though_it_was_in_memory_only(
+    short_dir: Path,
+) -> None:
+    """Of a deleted policy, whose node is left: nobody makes it again."""
+    async with nodes(short_dir, "a", "b") as (a, b):
+        policy = await start(a, POLICY, SIZE)
+        await a.agent.switch_in(POLICY, 1, 1, [])
+        policy.run(2)
+        await policy.client.create_version(VERSION, policy.slots)
+        assert names(a) == []
+        keeps = signed(Ticket(VERSION, POLICY, 1, ["b"]), SECRET)
+        request = BringState(POLICY, 0, [], [await a.endpoint()], ticket("b"), keeps=keeps)
+        await b.agent.bring_state(request)
+        assert names(b) == ["version-2.state"]
+        await a.kill()
+        reader = DeploymentKey(POLICY.tenant, POLICY.job, "sampler")
+        sampler = await start(b, reader, SIZE, slots=policy.slots, content=9)
+        await b.agent.switch_in(reader, 1, 1, [])
+        await sampler.client.load_version(VERSION, [], sampler.slots)
+        assert sampler.digest() == policy.digest()
+        await b.agent.drop_versions([VERSION])
+        with pytest.raises(PhaseloomError):
+            await b.agent.bring_state(request)
+
+
+async def test_a_replica_takes_what_has_changed_and_refers_to_the_rest(short_dir: Path) -> None:
+    """Of 32 MiB the first block of 8 changes; its seal before goes, and the file stands alone."""
+    size = 32 * MiB
+    async with nodes(short_dir, "a", "b", size=size) as (a, b):
+        policy = await start(a, POLICY, size)
+        await a.agent.switch_in(POLICY, 1, 1, [])
+        replicas = {NodeId("b"): await b.endpoint()}
+
+        async def seal(seq: int) -> None:
+            policy.heap.buffer[:8] = bytes([seq]) * 8
+            policy.seq = seq
+            await a.agent.prepare_seal(POLICY, 1, seq)
+            await a.agent.write_seal(
+                *(POLICY, 1, seq, []),
+                committed=seq - 1,
+                durability=Durability.REMOTE,
+                replicas=replicas,
+                ticket=ticket("b"),
+            )
+
+        for seq in (1, 2, 3, 4):
+            await seal(seq)
+        for seq in (2, 3, 4):
+            await b.logged(f"seal {seq} of {POLICY} came: {8 * MiB} bytes")
+        assert list(files(b)) == ["seal-3.state", "seal-4.state"]
+        await b.relaunch()  # nothing that it needs is taken for litter
+        again = await start(b, POLICY, size, incarnation=2, seal_seq=4)
+        await b.agent.switch_in(POLICY, 2, 2, [])
+        assert again.digest() == policy.digest()
 
 
 async def test_a_kill_of_the_receiver_leaves_nothing_and_it_begins_afresh(short_dir: Path) -> None:

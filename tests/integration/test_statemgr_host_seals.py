@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import NodeId, VersionKey
 from phaseloom.common.messages import Durability, FilesTicket
 from phaseloom.common.statewire import BringState
 from phaseloom.common.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.statedaemon import (
+    OTHER,
     POLICY,
     Daemon,
     MiB,
@@ -61,6 +63,24 @@ async def test_the_next_life_begins_with_it_and_nothing_is_on_the_disk(short_dir
         assert names(d) == []
 
 
+async def test_frozen_deployment_has_one_too(short_dir: Path) -> None:
+    """What it is made from cannot be written, and is shared maybe."""
+    async with daemon(short_dir) as d:
+        await start(d, POLICY, SIZE, frozen=True, content=7, applied=1)
+        await d.agent.prepare_seal(POLICY, 1, 1)
+        await d.agent.write_seal(POLICY, 1, 1, [], durability=Durability.HOST)
+        await d.agent.drop_wpg(POLICY, 1)
+        restored = await start(d, POLICY, SIZE, incarnation=2, seal_seq=1, frozen=True)
+        await d.agent.switch_in(POLICY, 2, 2, [])
+        fresh = await start(d, OTHER, SIZE, frozen=True, content=7)
+        await d.agent.switch_in(OTHER, 1, 3, [POLICY])
+        await d.agent.switch_in(POLICY, 2, 4, [OTHER])
+        held = restored.digest()
+        await d.agent.switch_in(OTHER, 1, 5, [POLICY])
+        assert fresh.digest() == held
+        assert names(d) == []
+
+
 async def test_it_survives_a_kill_of_the_daemon(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         policy = await sealed(d, 3)
@@ -92,6 +112,38 @@ async def test_the_newest_two_are_kept_and_all_go_with_the_job(short_dir: Path) 
         await d.relaunch()
         await d.agent.drop_wpg(POLICY, 1, forget=True)
         assert await host_bytes(d) == 0
+
+
+async def test_what_is_kept_in_memory_here_is_brought_from_nowhere(short_dir: Path) -> None:
+    """A WPG is rebuilt on its node: its seal and its versions are here, though on no disk."""
+    async with daemon(short_dir) as d:
+        policy = await sealed(d, 3)
+        await policy.client.create_version(VersionKey(POLICY, 2), policy.slots)
+        content = policy.digest()
+        await d.agent.bring_state(BringState(POLICY, 3, [2], []))
+        assert names(d) == []
+        assert (await again(d, 3)).digest() == content
+
+
+async def test_a_replica_has_it_on_disk_though_it_is_in_its_memory_too(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a", NODE="a") as a,
+        daemon(short_dir / "b", NODE="b") as b,
+    ):
+        await sealed(b, 3)
+        policy = await start(a, POLICY, SIZE)
+        await a.agent.switch_in(POLICY, 1, 1, [])
+        policy.run(3)
+        await a.agent.prepare_seal(POLICY, 1, 3)
+        leave = signed(FilesTicket(POLICY, 1, ["b"]), SECRET)
+        replicas = {NodeId("b"): await b.endpoint()}
+        await a.agent.write_seal(
+            *(POLICY, 1, 3, []),
+            durability=Durability.REMOTE,
+            replicas=replicas,
+            ticket=leave,
+        )
+        assert names(b) == ["seal-3.state"]
 
 
 async def test_it_is_refused_with_the_numbers_when_host_memory_is_full(short_dir: Path) -> None:

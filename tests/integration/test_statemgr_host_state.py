@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
@@ -334,6 +335,19 @@ async def test_version_on_a_device_is_of_its_policy_and_its_job_alone(short_dir:
             await policy._link.call(ShareOnDevice(VersionKey(POLICY, 9)), [fd])
         assert refused.value.info.code is Code.NOT_FOUND
         os.close(fd)
+
+
+async def test_version_that_cannot_be_shared_on_its_device_is_committed_all_the_same(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[8 * MiB]) as d:
+        (_, policy), (_, sampler) = await gpu_ranks(d, EmulatedDriver())
+        await policy.create_version(VERSION, SLOTS)
+        await d.agent.drop_versions([VERSION])  # between its commit and what is said here
+        await policy._share_on_device(VERSION, MiB, [(SLOTS[0], SLOTS[0])])
+        again = structs.replace(VERSION, seq=2)
+        await policy.create_version(again, SLOTS)
+        await sampler.load_version(again, [], SLOTS)
 
 
 async def test_version_is_read_from_the_host_where_the_daemon_that_kept_it_was_killed(

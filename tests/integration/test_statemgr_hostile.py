@@ -44,10 +44,12 @@ from phaseloom.common.statewire import (
     StatusRequest,
     TensorSlot,
 )
+from phaseloom.common.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.core.slices import Box
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import wire
 from phaseloom.statemgr.versions.fetching import Home
+from phaseloom.statemgr.versions.weights import MAX_VERSIONS_OF_A_RANK
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetch, fetching, home
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, child, daemon, names, start
@@ -176,7 +178,7 @@ async def test_names_that_lead_elsewhere_are_refused(short_dir: Path) -> None:
                 OpenVersion(there, []),
                 OpenVersion(VersionKey(DeploymentKey("acme", name, "policy"), 2), []),
                 OpenSlices(there, 64, [], []),
-                CreateVersion(VersionKey(SAMPLER, 2, name or "."), 64, []),
+                CreateVersion(VersionKey(SAMPLER, 2, name or "."), 64, EMPTY.packed),
             ):
                 assert (await _refused(reader, message)).info.code in {
                     Code.INVALID_ARGUMENT,
@@ -198,12 +200,12 @@ async def test_absurd_sizes_are_refused_with_the_numbers(short_dir: Path) -> Non
             slices = [Slice("", "w", "uint8", [0], [max(1, size)], 0, size)]
             mine = VersionKey(SAMPLER, 1)
             for message in (
-                RegisterHeap(size, []),
-                RegisterHeap(4096, [slot]),
-                RegisterHeap(4096, [far]),
-                CreateVersion(mine, size, []),
-                CreateVersion(mine, 4096, [slot]),
-                CreateVersion(mine, 4096, [far]),
+                RegisterHeap(size, EMPTY.packed),
+                RegisterHeap(4096, TensorTable.of([slot]).packed),
+                RegisterHeap(4096, TensorTable.of([far]).packed),
+                CreateVersion(mine, size, EMPTY.packed),
+                CreateVersion(mine, 4096, TensorTable.of([slot]).packed),
+                CreateVersion(mine, 4096, TensorTable.of([far]).packed),
                 OpenSlices(KEY, size, slices, [PartSources("", [])]),
                 OpenSlices(KEY, size, [], []),
                 OpenSlices(KEY, 64, [Slice("", "w", "uint8", [size], [1], 0, 1)], []),
@@ -212,8 +214,53 @@ async def test_absurd_sizes_are_refused_with_the_numbers(short_dir: Path) -> Non
                 error = await _refused(rank, message)
                 assert error.info.code in codes, (message, error)
         many = [TensorSlot("w", Role.WEIGHT, "uint8", [0], 0, 0)] * 200_000
-        assert (await _refused(rank, RegisterHeap(4096, many))).info.code in codes
+        assert (
+            await _refused(rank, RegisterHeap(4096, TensorTable.of(many).packed))
+        ).info.code in codes
         await rank.close()
+
+
+async def test_what_is_no_table_of_tensors_is_refused(short_dir: Path) -> None:
+    async with _serving(short_dir) as d:
+        await d.agent.register_wpg(["t"], SAMPLER, 1, [0], 0)
+        rank = await _peer(d)
+        await rank.call(RankHello("t"))
+        good = TensorTable.of([TensorSlot("w", Role.WEIGHT, "uint8", [64], 0, 64)]).packed
+        longer = msgspec.msgpack.encode([["w", "v"], *msgspec.msgpack.decode(good)[1:]])
+        for packed in (b"", b"\xc1", good[:-1], good + b"\0", longer, os.urandom(4096)):
+            for message in (
+                RegisterHeap(4096, packed),
+                CreateVersion(VersionKey(SAMPLER, 1), 4096, packed),
+            ):
+                error = await _refused(rank, message)
+                assert error.info.code is Code.INVALID_ARGUMENT, (message, error)
+                assert error.info.field == "tensors"
+        # It does not lie where it may, the second time neither.
+        for message in [RegisterHeap(63, good)] * 2:
+            assert "beyond 63 bytes" in str(await _refused(rank, message))
+        _, (fd,) = await rank.call(RegisterHeap(64, good))
+        close_fds([fd])
+        await rank.close()
+        await d.agent.drop_wpg(SAMPLER, 1)
+
+
+async def test_a_rank_that_begins_versions_without_end_is_told_the_limit(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        policy = await start(d, POLICY)
+
+        async def create(seq: int) -> None:
+            key, nothing = VersionKey(POLICY, seq), TensorTable.of([]).packed
+            _, fds = await policy.client._link.call(CreateVersion(key, 64, nothing))
+            close_fds(fds)
+
+        for seq in range(1, MAX_VERSIONS_OF_A_RANK + 1):
+            await create(seq)
+        with pytest.raises(ResourceError, match=f"at most {MAX_VERSIONS_OF_A_RANK} are") as caught:
+            await create(MAX_VERSIONS_OF_A_RANK + 1)
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert caught.value.info.details["limit"] == str(MAX_VERSIONS_OF_A_RANK)
+        await d.agent.drop_versions([VersionKey(POLICY, 1)])
+        await create(MAX_VERSIONS_OF_A_RANK + 1)
 
 
 def _frame(body: StateMessage, num_fds: int) -> bytes:
@@ -276,7 +323,7 @@ async def test_a_client_that_dies_with_a_mapping_leaves_nothing(short_dir: Path)
         await d.agent.register_wpg(["writer"], SAMPLER, 2, [0], 0)
         writer = await _peer(d)
         await writer.call(RankHello("writer"))
-        _, fds = await writer.call(CreateVersion(VersionKey(SAMPLER, 1), 4 * MiB, []))
+        _, fds = await writer.call(CreateVersion(VersionKey(SAMPLER, 1), 4 * MiB, EMPTY.packed))
         await writer.close()
         await d.agent.drop_wpg(SAMPLER, 2)
         assert (await d.agent.status()).host_used_bytes == before.host_used_bytes
@@ -410,6 +457,13 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
         before = _num_fds(d)
         endpoint = await d.endpoint()
         slices = wire.SlicesRequest(KEY, ticket(KEY), [""])
+        host, _, port = endpoint.rpartition(":")
+        stream = await tls._connected(host, int(port), identity())
+        await stream.receive(wire.MAX_REPLY_BYTES)  # the welcome
+        await _send_raw(stream, b"\x82\xa7service\xa5files\xa1x" + b"\x91" * 50_000 + b"\xc0")
+        with pytest.raises(ConnectionError):
+            await stream.receive(wire.MAX_REPLY_BYTES)
+        stream.close()
         for service, first, then in (
             ("no such service", b"\xc1", None),
             (wire.SERVICE, b"\xc1", None),
@@ -504,7 +558,7 @@ async def test_descriptors_beside_a_rank_s_answers_are_closed(short_dir: Path) -
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, answer)
         await peer.call(RankHello("pins"))
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [MiB], 0, MiB)]
-        _, (fd,) = await peer.call(RegisterHeap(MiB, slots, pins=True))
+        _, (fd,) = await peer.call(RegisterHeap(MiB, TensorTable.of(slots).packed, pins=True))
         os.close(fd)
         await peer.call(CommitInitial(digest_of(memoryview(bytes(MiB)))))
         await d.agent.switch_in(SAMPLER, 1, 1, [])

@@ -29,7 +29,8 @@ from phaseloom.common.statewire import (
     StatusRequest,
     Welcome,
 )
-from phaseloom.worker.stateclient import AgentStateClient
+from phaseloom.common.tensortable import TensorTable
+from phaseloom.worker.agentstate import AgentStateClient
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
 from tests.support.statedaemon import (
@@ -346,12 +347,11 @@ async def test_digest_of_a_copy_that_was_dirty_at_the_kill_is_taken_by_the_next_
         await d.relaunch()
         await switch
         await d.digested()
+        await d.agent.prepare_seal(POLICY, 1, 7)
+        assert (await d.agent.write_seal(POLICY, 1, 7, [])).digest == content
         _flip_bit(d, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError, match="DATA_LOSS"):
             await d.agent.switch_in(POLICY, 1, 3, [])
-        _flip_bit(d, f"the host copy of {POLICY}")
-        await d.agent.switch_in(POLICY, 1, 4, [])
-        assert rank.digest() == content
 
 
 async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
@@ -405,7 +405,9 @@ async def test_rank_cannot_come_back_as_what_it_was_not(short_dir: Path) -> None
         ):
             peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
             with pytest.raises(CallerError) as caught:
-                await peer.call(RankResume(token, MiB, slots, True, True, 1, ""))
+                await peer.call(
+                    RankResume(token, MiB, TensorTable.of(slots).packed, True, True, 1, "")
+                )
             assert caught.value.info.code is code
             await peer.close()
         assert (await d.agent.status()).deployments == []

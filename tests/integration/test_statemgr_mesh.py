@@ -11,10 +11,17 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.api import request_reply
+from phaseloom.common.bus import Bus
+from phaseloom.common.codec import decode
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import NodeId
 from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed, WpgLost
+from phaseloom.common.statewire import StatusReport
+from phaseloom.common.streams import state_subject
 from tests.support.jobs import (
     TASKS,
+    TENANT,
     oracle,
     policy_seq,
     run_job,
@@ -23,6 +30,7 @@ from tests.support.jobs import (
     tenant,
 )
 from tests.support.processes import until_gone
+from tests.support.statedaemon import flip_in_memory
 
 STEPS = 5
 A, B = TASKS
@@ -95,6 +103,44 @@ async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_kill
         assert (await sampler.sync_weights(published)).digest == (await published).digest
         assert log.failures() == []
         assert len(log.starts("noop.policy")) == 1
+
+
+async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Path) -> None:
+    """It begins again from its seal and the log, whoever has the device meanwhile."""
+    train = NodeConfig("train-0", "train", [4096])  # each of these states takes one page
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    config = MeshConfig(nodes=nodes, seal_every=2)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        jobs = [await t.submit_job(name, NOOP[:1]) for name in ("first", "second")]
+        first, second = (job.deployment("policy") for job in jobs)
+        for _ in range(3):
+            await first.optim_step(client.AdamParams(1e-3))
+        before = await first.publish_weights()
+        await second.optim_step(client.AdamParams(1e-3))
+        await _digested(mesh, "train-0")
+        (pid,) = mesh.pids("statemgr-train-0")
+        flip_in_memory(pid, f"the host copy of {TENANT}.first.policy", place=0)
+        after = await first.publish_weights()
+        assert after.digest == before.digest
+        await second.optim_step(client.AdamParams(1e-3))
+        assert log.failures() == []
+        assert [len(log.starts(f"{job.name}.policy")) for job in jobs] == [2, 1]
+
+
+async def _digested(mesh: Mesh, node: str) -> None:
+    """What has left a device there has its digest."""
+    bus = await Bus.open(mesh.credentials.bus, "test")
+    async with asyncio.timeout(30):
+        while any(state.dirty_bytes for state in (await _report(bus, node)).deployments):
+            pass
+    await bus.close()
+
+
+async def _report(bus: Bus, node: str) -> StatusReport:
+    subject = state_subject(NodeId(node))
+    message = await request_reply(bus.client, subject, b"", timeout_s=10.0, headers={})
+    report: StatusReport = decode(message.data, StatusReport)
+    return report
 
 
 def _limit_files(mesh: Mesh, child: str, num_bytes: int) -> None:

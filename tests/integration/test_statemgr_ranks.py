@@ -161,7 +161,7 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
             assert (bytes(content[:3]), digest) == (b"\x07\x07\x07", made.digest)
             with pytest.raises(CallerError, match="of another model"):
                 await rank.client.open_version(key, [], [])
-        with pytest.raises(CallerError, match="not the leader") as caught:
+        with pytest.raises(CallerError, match="not the first here") as caught:
             await ranks[1].client.begin_version(VersionKey(POLICY, 3), ranks[1].slots)
         assert caught.value.info.code is Code.PERMISSION_DENIED
 

@@ -24,6 +24,7 @@ from phaseloom.common.statewire import (
     CopyOut,
     Done,
     DropVersions,
+    HoldVersion,
     LetGo,
     RankHello,
     RegisterHeap,
@@ -33,6 +34,7 @@ from phaseloom.common.statewire import (
     StillMapped,
     TensorSlot,
 )
+from phaseloom.common.tensortable import TensorTable
 from tests.support.meshcerts import SECRET
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start, start_ranks
 from tests.support.staterank import slots_of
@@ -208,10 +210,12 @@ async def test_nobody_can_write_what_is_shared(short_dir: Path) -> None:
         await d.agent.register_wpg(["mine"], FIRST, 1, [0], 0)
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await peer.call(RankHello("mine"))
-        _, (fd,) = await peer.call(RegisterHeap(SIZE, slots_of(SIZE), frozen=True))
+        _, (fd,) = await peer.call(
+            RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
+        )
         with mmap.mmap(fd, SIZE) as mapping:
             mapping[:] = content_of(3)
-        digest = (await frozen(d, SECOND)).client._copied[1]
+        digest = (await frozen(d, SECOND)).client._copies.copied[1]
         await peer.call(CommitInitial(digest))
         await identified(d, 1)
         with pytest.raises(PermissionError):
@@ -236,12 +240,14 @@ async def test_extent_that_a_rank_keeps_mapped_is_never_shared(short_dir: Path) 
         await d.agent.register_wpg(["mine"], FIRST, 1, [0], 0)
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await peer.call(RankHello("mine"))
-        _, (fd,) = await peer.call(RegisterHeap(SIZE, slots_of(SIZE), frozen=True))
+        _, (fd,) = await peer.call(
+            RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
+        )
         mapping = mmap.mmap(fd, SIZE)
         os.close(fd)
         mapping[:] = content_of(3)
         good = await frozen(d, SECOND)
-        await peer.call(CommitInitial(good.client._copied[1]))
+        await peer.call(CommitInitial(good.client._copies.copied[1]))
         await d.logged("is mapped by somebody still")
         assert sorted(bool(c.hash) for c in (await d.agent.status()).contents) == [False, True]
         mapping[:] = bytes(SIZE)
@@ -273,10 +279,12 @@ async def test_rank_that_lies_about_its_copy_loses_its_life_and_nobody_else_anyt
         await d.agent.register_wpg(["liar"], FIRST, 1, [0], 0)
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, lie)
         await peer.call(RankHello("liar"))
-        _, fds = await peer.call(RegisterHeap(SIZE, slots_of(SIZE), frozen=True))
+        _, fds = await peer.call(
+            RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
+        )
         os.pwrite(fds[0], content_of(3), 0)
         close_fds(fds)
-        await peer.call(CommitInitial(good.client._copied[1]))
+        await peer.call(CommitInitial(good.client._copies.copied[1]))
         await identified(d, 1)
         await d.agent.switch_in(FIRST, 1, 1, [])
         await d.agent.switch_out(FIRST, 1, 1)
@@ -294,8 +302,16 @@ async def test_model_that_is_no_hash_and_frozen_state_in_host_memory_are_refused
         peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         await peer.call(RankHello("mine"))
         for request, field in (
-            (RegisterHeap(SIZE, slots_of(SIZE), frozen=True, model="x"), "model"),
-            (RegisterHeap(SIZE, slots_of(SIZE), frozen=True, host_bytes=64), "host_bytes"),
+            (
+                RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True, model="x"),
+                "model",
+            ),
+            (
+                RegisterHeap(
+                    SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True, host_bytes=64
+                ),
+                "host_bytes",
+            ),
         ):
             with pytest.raises(CallerError) as caught:
                 await peer.call(request)
@@ -322,6 +338,15 @@ async def test_replicas_of_a_deployment_hold_one_copy(short_dir: Path) -> None:
 # --- weights versions ----------------------------------------------------------------------------
 
 
+async def policy_and_sampler(d: Daemon, policy_bytes: int = SIZE) -> tuple[Rank, Rank]:
+    """Both of one job, on the same device."""
+    policy = await start(d, POLICY, policy_bytes)
+    sampler = await frozen(d, SAMPLER)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    await d.agent.switch_in(SAMPLER, 1, 1, [])
+    return policy, sampler
+
+
 async def synced(d: Daemon, sampler: Rank, policy: Rank, version: VersionKey, seq: int) -> str:
     """Publish what the policy is at and bring it to the sampler, which is on its device."""
     await policy.client.create_version(version, policy.slots)
@@ -333,10 +358,7 @@ async def synced(d: Daemon, sampler: Rank, policy: Rank, version: VersionKey, se
 
 async def test_sampler_refers_to_the_memory_of_the_version_it_has(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
-        policy = await start(d, POLICY, SIZE)
-        sampler = await frozen(d, SAMPLER)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(SAMPLER, 1, 1, [])
+        policy, sampler = await policy_and_sampler(d)
         policy.run(1)
         await synced(d, sampler, policy, VERSION, 2)
         report = await d.agent.status()
@@ -370,10 +392,7 @@ async def test_samplers_move_on_from_version_to_version(short_dir: Path) -> None
 
 async def test_sync_while_a_seal_is_written_leaves_the_seal_what_it_was(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
-        policy = await start(d, POLICY, SIZE)
-        sampler = await frozen(d, SAMPLER)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(SAMPLER, 1, 1, [])
+        policy, sampler = await policy_and_sampler(d)
         before = sampler.run(1)
         await d.agent.prepare_seal(SAMPLER, 1, 1)
         policy.run(5)
@@ -389,6 +408,42 @@ async def test_sync_while_a_seal_is_written_leaves_the_seal_what_it_was(short_di
             reborn = await frozen(d, SAMPLER, incarnation=incarnation, seal_seq=seq)
             await d.agent.switch_in(SAMPLER, incarnation, 10 * incarnation, [])
             assert reborn.digest() == content
+
+
+async def test_version_that_is_held_in_the_middle_of_a_copy_changes_nothing_of_it(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[2 * SIZE]) as d:
+        policy, sampler = await policy_and_sampler(d)
+        policy.run(5)
+        await policy.client.create_version(VERSION, policy.slots)
+        content = sampler.run(6)
+        loop, held = asyncio.get_running_loop(), asyncio.Event()
+
+        def hold() -> None:
+            sampler.on_copy = lambda: None
+            # Its client never would: it does one thing after the other.
+            holding = sampler.client._link.ask(HoldVersion(VERSION, 5), Done)
+            asyncio.run_coroutine_threadsafe(holding, loop).result(30)
+            loop.call_soon_threadsafe(held.set)
+
+        calls: list[int] = []
+
+        def on_copy() -> None:
+            calls.append(len(calls))
+            if len(calls) == 2:  # the first asks whether there is anything to copy
+                hold()
+
+        sampler.on_copy = on_copy
+        await d.agent.prepare_seal(SAMPLER, 1, 6)
+        assert held.is_set()
+        await d.agent.write_seal(SAMPLER, 1, 6, [])
+        await d.agent.switch_out(SAMPLER, 1, 2)
+        assert await visit(d, sampler, SAMPLER, 3) == content
+        await d.agent.drop_wpg(SAMPLER, 1)
+        reborn = await frozen(d, SAMPLER, incarnation=2, seal_seq=6)
+        await d.agent.switch_in(SAMPLER, 2, 4, [])
+        assert reborn.digest() == content
 
 
 # --- the tier below ------------------------------------------------------------------------------
@@ -486,10 +541,7 @@ async def test_hint_brings_a_content_up_before_it_is_needed(short_dir: Path) -> 
 
 async def test_dropped_version_goes_down_with_the_sampler_that_has_it(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[2 * SIZE], host_bytes=3 * SIZE, HOST_SPARE="0") as d:
-        policy = await start(d, POLICY, SIZE)
-        sampler = await frozen(d, SAMPLER)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(SAMPLER, 1, 1, [])
+        policy, sampler = await policy_and_sampler(d)
         policy.run(1)
         await synced(d, sampler, policy, VERSION, 2)
         held = sampler.digest()
@@ -566,10 +618,7 @@ async def test_shared_contents_are_there_after_a_kill(short_dir: Path) -> None:
 
 async def test_version_that_a_sampler_refers_to_is_there_after_a_kill(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
-        policy = await start(d, POLICY, SIZE)
-        sampler = await frozen(d, SAMPLER)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(SAMPLER, 1, 1, [])
+        policy, sampler = await policy_and_sampler(d)
         policy.run(1)
         await synced(d, sampler, policy, VERSION, 2)
         held = sampler.digest()
@@ -796,10 +845,7 @@ async def test_descriptor_on_its_way_is_that_of_the_version_though_it_is_dropped
         return Done(), []
 
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
-        policy = await start(d, POLICY, MiB)
-        sampler = await frozen(d, SAMPLER)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(SAMPLER, 1, 1, [])
+        policy, sampler = await policy_and_sampler(d, MiB)
         policy.run(1)
         await policy.client.create_version(VERSION, policy.slots)
         await d.agent.drop_wpg(POLICY, 1)  # so that the version's memory is nobody else's

@@ -18,6 +18,8 @@ from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import DeploymentState, DiskMethod
 from phaseloom.statemgr.disk.probing import probe
+from phaseloom.worker.heap import Heap
+from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import certificates
 from tests.support.statedaemon import (
     OTHER,
@@ -31,6 +33,7 @@ from tests.support.statedaemon import (
     start,
     start_ranks,
 )
+from tests.support.staterank import slots_of
 
 FOURTH = DeploymentKey("acme", "letters", "sampler")
 SIZE = 2 * MiB
@@ -100,6 +103,48 @@ async def test_least_recently_used_copy_goes_down_and_comes_back_bit_equal(short
             await d.agent.switch_out(key, 1, seq)
         assert await tiers(d) == {POLICY: "nvme", OTHER: "host", SAMPLER: "host"}
         assert memory_of(d.process.pid) == 2 * SIZE
+
+
+async def test_switch_out_of_what_is_on_nvme_moves_nothing_and_needs_no_room(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[2 * SIZE], host_bytes=2 * SIZE) as d:
+        rank, content = await filled(d, POLICY, 1)
+        for key in (OTHER, SAMPLER):
+            await start(d, key, SIZE)
+        for seq, key in enumerate((OTHER, SAMPLER), start=2):
+            await d.agent.switch_in(key, 1, seq, [])
+        assert (await tiers(d))[POLICY] == "nvme"
+        # What is on a device keeps its host memory, so there is none to come up to.
+        switched = await d.agent.switch_out(POLICY, 1, 4)
+        assert switched.displaced == []
+        assert (await tiers(d))[POLICY] == "nvme"
+        for key in (OTHER, SAMPLER):
+            await d.agent.switch_out(key, 1, 5)
+        # All the same the epochs before are over.
+        with pytest.raises(ResourceError) as stale:
+            await d.agent.switch_in(POLICY, 1, 3, [])
+        assert stale.value.info.code is Code.ABORTED
+        await d.agent.switch_in(POLICY, 1, 6, [])
+        assert rank.digest() == content
+
+
+async def test_memory_of_a_host_copy_is_there_before_its_rank_copies_out(short_dir: Path) -> None:
+    async with daemon(short_dir) as d:
+        await d.agent.register_wpg(["token"], POLICY, 1, [0], 0)
+        rank = Rank(Heap(SIZE + MiB), slots_of(SIZE + MiB))
+        rank.client = await RankStateClient.connect(
+            d.socket, "token", applied=rank.applied, on_loaded=rank.loaded
+        )
+        d.ranks.append(rank.client)
+        await rank.client.register_heap(rank.heap, rank.slots)
+        async with asyncio.timeout(30):
+            while memory_of(d.process.pid) < SIZE + MiB:
+                await d.agent.status()
+        content = rank.run(1)
+        await rank.client.commit_initial(1)
+        await d.agent.switch_in(POLICY, 1, 1, [])
+        assert rank.digest() == content
 
 
 async def test_what_is_predicted_to_be_used_sooner_stays(short_dir: Path) -> None:

@@ -32,13 +32,20 @@ from phaseloom.common.resharding import (
     plan,
     source_parts,
 )
-from phaseloom.common.statewire import PartSources, Role, Slice, TensorSlot
+from phaseloom.common.statewire import (
+    PartSources,
+    Role,
+    Slice,
+    TensorSlot,
+    VersionPart,
+    VersionParts,
+)
 from phaseloom.worker.copying import packed
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import ticket
 from tests.support.sharded import Array, tensors
 from tests.support.slowlink import Link, link
-from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon
+from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon, emptied
 
 QKV = FusedQkv(num_heads=8, num_kv_heads=4, head_size=8)
 MODEL = [
@@ -102,6 +109,18 @@ async def _write(client: RankStateClient, key: VersionKey, content: dict[str, Ar
 
 def _dtype_of(name: str) -> str:
     return next((each.dtype for each in MODEL if each.name == name), "uint8")
+
+
+async def _commit(digests: dict[str, str], key: VersionKey, *writers: RankStateClient) -> None:
+    """All of its parts are written, maybe on other nodes."""
+    parts = [VersionPart(part, 0, digest, "") for part, digest in digests.items()]
+    for writer in writers:
+        await writer.commit_parts(key, VersionParts(Layout(), 1, "", parts))
+
+
+async def _write_part(client: RankStateClient, seed: int) -> None:
+    """The only one of `KEY`, and its manifest."""
+    await _commit({PART.part: await _write(client, PART, _content(seed))}, KEY, client)
 
 
 def _part(number: int, parts: Sequence[object]) -> str:
@@ -193,6 +212,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
     parts = source_parts(made)
     held = tensors(MODEL, source)
     named: list[PartSources] = []
+    digests: dict[str, str] = {}
     here: set[str] = set()
     for number, ranks in enumerate(parts):
         part = _part(number, parts)
@@ -200,10 +220,11 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
         content = {MODEL[p].name: each for (p, rank), each in held.items() if rank == ranks[0]}
         numbers = sorted({rank % 2 for rank in ranks} | {chance.randrange(2)})
         for holder in numbers:
-            await _write(world.writers[holder], mine, content)
+            digests[part] = await _write(world.writers[holder], mine, content)
         named.append(PartSources(part, [world.sources[n][1].endpoint for n in numbers]))
         if 0 in numbers:
             here.add(part)
+    await _commit(digests, key, *world.writers)
     everyone = list(range(target.layout.num_ranks))
     chance.shuffle(everyone)
     half = (len(everyone) + 1) // 2
@@ -213,6 +234,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
     ):
         if not needy:
             continue
+        await reader.open(key, [slow.endpoint for _, slow in world.sources], shown)
         before = world.passed_bytes
         slices = _slices(node_fetches(made, needy), parts)
         memory, described = await reader.open_slices(key, slices, named, shown)
@@ -254,8 +276,9 @@ async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path)
         daemon(short_dir / "b") as rollout,
         link(await train.endpoint()) as slow,
     ):
-        await _write(await _client(train, POLICY), PART, _content(1))
+        await _write_part(await _client(train, POLICY), 1)
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
         slow.hold_after_bytes = SIZE // 4
         sources = [PartSources("0of1", [slow.endpoint])]
         opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
@@ -268,6 +291,30 @@ async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path)
         assert slow.passed_bytes < SIZE // 2 + SIZE // 8
 
 
+async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_dir: Path) -> None:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as slow,
+    ):
+        await _write_part(await _client(train, POLICY), 1)
+        reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        slow.hold_after_bytes = SIZE // 4
+        sources = [PartSources("0of1", [slow.endpoint])]
+        opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
+        await slow.held.wait()
+        await rollout.kill()
+        slow.release()
+        await rollout.launch()
+        memory, _ = await opening
+        assert bytes(memory) == _middle(_content(1))
+        manifest = 4096
+        assert (await rollout.agent.status()).host_used_bytes == SIZE // 2 + manifest
+        del memory
+        await emptied(rollout)
+
+
 async def test_what_a_killed_source_leaves_its_replica_brings(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
@@ -277,8 +324,9 @@ async def test_what_a_killed_source_leaves_its_replica_brings(short_dir: Path) -
         link(await replica.endpoint()) as other,
     ):
         for node in (train, replica):
-            await _write(await _client(node, POLICY), PART, _content(1))
+            await _write_part(await _client(node, POLICY), 1)
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
         dying.hold_after_bytes = SIZE // 8
         sources = [PartSources("0of1", [dying.endpoint, other.endpoint])]
         opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
@@ -299,8 +347,10 @@ async def test_a_source_that_comes_back_with_another_version_is_refused(short_di
         link(await train.endpoint()) as slow,
     ):
         for seed, node in enumerate((train, other)):
-            await _write(await _client(node, POLICY), PART, _content(seed))
+            await _write_part(await _client(node, POLICY), seed)
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        used = (await rollout.agent.status()).host_used_bytes
         slow.hold_after_bytes = SIZE // 4
         sources = [PartSources("0of1", [slow.endpoint])]
         opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
@@ -311,7 +361,7 @@ async def test_a_source_that_comes_back_with_another_version_is_refused(short_di
         with pytest.raises(PhaseloomError, match="is another at") as caught:
             await opening
         assert caught.value.info.code is Code.FAILED_PRECONDITION
-        assert (await rollout.agent.status()).host_used_bytes == 0
+        assert (await rollout.agent.status()).host_used_bytes == used
 
 
 async def test_a_part_whose_memory_went_bad_is_never_taken(short_dir: Path) -> None:
@@ -320,14 +370,17 @@ async def test_a_part_whose_memory_went_bad_is_never_taken(short_dir: Path) -> N
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [2048, SIZE // 2048], 0, SIZE)]
         memory = await writer.begin_version(PART, slots)
         assert isinstance(memory, memoryview)
-        await writer.commit_version(PART, memory)
+        made = await writer.commit_version(PART, memory)
+        await _commit({PART.part: made.digest}, KEY, writer)
         memory[SIZE // 2] ^= 1
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        used = (await rollout.agent.status()).host_used_bytes
         sources = [PartSources("0of1", [await train.endpoint()])]
         with pytest.raises(PhaseloomError) as caught:
             await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
         assert caught.value.info.code is Code.DATA_LOSS
-        assert (await rollout.agent.status()).host_used_bytes == 0
+        assert (await rollout.agent.status()).host_used_bytes == used
 
 
 _BAD = [
@@ -339,20 +392,22 @@ _BAD = [
     (Slice("0of1", "w", "float32", [0, 0], [1, 1], 0, 4), "1 bytes, not 4"),
     (Slice("0of1", "w", "uint8", [0, 0], [1, 1], 1, 1), "no multiple of 64"),
     (Slice("0of1", "w", "uint8", [2**60, 0], [2**60, 1], 0, 2**60), "of host memory"),
-    (Slice("../0of1", "w", "uint8", [0, 0], [1, 1], 0, 1), "no source is named"),
+    (Slice("../0of1", "w", "uint8", [0, 0], [1, 1], 0, 1), "is not here"),
 ]
 
 
 async def test_a_slice_that_is_none_is_refused(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        await _write(await _client(train, POLICY), PART, _content(1))
+        await _write_part(await _client(train, POLICY), 1)
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        used = (await rollout.agent.status()).host_used_bytes
         sources = [PartSources("0of1", [await train.endpoint()])]
         for bad, says in _BAD:
             with pytest.raises(PhaseloomError) as caught:
                 await reader.open_slices(KEY, [bad], sources, ticket(KEY))
             assert says in str(caught.value), bad
-            assert (await rollout.agent.status()).host_used_bytes == 0
+            assert (await rollout.agent.status()).host_used_bytes == used
         memory, _ = await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))
 
@@ -373,9 +428,10 @@ async def test_slices_of_a_version_that_was_written_whole(short_dir: Path) -> No
 async def test_parts_survive_a_kill_of_their_daemon(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         writer = await _client(train, POLICY)
-        await _write(writer, PART, _content(1))
+        await _write_part(writer, 1)
         await train.relaunch()
         reader = await _client(rollout, SAMPLER)
+        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
         sources = [PartSources("0of1", [await train.endpoint()])]
         memory, _ = await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))

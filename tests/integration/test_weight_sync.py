@@ -155,11 +155,14 @@ async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
         assert (key, may_be_incoming) == (KEY, True)
         yield incoming
 
+    async def doubted(key: VersionKey) -> None:
+        raise AssertionError(f"nobody doubts {key}")
+
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        versions = VersionServer(Gate(SECRET), 0.1, reading)
+        versions = VersionServer(Gate(SECRET), 0.1, reading, doubted)
         server = tls.Server(identity(), 10.0, {wire.SERVICE: versions.session})
         serving = asyncio.create_task(server.serve(listener))
         connection = await Connection.open(

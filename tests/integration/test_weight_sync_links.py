@@ -15,6 +15,7 @@ import pytest
 from phaseloom.common.ids import VersionKey
 from tests.support.meshcerts import ticket
 from tests.support.netns import Host, NotPermittedError, hosts
+from tests.support.partranks import VERSION, arrays, publish, start_part_ranks
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
 NUM_FAR = 3
@@ -49,29 +50,39 @@ class Mesh:
 
 
 @asynccontextmanager
-async def _mesh(
+async def _nodes(
     directory: Path, size: int, *, far_site: str, num_far: int = NUM_FAR
-) -> AsyncIterator[Mesh]:
+) -> AsyncIterator[tuple[Host, list[Daemon]]]:
+    """The host behind the slow link; its node, and those at the far site."""
     async with AsyncExitStack() as stack:
         try:
             slow, *far = await stack.enter_async_context(hosts(1 + num_far))
         except NotPermittedError as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
-        daemons = [
-            await stack.enter_async_context(
-                daemon(
-                    directory / str(number),
-                    devices=[size],
-                    host_bytes=8 * size,
-                    launcher=host.launcher,
-                    HOST=host.address,
-                    SITE=site,
+        places = [(slow, "east"), *((host, far_site) for host in far)]
+        yield (
+            slow,
+            [
+                await stack.enter_async_context(
+                    daemon(
+                        directory / str(number),
+                        devices=[size] * 2,
+                        host_bytes=8 * size,
+                        launcher=host.launcher,
+                        HOST=host.address,
+                        SITE=site,
+                    )
                 )
-            )
-            for number, (host, site) in enumerate(
-                [(slow, "east"), *((host, far_site) for host in far)]
-            )
-        ]
+                for number, (host, site) in enumerate(places)
+            ],
+        )
+
+
+@asynccontextmanager
+async def _mesh(
+    directory: Path, size: int, *, far_site: str, num_far: int = NUM_FAR
+) -> AsyncIterator[Mesh]:
+    async with _nodes(directory, size, far_site=far_site, num_far=num_far) as (slow, daemons):
         policy, *samplers = [
             await start(d, POLICY if number == 0 else SAMPLER, size)
             for number, d in enumerate(daemons)
@@ -91,6 +102,25 @@ async def test_one_copy_crosses_the_slow_link(short_dir: Path) -> None:
     async with _mesh(short_dir, 8 * MiB, far_site="west") as mesh:
         await mesh.slow.limit(20 * MiB)
         assert 1.0 <= await _copies(mesh, await mesh.publish(2)) < 1.03
+
+
+async def test_one_copy_of_parts_crosses_the_slow_link(short_dir: Path) -> None:
+    """Of a version that two ranks wrote; who reads it needs all of both parts."""
+    shapes = {"a": [1030, 1024], "b": [1029, 1024]}
+    content, size = arrays(1, shapes), 2059 * 4096
+    async with _nodes(short_dir, 9 * MiB, far_site="west") as (slow, (train, *rollout)):
+        policy = await start_part_ranks([train], POLICY, 2, shapes=shapes)
+        await train.agent.switch_in(POLICY, 1, 1, [])
+        await publish(policy, VERSION, content)
+        readers = [
+            (await start_part_ranks([d], SAMPLER, 1, is_sharded=False, shapes=shapes))[0]
+            for d in rollout
+        ]
+        await slow.limit(20 * MiB)
+        source, before = await train.endpoint(), await slow.sent_bytes()
+        await asyncio.gather(*(reader.sync(VERSION, source) for reader in readers))
+        assert 1.0 <= (await slow.sent_bytes() - before) / size < 1.03
+        assert all(reader.backend.holds(content) for reader in readers)
 
 
 async def test_every_node_s_own_copy_crosses_without_sites(short_dir: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from phaseloom import client
@@ -18,21 +19,26 @@ from phaseloom.common import streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.codec import decode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import (
     AdamParams,
     Args,
     Command,
     Completion,
+    Layout,
     Loss,
     OpenActivation,
     Outcome,
     Permit,
     SaveState,
     SaveStateResult,
+    StartWpg,
+    StopWpg,
+    WpgStarted,
 )
 from tests.support.jobs import rank_pid, running_mesh, tenant
 from tests.support.node import (
+    NODE,
     STEP,
     VOCAB,
     TestNode,
@@ -138,6 +144,31 @@ async def test_agent_killed_in_an_operation_takes_its_ranks_and_starts_over(
     await node.finished(key, incarnation=2)
     await train(node, policy, range(4, 5), 2)
     assert await sha(node, policy, 2) == expected
+
+
+async def test_life_that_is_to_end_before_it_has_begun_waits_for_no_other_node(
+    node: TestNode,
+) -> None:
+    """Its other part, where the ranks would meet, could not start: it never will be up."""
+    key, spec = DeploymentKey("acme", "stillborn", "policy"), policy_spec(layout=Layout(dp=2))
+    with node.frozen("statemgr"):
+        await node.command(
+            StartWpg,
+            deployment=key,
+            incarnation=1,
+            spec=replace(spec, num_nodes=2),
+            devices=[0],
+            seal_seq=0,
+            nodes=[NodeId("nowhere"), NODE],
+            rank_offset=1,
+        )
+        await node.command(StopWpg, deployment=key, incarnation=1, forget=False)
+    async with asyncio.timeout(60):  # half of what a start may take
+        lost = await node.lost(key)
+    assert lost.error.message == "stopped by the scheduler"
+    assert not any(isinstance(e, WpgStarted) and e.deployment == key for e in node.log.events)
+    # The next life is not taken for it.
+    await node.start_wpg(policy_spec(), job="next")
 
 
 async def test_operation_that_fails_half_way_is_left_out_when_its_life_is_rebuilt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import OperationKey
+from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     Args,
     Batching,
@@ -19,17 +20,20 @@ from phaseloom.common.messages import (
     OperationFinished,
     Outcome,
     Permit,
+    SyncWeights,
 )
 from phaseloom.worker.leader import Leader
 from phaseloom.worker.rankwire import RunPermits
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.device import KEY, Device, device, permit, sample
 from tests.support.jobs import Log
+from tests.support.statedaemon import daemon, start
+
+POLICY = DeploymentKey(KEY.tenant, KEY.job, "policy")
 
 
-def leader(device: Device, bus: Bus) -> Leader:
-    # Nothing here moves weights.
-    state = cast("RankStateClient", None)
+def leader(device: Device, bus: Bus, state: RankStateClient | None = None) -> Leader:
+    state = state or cast("RankStateClient", None)  # most here moves no weights
     return Leader(device.executor.settings, bus, state, device.executor, device.ranks, device.queue)
 
 
@@ -78,5 +82,40 @@ async def test_operation_without_a_payload_fails_and_a_permit_out_of_order_does_
         late = await put(bus, "8", LoadState("n"))
         with pytest.raises(ResourceError, match="this state is at 3"):
             await running.run(given(permit(late, LoadState("n"))))
+    following.cancel()
+    await asyncio.wait([following])
+
+
+async def test_sync_whose_weights_are_in_but_cannot_be_booked_makes_the_life_dirty(
+    bus: Bus, short_dir: Path
+) -> None:
+    """The state manager dies for good between the copy and its note: the heap has changed."""
+    log = Log()
+    following = asyncio.create_task(log.follow(bus))
+    async with device(Batching.OPERATION) as d, daemon(short_dir, reconnect_s=0.1) as state:
+        heap, slots = d.heap, d.backend.slots
+        policy = await start(state, POLICY, heap.num_bytes, slots=slots, content=7, device=0)
+        await state.agent.switch_in(POLICY, 1, 1, [])
+        await policy.client.create_version(VersionKey(POLICY, 1), d.executor.weight_slots)
+        await state.agent.switch_out(POLICY, 1, 1)
+        await state.agent.register_wpg(["mine"], KEY, 1, [0], 0)
+        client = await RankStateClient.connect(
+            state.socket,
+            "mine",
+            applied=lambda: 0,
+            on_loaded=d.backend.weights_changed,
+            reconnect_s=0.1,
+        )
+        state.ranks.append(client)
+        await client.register_heap(heap, slots, frozen=True)
+        await client.commit_initial(0)
+        await state.agent.switch_in(KEY, 1, 2, [])
+        d.backend.on_changed = state.process.kill
+        sync = SyncWeights("policy", 1)
+        key = await put(bus, "1", sync)
+        await leader(d, bus, client).run(given(permit(key, sync)))
+        event = await log.until(lambda e: isinstance(e, OperationFinished) and e.key == key)
+        assert isinstance(event, OperationFinished)
+        assert (event.outcome, event.dirty) == (Outcome.FAILED, True)
     following.cancel()
     await asyncio.wait([following])

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from safetensors.numpy import load_file
 
 from phaseloom.common import streams
@@ -35,6 +36,7 @@ from phaseloom.common.messages import (
     OptimStep,
     OptimStepResult,
     Outcome,
+    PermitReturned,
     Prompt,
     PublishWeights,
     PublishWeightsResult,
@@ -44,6 +46,11 @@ from phaseloom.common.messages import (
     SyncWeights,
     SyncWeightsResult,
 )
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.fsdp import FsdpBackend
+from phaseloom.worker.backends.layout import plan
+from phaseloom.worker.backends.model import parameter_shapes
+from phaseloom.worker.heap import PAGE_BYTES
 from tests.support.node import (
     STEP,
     TestNode,
@@ -125,7 +132,7 @@ async def test_two_ranks_learn_what_one_learns(node: TestNode) -> None:
         np.testing.assert_allclose(array, tensors_of_one[name], rtol=1e-3, atol=2e-4, err_msg=name)
 
 
-async def test_version_of_two_ranks_is_whole_and_comes_to_one_and_to_two(node: TestNode) -> None:
+async def test_version_in_two_parts_comes_to_one_rank_and_to_two(node: TestNode) -> None:
     policy, _ = await node.start_wpg(policy_spec(layout=TWO), devices=[0, 1])
     await train(node, policy, [lesson(), STEP])
     published = await node.run(policy, 3, PublishWeights(), 2)
@@ -137,6 +144,64 @@ async def test_version_of_two_ranks_is_whole_and_comes_to_one_and_to_two(node: T
         synced = await node.run(sampler, 1, SyncWeights("policy", 3))
         assert synced.result == SyncWeightsResult(3, published.result.digest)
         assert (await saved(node, sampler, "got"))[0] == sha
+
+
+async def test_parts_bring_the_bits_that_a_whole_version_brings(node: TestNode) -> None:
+    """What the sampler draws from them, and how likely it finds that."""
+    prompts = Generate([Prompt([1, 2, 3], seed=4)], SamplingParams(8, ignore_eos=True), 2)
+    drawn_from: list[object] = []
+    for job, layout in (("whole", Layout()), ("parts", TWO)):
+        policy, _ = await node.start_wpg(
+            policy_spec(layout=layout), job=job, devices=[*range(layout.num_ranks)]
+        )
+        published = await node.run(policy, 1, PublishWeights())
+        assert isinstance(published.result, PublishWeightsResult), published
+        spec = sampler_spec()
+        sampler, _ = await node.start_wpg(
+            replace(spec, model=replace(spec.model, init_seed=8)), job=job
+        )
+        before = (await node.run(sampler, "r1", prompts)).result
+        await node.run(sampler, 1, SyncWeights("policy", 1))
+        after = (await node.run(sampler, "r2", prompts)).result
+        assert after != before
+        drawn_from.append(after)
+    assert drawn_from[0] == drawn_from[1]
+
+
+async def test_sync_that_cannot_be_had_changes_no_rank_and_comes_later(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec(layout=TWO), devices=[0, 1])
+    sampler, _ = await node.start_wpg(sampler_spec_of_two(), devices=[0, 1])
+    pids = node.rank_pids(sampler)
+    sync = SyncWeights("policy", 1)
+    key = await node.put(sampler, 1, sync)
+    await node.permit(key, sync, sources=["127.0.0.1:1"])
+    await node.log.until(lambda e: isinstance(e, PermitReturned) and e.key == key)
+    published = await node.run(policy, 1, PublishWeights())
+    assert isinstance(published.result, PublishWeightsResult), published
+    await node.permit(key, sync)
+    assert (await node.outcome(key)).result == SyncWeightsResult(1, published.result.digest)
+    assert node.rank_pids(sampler) == pids
+    assert node.lives_lost(sampler) == []
+
+
+async def test_publish_that_finds_no_room_for_a_part_is_refused_and_the_ranks_go_on() -> None:
+    """Host memory has room for the part of one of them, and NVMe for nothing."""
+    spec = policy_spec(layout=TWO)
+    groups = [RankGroup(rank, 2) for rank in range(2)]
+    shapes = parameter_shapes(spec.model)
+    heaps = [FsdpBackend.heap_bytes(spec, group) for group in groups]
+    parts = [plan(shapes, trainable=False, ranks=group).heap_bytes for group in groups]
+    pages = sum(-(-num_bytes // PAGE_BYTES) for num_bytes in [*heaps, *parts])
+    memory_bytes = (pages - 1) * PAGE_BYTES
+    async with running_node(2, memory_bytes, nvme_bytes=0) as node, node.fresh():
+        policy, _ = await node.start_wpg(spec, devices=[0, 1])
+        pids = node.rank_pids(policy)
+        refused = await node.run(policy, 1, PublishWeights())
+        assert refused.error is not None
+        assert refused.error.code is Code.RESOURCE_EXHAUSTED
+        assert (await node.run(policy, 2, lesson())).outcome is Outcome.COMPLETED
+        assert (await node.run(policy, 3, STEP, 2)).outcome is Outcome.COMPLETED
+        assert node.rank_pids(policy) == pids
 
 
 async def test_sync_that_changed_nothing_is_told(node: TestNode) -> None:

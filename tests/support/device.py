@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -43,6 +43,12 @@ class Recording(SamplerBackend):
     """A sampler that remembers what went in each of its calls, by the prompts' first tokens."""
 
     calls: list[list[int]]
+    on_changed: Callable[[], None] = staticmethod(lambda: None)
+    """Called in the device thread once other weights are in its heap."""
+
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        self.on_changed()
 
     def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
         firsts = [args.prompts[0].tokens[0] for args in requests]
@@ -51,8 +57,9 @@ class Recording(SamplerBackend):
 
 
 class Device:
-    def __init__(self, executor: Executor, ranks: Ranks, batching: Batching) -> None:
+    def __init__(self, executor: Executor, ranks: Ranks, batching: Batching, heap: Heap) -> None:
         self.executor = executor
+        self.heap = heap
         self.ranks = ranks
         self.queue = DeviceQueue(executor, ranks, batching)
 
@@ -107,7 +114,7 @@ async def device(batching: Batching) -> AsyncIterator[Device]:
     executor = Executor(settings, backend)
     mine, others = socket.socketpair()
     ranks = Ranks(thread, Peer[RankMessage](mine, RankMessage))
-    running = Device(executor, ranks, batching)
+    running = Device(executor, ranks, batching, heap)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(running.queue.serve())
         yield running

@@ -194,17 +194,18 @@ async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tup
             await bus.close()
 
 
-def rank_pid(mesh: Mesh, deployment: str) -> int:
-    """The process of a deployment's (`<job>.<name>`) newest life, as its log tells."""
+def rank_pid(mesh: Mesh, deployment: str, node: str = "*") -> int:
+    """The process of a deployment's (`<job>.<name>`) newest life, as its log tells. Args: node: on
+    which, where it is on several."""
     service = re.escape(f'"worker:{TENANT}.{deployment}"')
     starts = re.compile(rf'"service": {service}, .*"message": "rank of .* starts, pid (\d+)"')
-    files = sorted((mesh.run_dir / "logs").glob("worker-*.log"))
+    files = sorted((mesh.run_dir / "logs").glob(f"worker-{node}.log"))
     return [int(pid) for file in files for pid in starts.findall(file.read_text())][-1]
 
 
-def kill_rank(mesh: Mesh, deployment: str) -> None:
+def kill_rank(mesh: Mesh, deployment: str, node: str = "*") -> None:
     """As the kernel does when memory runs out."""
-    os.kill(rank_pid(mesh, deployment), signal.SIGKILL)
+    os.kill(rank_pid(mesh, deployment, node), signal.SIGKILL)
 
 
 class Wire:

@@ -410,11 +410,19 @@ def _names(deployment: DeploymentKey) -> tuple[str, str, str]:
 
 @asynccontextmanager
 async def running_node(
-    num_devices: int = 1, host_memory_bytes: int = 2**30, lease_ttl_s: float = 3.0
+    num_devices: int = 1,
+    host_memory_bytes: int = 2**30,
+    lease_ttl_s: float = 3.0,
+    nvme_bytes: int = 2**30,
 ) -> AsyncIterator[TestNode]:
     """A node and a bus of its own."""
-    node = NodeConfig(str(NODE), "train", [64 * 2**20] * num_devices, host_memory_bytes)
-    environment = {f"{configuration.PREFIX}WORKER_LEASE_TTL_S": str(lease_ttl_s)}
+    node = NodeConfig(
+        str(NODE), "train", [64 * 2**20] * num_devices, host_memory_bytes=host_memory_bytes
+    )
+    environment = {
+        f"{configuration.PREFIX}WORKER_LEASE_TTL_S": str(lease_ttl_s),
+        f"{configuration.PREFIX}STATEMGR_NVME_BYTES": str(nvme_bytes),
+    }
     with tempfile.TemporaryDirectory(prefix="pl-") as name:
         directory = Path(name)
         async with EmbeddedServer(directory / "nats", [TENANT]) as server:

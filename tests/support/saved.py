@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.statemgr.checkpoints.shards import SavedState, write_state
+from phaseloom.statemgr.checkpoints.savedstate import SavedState
+from phaseloom.statemgr.checkpoints.shards import write_state
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap

@@ -17,9 +17,10 @@ from typing import Any
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.statewire import StatusReport, TensorSlot
+from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import AgentStateClient, RankStateClient
+from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import NODE, SECRET, certificates
 from tests.support.staterank import fill, slots_of
 
@@ -205,14 +206,25 @@ async def start(
     reconnect_s: float = 30.0,
     frozen: bool = False,
     content: int = 0,
+    rank_offset: int = 0,
+    num_ranks: int = 1,
 ) -> Rank:
     """Register a deployment with a rank in this process; it is offloaded then.
 
     Args: applied: seq that its initial state stands for.
           content: what it is filled with; equal ones are equal.
+          rank_offset, num_ranks: which of the ranks on all nodes it is.
     """
     token = f"token of {key} {incarnation}"
-    await daemon.agent.register_wpg([token], key, incarnation, [device], seal_seq)
+    await daemon.agent.register_wpg(
+        [token],
+        key,
+        incarnation,
+        [device],
+        seal_seq,
+        rank_offset=rank_offset,
+        num_ranks=num_ranks,
+    )
     rank = Rank(Heap(num_bytes), slots or slots_of(num_bytes), frozen=frozen, content=content)
     await join(daemon, token, rank, applied=applied, reconnect_s=reconnect_s)
     return rank
@@ -301,3 +313,65 @@ class Child:
 def names(daemon: Daemon) -> list[str]:
     """Of the state files on its disk."""
     return sorted(path.name for path in daemon.files.rglob("*.*"))
+
+
+def is_empty(report: StatusReport) -> bool:
+    """Nothing is held any more, in whatever tier."""
+    sums = (report.host_used_bytes, report.nvme_used_bytes, *report.device_used_bytes)
+    return not any(sums) and not (report.deployments or report.versions or report.contents)
+
+
+async def emptied(daemon: Daemon) -> None:
+    """Every rank leaves and every job ends; returns once nothing is held, in memory and on disk."""
+    report = await daemon.agent.status()
+    keys = {state.deployment for state in report.deployments}
+    keys |= {key.policy for key in report.versions}
+    keys |= {
+        DeploymentKey(*path.relative_to(daemon.files).parts[:3])
+        for path in daemon.files.glob("[!.]*/*/*/*")
+    }
+    for rank in daemon.ranks:
+        await rank.close()
+    daemon.ranks.clear()
+    for key in keys:
+        await daemon.agent.drop_wpg(key, 2**31, forget=True)
+    try:
+        async with asyncio.timeout(30):
+            # What is under way ends; a move that was, with the removal of its file.
+            while not is_empty(report := await daemon.agent.status()) or files_of(daemon):
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        left = (memory_of(daemon), files_of(daemon))
+        raise AssertionError(f"{left} of {report}") from None
+
+
+def files_of(daemon: Daemon) -> list[str]:
+    """Whatever their names are."""
+    return [path.name for path in daemon.files.rglob("*") if path.is_file()]
+
+
+def memory_of(daemon: Daemon) -> list[str]:
+    """Names of what a state manager holds."""
+    folder = f"/proc/{daemon.process.pid}/fd"
+    links = [os.readlink(f"{folder}/{entry}") for entry in os.listdir(folder)]
+    return sorted({link for link in links if link.startswith("/memfd:phaseloom: ")})
+
+
+def flip_in_memory(pid: int, what: str, place: int = 100) -> None:
+    """One bit of a state manager's memory that has this name."""
+    folder = f"/proc/{pid}/fd"
+    for entry in os.listdir(folder):
+        if os.readlink(f"{folder}/{entry}").startswith(f"/memfd:phaseloom: {what}"):
+            fd = os.open(f"{folder}/{entry}", os.O_RDWR)
+            byte = os.pread(fd, 1, place)[0]
+            os.pwrite(fd, bytes([byte ^ 1]), place)
+            os.close(fd)
+            return
+    raise AssertionError(f"no memory for {what}")
+
+
+def flip_in_file(path: Path, place: int) -> None:
+    """Args: place: negative: from its end."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)

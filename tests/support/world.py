@@ -12,6 +12,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -133,6 +134,8 @@ class World:
     versions: dict[VersionKey, State] = field(default_factory=dict)
     """In the memory of the policies' node, or on its disk."""
     durable_versions: set[VersionKey] = field(default_factory=set)
+    kept: dict[VersionKey, set[NodeId]] = field(default_factory=dict)
+    """Of deleted policies' versions: other nodes that have fetched them."""
     on_device: dict[tuple[NodeId, int], set[DeploymentKey]] = field(default_factory=dict)
     """Whose state is where, as the state managers have it."""
     latency_s: float = 0.0
@@ -321,7 +324,7 @@ class World:
         jitter_s = self.random.uniform(0.0, 0.5) if command.nodes else 0.0
         self.later(0.5 + jitter_s, started)
 
-    def _fetch(self, command: StartWpg | MirrorState, offset: int | None = None) -> None:
+    def _fetch(self, command: StartWpg | MirrorState, offset: int) -> None:
         """It has, or gets from the first source that has it, the seal: whichever part of it that
         is, for all parts have one name. It is to be the one that begins with this rank."""
         seal = (command.deployment, command.seal_seq)
@@ -331,7 +334,7 @@ class World:
             found = [file for file in self.files.get(source, set()) if file[:2] == seal]
             if found:
                 (file,) = found
-                assert offset in (None, file[2]), f"{seal}: {command.node} has another part of it"
+                assert offset == file[2], f"{seal}: {command.node} has another part of it"
                 self.files.setdefault(command.node, set()).add(file)
                 return
         raise AssertionError(f"{seal}: nobody has it of {sources}")
@@ -339,7 +342,12 @@ class World:
     def _mirror(self, command: MirrorState) -> None:
         error = self.mirror_error
         if command.seal_seq and error is None:
-            self._fetch(command)
+            layout = self.core.state.deployments[str(command.deployment)].spec.layout
+            assert command.num_ranks == layout.num_ranks, "any part would do"
+            self._fetch(command, command.rank_offset)
+        if command.keeps is not None and error is None:
+            assert command.keeps.version in self.versions, f"{command.keeps.version} is gone"
+            self.kept.setdefault(command.keeps.version, set()).add(command.node)
         key = command.deployment
         done = StateMirrored(key, command.seal_seq, command.node, command.id, error)
         self.later(self.random.uniform(0.01, 0.3), done)
@@ -588,6 +596,10 @@ class World:
         error = ErrorInfo(Code.UNAVAILABLE, "rolled back")
         self.feed(ActivationRefused(key, command.epoch, command.node, error))
 
+    def pending(self) -> list[Event]:
+        """What will be said, if nothing comes between."""
+        return [event for _, _, event in self._pending]
+
     def drop(self, is_dropped: Callable[[Event], bool]) -> None:
         """What would have been said is not."""
         self._pending = [entry for entry in self._pending if not is_dropped(entry[2])]
@@ -606,7 +618,7 @@ class World:
         for key, home in [place for place in self.alive if place[1] == node]:
             del self.alive[key, home]
         for version in [v for v in self.versions if node in self.homes.get(v.policy, [])]:
-            if version not in self.durable_versions:
+            if version not in self.durable_versions and not self.kept.get(version, set()) - {node}:
                 del self.versions[version]
 
     def bring_back(self, name: str) -> None:
@@ -620,11 +632,14 @@ class World:
 
     # --- what controllers do --------------------------------------------------------------------
 
-    def submit(self, job: str, policy: bool = True, *, num_ranks: int = 1) -> None:
-        """Args: num_ranks: of the sampler and of the policy."""
-        specs = [spec("sampler", "rollout", num_ranks=num_ranks), spec("reference", "rollout")]
+    def submit(
+        self, job: str, policy: bool = True, *, num_ranks: int = 1, num_nodes: int = 1
+    ) -> None:
+        """Args: num_ranks: of the sampler and of the policy; num_nodes: that they are on."""
+        spread = partial(spec, num_ranks=num_ranks, num_nodes=num_nodes)
+        specs = [spread("sampler", "rollout"), spec("reference", "rollout")]
         if policy:
-            specs.append(spec("policy", "train", trainable=True, num_ranks=num_ranks))
+            specs.append(spread("policy", "train", trainable=True))
         self.later(
             0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}")
         )

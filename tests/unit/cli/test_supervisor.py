@@ -46,6 +46,7 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
     assert by_name["router-1"]["PHASELOOM_ROUTER_TENANTS"] == '["demo","acme"]'
     assert by_name["worker-train-0"]["PHASELOOM_WORKER_DEVICES"] == "[16777216]"
     assert by_name["worker-train-0"]["PHASELOOM_WORKER_EXCLUSIVE_RESIDENCY"] == "job"
+    assert by_name["worker-train-0"]["PHASELOOM_WORKER_DEVICE_KIND"] == "emulated"
     assert by_name["statemgr-train-0"]["PHASELOOM_STATEMGR_SOCKET"] == "/s/train-0.sock"
     for environment in by_name.values():
         assert environment["PHASELOOM_BUS_PASSWORD"] == "word"
@@ -122,12 +123,15 @@ def test_mesh_config_is_read_from_toml(tmp_path: Path) -> None:
     file.write_text(
         "[mesh]\nrouters = 1\n"
         '[[mesh.nodes]]\nname = "big"\npool = "train"\ndevices = [1024, 1024]\n'
-        'exclusive_residency = "shared"\n'
+        'exclusive_residency = "shared"\ndevice_kind = "cuda"\nsite = "oslo"\n'
     )
     settings = config.load(MeshConfig, "mesh", {}, file=file)
     assert [node.name for node in settings.nodes] == ["big"]
     assert settings.nodes[0].devices == [1024, 1024]
     assert settings.routers == 1
+    of_big = environments(settings)
+    assert of_big["worker-big"]["PHASELOOM_WORKER_DEVICE_KIND"] == "cuda"
+    assert of_big["statemgr-big"]["PHASELOOM_STATEMGR_SITE"] == "oslo"
     assert msgspec.structs.replace(settings, nodes=[], routers=2) == MeshConfig(nodes=[])
 
 

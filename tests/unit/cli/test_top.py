@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
-from phaseloom.cli.top import WINDOW_S, Board
+from phaseloom.cli.top import WINDOW_S, Board, show
 from phaseloom.common.bus import LogEntry
 from phaseloom.common.codec import encode
 from phaseloom.common.messages import DeploymentStatus, JobStatus, Notice
@@ -27,6 +29,23 @@ def shown(board: Board, now_s: float) -> dict[str, list[str]]:
     return {line.split()[0]: [c for c in line.split("  ") if c.strip()] for line in lines}
 
 
+def test_board_is_as_wide_as_it_needs_where_no_terminal_bounds_it() -> None:
+    """Into a file or a pipe, which rich takes for a terminal of 80 columns."""
+    board = Board()
+    key, reason = (
+        "a-tenant-with-a-name.a-job-with-a-longer-one",
+        "what happened, told at length: " * 5,
+    )
+    board.notice(Notice("scheduler-of-this-mesh", "operation_refused", key, reason.strip()))
+    written = io.StringIO()
+    show(board, 0.0, Console(file=written))
+    (line,) = [line for line in written.getvalue().splitlines() if key in line]
+    assert reason.strip() in line
+    narrow = io.StringIO()
+    show(board, 0.0, Console(file=narrow, width=60, force_terminal=True, color_system=None))
+    assert max(map(len, narrow.getvalue().splitlines())) <= 60
+
+
 def test_board_shows_shares_and_rates_of_the_window() -> None:
     """The window of 30 s ends with the log, at 132 s."""
     rows = shown(board_of(shared()), 132.0)
@@ -46,12 +65,14 @@ def test_board_forgets_what_left_the_window() -> None:
 
 def test_board_shows_jobs_with_their_state_and_notices() -> None:
     board = board_of(shared())
-    deployments = [DeploymentStatus("policy", "train", "t0", "ready", 1, 4)]
+    moving = "to t1: once save_state 3 is durable"
+    deployments = [DeploymentStatus("policy", "train", "t0", "ready", 1, 4, moving=moving)]
     board.view("demo.a", encode(JobStatus("a", "active", deployments)))
     board.view("demo.c", encode(JobStatus("c", "done")))
     board.notice(Notice("router", "refused", "too large", "demo.a.policy.9"))
     rows = shown(board, 132.0)
-    assert [cell.strip() for cell in rows["demo.a"]][:3] == ["demo.a", "active", "policy ready t0"]
+    where = "policy ready t0 (moves to t1: once save_state 3 is durable)"
+    assert [cell.strip() for cell in rows["demo.a"]][:3] == ["demo.a", "active", where]
     assert "demo.c" not in rows, "ended, and nothing of it in the window"
     assert rows["router"][-1].strip() == "too large"
     board.view("demo.a", None)

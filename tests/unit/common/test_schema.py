@@ -35,6 +35,19 @@ def test_every_type_of_the_contract_is_described() -> None:
     assert SchedulerConfig.__name__ in kinds
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--unknown"], ["a", "b"]])
+def test_only_a_directory_is_written_to(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks like an option was once taken for the name of a directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        schema.main(arguments)
+    assert not list(tmp_path.iterdir())
+    schema.main(["contract"])
+    assert sorted(p.name for p in (tmp_path / "contract").iterdir()) == sorted(schema.DOCUMENTS)
+
+
 def test_references_lead_somewhere() -> None:
     for make in schema.DOCUMENTS.values():
         document = make()

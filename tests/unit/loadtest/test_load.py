@@ -12,7 +12,8 @@ import pytest
 from loadtest.load import LoadReport, Settings, growth
 from loadtest.machine import describe
 from loadtest.pictures import draw_load, headline, rates
-from loadtest.processes import children, pss_bytes
+from loadtest.processes import children, cpu_s, idle_s, pss_bytes
+from loadtest.publishing import load_table
 from loadtest.watching import Sample, bucket_quantiles
 
 PAGE = """\
@@ -51,9 +52,9 @@ def test_rates_are_over_stretches_of_the_wanted_length() -> None:
     assert rates(progress, 2.0) == [(2.0, 15.0), (4.0, 25.0)]
 
 
-def test_picture_is_drawn_of_a_report(tmp_path: Path) -> None:
+def _report() -> LoadReport:
     samples = _samples([2**20, 2**21, 2**21, 2**21])
-    report = LoadReport(
+    return LoadReport(
         machine=describe(),
         settings=Settings(jobs=2, operations=50),
         operations=100,
@@ -69,11 +70,30 @@ def test_picture_is_drawn_of_a_report(tmp_path: Path) -> None:
         max_lag={"SCHED": 3},
         progress=[(2.0, 40), (4.0, 100)],
         samples=samples,
+        processor_ms={"nats": 0.5, "ranks": 1.25},
+        idle_share=0.125,
+        chain_throughput=[90.0, 110.0],
     )
+
+
+def test_picture_is_drawn_of_a_report(tmp_path: Path) -> None:
+    report = _report()
     file = tmp_path / "load.png"
     draw_load(report, file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "2 jobs, 100 operations" in headline(report)
+
+
+def test_table_tells_a_slow_mesh_from_a_slow_machine() -> None:
+    """The raw chain of the same minutes, and where the processor's time went."""
+    lines = load_table(_report()).splitlines()
+    assert (
+        "| raw chain with as many in flight, before and after | 90 and 110 operations a second |"
+        in lines
+    )
+    assert "| throughput over the raw chain's | 0.25 |" in lines
+    assert "| processor time of an operation | 1.75 ms: ranks 1.25, nats 0.50 |" in lines
+    assert "| idle time of the cores | 12% |" in lines
 
 
 def test_children_are_those_of_the_process() -> None:
@@ -85,3 +105,21 @@ def test_children_are_those_of_the_process() -> None:
         child.communicate(b"\n")
     assert child.pid not in children(os.getpid())
     assert pss_bytes(child.pid) == 0
+
+
+def test_processor_time_is_that_of_the_process() -> None:
+    """Whatever its name is: that stands in parentheses before the figures."""
+    name = "open('/proc/self/comm', 'w').write('a) 1 (b'); "
+    work = f"{name}print(sum(range(10**7)), flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        used_s = cpu_s(child.pid)
+        assert 0.02 < used_s < 60.0
+        assert idle_s() > 0.0
+    finally:
+        child.communicate(b"\n")
+    assert cpu_s(child.pid) == 0.0

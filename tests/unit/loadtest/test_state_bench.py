@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtest.state_bench import measure_disk, measure_switches
+from loadtest.state_bench import measure_disk, measure_seals, measure_switches
 
 MiB = 2**20
 
 
 def test_disk_is_measured_beside_the_bare_disk(tmp_path: Path) -> None:
-    write, read = measure_disk(tmp_path / "disk", 9 * MiB, 2)
-    assert (write.name, read.name) == ("nvme_write_9_mib", "nvme_read_9_mib")
-    for figure in (write, read):
+    """Against fio with huge pages, too, where this machine has both."""
+    figures = {figure.name: figure for figure in measure_disk(tmp_path / "disk", 9 * MiB, 2)}
+    assert list(figures)[:1] == ["nvme_write_9_mib"]
+    assert figures.keys() - {"nvme_write_9_mib_huge_pages", "nvme_read_9_mib_huge_pages"} == {
+        "nvme_write_9_mib",
+        "nvme_read_9_mib",
+    }
+    for name, figure in figures.items():
         assert min(figure.value, figure.limit_value, figure.ratio) > 0
         assert "8 MiB blocks, 4 in flight" in figure.limit
+        assert bool(figure.aim) == (not name.endswith("_huge_pages"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seal_that_changed_little_is_measured_beside_a_whole_one(tmp_path: Path) -> None:
+    (figure,) = measure_seals(tmp_path / "seals", 33 * MiB, 2)
+    assert figure.name == "seal_a_tenth_changed_33_mib"
+    assert min(figure.value, figure.limit_value, figure.ratio) > 0
     assert list(tmp_path.iterdir()) == []
 
 

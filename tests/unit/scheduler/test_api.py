@@ -47,14 +47,19 @@ def spread(**axes: int) -> DeploymentSpec:
         ),
         (job(spread(cp=2)), "spec.deployments[0].layout.cp"),
         (
-            job(msgspec.structs.replace(spread(dp=2), num_nodes=2)),
+            job(msgspec.structs.replace(spread(dp=3), num_nodes=2)),
+            "spec.deployments[0].num_nodes",
+        ),
+        (
+            job(msgspec.structs.replace(SOUND, num_nodes=0)),
             "spec.deployments[0].num_nodes",
         ),
         (job(spread(dp=2, ep=2)), "spec.deployments[0].layout.ep"),
         (job(msgspec.structs.replace(SOUND, host_bytes=-1)), "spec.deployments[0].host_bytes"),
     ],
     ids=[
-        *["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "nodes", "ep"],
+        *["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "nodes", "no node"],
+        "ep",
         "memory",
     ],
 )
@@ -158,4 +163,5 @@ def test_config_that_a_decoder_may_refuse_gets_into_no_log() -> None:
 def test_sound_jobs_are_taken() -> None:
     check_job(job(SOUND))
     check_job(job(spread(dp=2), slo=1.5))
+    check_job(job(msgspec.structs.replace(spread(dp=4), num_nodes=2)))
     check_job(cycling(duration_s=3600.0))

@@ -24,6 +24,7 @@ from phaseloom.common.messages import (
 from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import Answer
 from phaseloom.scheduler.core.state import JobState, WpgState
+from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, World, deployment, node_up
 
 STEPS = 4
@@ -47,9 +48,13 @@ def train(world: World, job: str, steps: int = STEPS) -> None:
         world.queue(job, "reference", reference, "forward", after=(("sampler", sampler),))
 
 
-def two_jobs(world: World, num_ranks: int = 1) -> World:
+TWO_EACH = {f"{pool[0]}{index}": pool for pool in ("rollout", "train") for index in range(2)}
+"""Two nodes of each pool."""
+
+
+def two_jobs(world: World, num_ranks: int = 1, num_nodes: int = 1) -> World:
     for job in ("a", "b"):
-        world.submit(job, num_ranks=num_ranks)
+        world.submit(job, num_ranks=num_ranks, num_nodes=num_nodes)
     world.run()
     for job in ("a", "b"):
         train(world, job)
@@ -137,20 +142,27 @@ def test_snapshot_that_is_refused_for_its_core_version_need_not_be_readable(is_f
         max_size=6,
     ),
     seal_every=st.sampled_from([0, 2, 4]),
-    num_ranks=st.sampled_from([1, 2]),
+    spread=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
 )
 def test_states_after_kills_equal_states_without(
-    seed: int, kills: list[tuple[float, str, str, bool]], seal_every: int, num_ranks: int
+    seed: int,
+    kills: list[tuple[float, str, str, bool]],
+    seal_every: int,
+    spread: tuple[int, int],
 ) -> None:
-    """I2: whatever dies, every mutation is in the state once, in order."""
+    """I2: whatever dies, on whichever of its nodes, every mutation is in the state once, in
+    order."""
     expected = undisturbed()
     config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
-    world = two_jobs(World(config=config, seed=seed, num_devices=2), num_ranks)
+    world = World(config=config, seed=seed, num_devices=2, node_names=dict(TWO_EACH))
+    two_jobs(world, *spread)
     start_s = world.now_s
     for at_s, job, name, after_done in sorted(kills):
         world.run(until_s=start_s + at_s)
         world.now_s = max(world.now_s, start_s + at_s)
-        world.kill(deployment(job, name), after_done=after_done)
+        key = deployment(job, name)
+        node = world.random.choice(world.core.state.deployments[str(key)].nodes)
+        world.kill(key, after_done=after_done, on=node)
     world.run()
     assert world.done == expected.done
     assert world.states() == expected.states()
@@ -158,13 +170,13 @@ def test_states_after_kills_equal_states_without(
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_arrival_order_does_not_matter(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), num_nodes=st.sampled_from([1, 2]))
+def test_arrival_order_does_not_matter(seed: int, num_nodes: int) -> None:
     """I1: replicas of a router overtake one another."""
     expected = undisturbed()
-    world = World()
+    world = World(node_names=dict(TWO_EACH))
     for job in ("a", "b"):
-        world.submit(job)
+        world.submit(job, num_ranks=num_nodes, num_nodes=num_nodes)
     world.run()
     scratch = World()
     for job in ("a", "b"):
@@ -227,22 +239,29 @@ def test_version_is_cut_again_though_the_state_was_replaced_since() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    losses=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=3),
+    losses=st.lists(
+        st.tuples(st.floats(0.0, 12.0), st.sampled_from(sorted(TWO_EACH))), min_size=1, max_size=3
+    ),
     seal_every=st.sampled_from([0, 2, 4]),
+    num_nodes=st.sampled_from([1, 2]),
 )
 def test_states_after_losses_of_a_node_equal_states_without(
-    seed: int, losses: list[float], seal_every: int
+    seed: int, losses: list[tuple[float, str]], seal_every: int, num_nodes: int
 ) -> None:
     config = msgspec.structs.replace(CONFIG, seal_every=seal_every)
-    world = two_jobs(World(config=config, seed=seed))
+    world = World(config=config, seed=seed, node_names=dict(TWO_EACH))
+    two_jobs(world, num_nodes, num_nodes)
     start_s = world.now_s
-    for at_s in sorted(losses):
+    for at_s, node in sorted(losses):
         world.run(until_s=start_s + at_s)
         world.now_s = max(world.now_s, start_s + at_s)
-        world.lose_train_node()
+        world.lose_node(node)
+        world.bring_back(node)
     world.run()
     assert world.done == undisturbed().done
     assert world.states() == undisturbed().states()
+    _, made = restored_at_every_step(world.log)
+    assert made == world.outputs
 
 
 def test_permit_that_comes_back_is_given_again_after_a_pause() -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import OperationKey
+from phaseloom.common.ids import NodeId, OperationKey
 from phaseloom.common.messages import (
     CancelRequested,
+    NodeDrainRequested,
     OpenActivation,
     Outcome,
     Permit,
     SealState,
     StateCut,
 )
-from phaseloom.scheduler.core.outputs import Answer
-from phaseloom.scheduler.core.state import OpState
-from tests.support.world import CONFIG, TENANT, World, deployment
+from phaseloom.scheduler.core import evacuation
+from phaseloom.scheduler.core.explain import explain
+from phaseloom.scheduler.core.outputs import Answer, PutView
+from phaseloom.scheduler.core.state import Op, OpState
+from phaseloom.scheduler.core.step import Step
+from tests.support.replay import restored_at_every_step
+from tests.support.world import CONFIG, TENANT, World, deployment, node_up
 
 POLICY = deployment("a", "policy")
 LONG_S = 50.0
@@ -122,6 +129,58 @@ def test_nothing_is_sealed_past_a_checkpoint_that_is_not_durable() -> None:
     assert [c for c in w.commands if isinstance(c, SealState)]
 
 
+def moves_while_it_saves() -> World:
+    """A policy on t0, which is drained while a checkpoint is written; t1 is free."""
+    w = World(config=msgspec.structs.replace(CONFIG, seal_every=3), write_s=LONG_S)
+    w.node_names["t1"] = "train"
+    w.later(0, node_up("t1", "train"))
+    w.submit("a")
+    w.run()
+    queue(w, "forward_backward", "optim_step", "save_state")
+    w.run(until_s=w.now_s + 2.0)
+    w.feed(NodeDrainRequested(NodeId("t0"), "drain"))
+    return w
+
+
+def policy_view(w: World) -> str:
+    views = [o.status for made in w.outputs for o in made if isinstance(o, PutView)]
+    return next(d.moving for d in views[-1].deployments if d.name == "policy")
+
+
+def test_deployment_that_is_to_move_runs_on_while_its_checkpoint_is_written() -> None:
+    w = moves_while_it_saves()
+    queue(w, *["forward_backward", "optim_step"] * 5, first=4)
+    soon(w)
+    assert set(outcomes(w)) == {1, 2, *range(4, 14)}
+    here = evacuation.status(Step(w.core.state, w.core.state.sequence, w.now_s), NodeId("t0"))
+    (why,) = here.waits_for
+    assert why == f"{POLICY} moves to t1: once save_state 3 is durable"
+    assert policy_view(w) == "to t1: once save_state 3 is durable"
+    w.run()
+    assert outcomes(w)[3] is Outcome.COMPLETED
+    assert w.core.state.deployments[str(POLICY)].nodes == ["t1"]
+    assert policy_view(w) == ""
+    assert w.states()[POLICY] == (1, 2, *range(4, 14))
+    _, made = restored_at_every_step(w.log)
+    assert made == w.outputs
+
+
+def test_further_checkpoint_waits_for_the_move_that_waits_for_the_one_before() -> None:
+    """A controller that always saves would never let it go."""
+    w = moves_while_it_saves()
+    queue(w, "optim_step", "save_state", "optim_step", first=4)
+    soon(w)
+    assert set(outcomes(w)) == {1, 2, 4}
+    policy = w.core.state.deployments[str(POLICY)]
+    step = Step(w.core.state, w.core.state.sequence, w.now_s)
+    why = explain(step, policy, policy.operations[5])
+    assert why.waits_for == ["the move of its deployment to t1: once save_state 3 is durable"]
+    w.run()
+    assert set(outcomes(w).values()) == {Outcome.COMPLETED}
+    assert policy.nodes == ["t1"]
+    assert w.saved[str(key(5))] == (1, 2, 4)
+
+
 def test_checkpoint_without_an_order_is_made_again_of_what_is_there_then() -> None:
     w = world()
     queue(w, "forward_backward")
@@ -163,6 +222,32 @@ def test_cancel_of_a_checkpoint_that_is_being_written_leaves_its_outcome_to_its_
     assert answer.explanation.state == "permitted"
     w.run()
     assert set(outcomes(w)) == {1, 2}
+
+
+class Counted(dict[int, Op]):
+    """Operations on the books, and how often one was looked up."""
+
+    num_lookups = 0
+
+    def get(self, seq: int, default: Any = None) -> Any:
+        self.num_lookups += 1
+        return super().get(seq, default)
+
+
+def test_head_behind_a_long_cut_is_not_searched_for_again() -> None:
+    w = world()
+    queue(w, "save_state", *["forward"] * 200, "optim_step")
+    soon(w)
+    policy = w.core.state.deployments[str(POLICY)]
+    assert (policy.next_seq, policy.head_seq) == (1, 203)
+    policy.operations = counted = Counted(policy.operations)
+    assert policy.head_seq == 203
+    assert counted.num_lookups == 1
+    queue(w, "optim_step", first=203)
+    soon(w)
+    assert policy.head_seq == 204
+    w.run()
+    assert policy.next_seq == policy.head_seq == 204
 
 
 @settings(max_examples=60, deadline=None)

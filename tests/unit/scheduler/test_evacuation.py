@@ -8,23 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code
-from phaseloom.common.ids import JobKey, NodeId
+from phaseloom.common.errors import Code, ErrorInfo
+from phaseloom.common.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.messages import (
     Cycle,
+    DeploymentCreated,
+    DeploymentDeleted,
     Durability,
     JobFinished,
     JobSpec,
     JobSubmitted,
+    MirrorState,
     NodeDrainRequested,
     NodeLost,
     NodeStatus,
     Outcome,
+    Permit,
+    ReleaseVersions,
     SealState,
     Segment,
     StartWpg,
+    StateMirrored,
+    StopWpg,
 )
-from phaseloom.scheduler.core.outputs import Answer, Tell
+from phaseloom.scheduler.core.outputs import Answer, SendCommand, Tell
 from phaseloom.scheduler.core.state import JobState, WpgState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
@@ -219,11 +226,28 @@ def test_node_with_a_copy_of_one_part_gets_another() -> None:
     assert state(world) is WpgState.READY
 
 
-def spanning(durability: Durability) -> World:
+def test_node_that_stays_has_room_for_what_is_there_already() -> None:
+    """Nodes have 1000 bytes of host memory: it takes 600 of t1, and goes on taking 600."""
+    world = spanning(Durability.NODE, host_bytes=600)
+    world.feed(NodeDrainRequested(NodeId("t3"), "drain"))
+    status(world, "t0")
+    world.run()
+    assert nodes(world) == ["t2", "t1"]
+    (reason,) = [
+        output.reason
+        for made in world.outputs
+        for output in made
+        if isinstance(output, Tell) and output.what == "job moved"
+    ]
+    assert reason == "t0 is left: t1, t2", "it has not left its group"
+
+
+def spanning(durability: Durability, host_bytes: int = 0) -> World:
     """A policy on t0 and t1, sealed; t2 and t3 are free."""
     config = replace(CONFIG, seal_every=2, node_grace_s=GRACE_S, node_gone_s=GONE_S)
     world = World(config=config, node_names={f"t{i}": "train" for i in range(4)})
     policy = spec("policy", "train", trainable=True, num_ranks=2, num_nodes=2)
+    policy = replace(policy, host_bytes=host_bytes)
     job = JobSpec(deployments=[policy], cycle=CYCLE_OF_TRAINING, durability=durability)
     world.later(0, JobSubmitted(JobKey(TENANT, "a"), job, "submit"))
     world.run()
@@ -285,15 +309,158 @@ def test_remote_seal_needs_another_node_and_says_so() -> None:
     assert "not sealed" in told(world)
 
 
-def test_who_drains_the_node_of_a_copy_is_told_until_when_it_counts() -> None:
+# --- copies that count ---------------------------------------------------------------------------
+
+
+def test_copy_on_a_drained_node_is_made_again_elsewhere_and_then_it_may_be_switched_off() -> None:
     world = world_of("t1", "t2", durability=Durability.REMOTE)
-    told = status(world, "t1")
-    assert told.deployments == []
-    (why,) = told.waits_for
-    assert "until it is sealed again" in why
+    told_at_once = status(world, "t1")
+    assert told_at_once.deployments == []
+    (why,) = told_at_once.waits_for
+    assert "t2 is fetching one" in why
+    world.run()
+    assert status(world, "t1").waits_for == []
+    train(world, 3, 4)
+    lose(world, "t1")
+    status(world, "t1", gone=True)
+    lose(world, "t0")
+    status(world, "t0", gone=True)
+    world.run()
+    assert nodes(world) == ["t2"]
+    ends_as_undisturbed(world)
+
+
+def test_copy_that_nobody_can_take_is_told_and_made_once_somebody_can() -> None:
+    world = world_of("t1", durability=Durability.REMOTE)
+    status(world, "r0")
+    (why,) = status(world, "t1").waits_for
+    assert "no other node that could take one" in why
+    world.node_names["t2"] = "train"
+    world.feed(node_up("t2", "train"))
+    world.run()
+    assert status(world, "t1").waits_for == []
+    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t1", "t2"]]
+
+
+def test_copy_that_fails_is_tried_on_another_node_later() -> None:
+    world = world_of("t1", "t2", "t3", durability=Durability.REMOTE)
+    world.mirror_error = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
+    status(world, "t1")
+    after(world, 1.0)
+    (why,) = status(world, "t1").waits_for
+    assert "t2 could not take one, another try in" in why
+    world.mirror_error = None
+    world.run()
+    assert status(world, "t1").waits_for == []
+    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t1", "t3"]]
+    train(world, 3, 4)
+    world.run()
+    assert world.core.state.stopping == {}, "t2 has forgotten what it may have got"
+
+
+def test_copy_under_way_to_a_node_that_starts_anew_is_asked_for_again() -> None:
+    world = world_of("t1", "t2", durability=Durability.REMOTE)
+    status(world, "t1")
+    world.drop(lambda event: isinstance(event, StateMirrored))
+    world.bring_back("t2")
+    world.run()
+    assert status(world, "t1").waits_for == []
+
+
+def test_seal_that_is_made_meanwhile_has_copies_of_its_own() -> None:
+    world = world_of("t1", "t2", durability=Durability.REMOTE)
+    world.mirror_error = ErrorInfo(Code.UNAVAILABLE, "away")
+    status(world, "t1")
     train(world, 3, 4)
     world.run()
     assert status(world, "t1").waits_for == []
+    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"]]
+    assert {node for node, files in world.files.items() if files} == {"t0", "t2"}
+
+
+def test_part_on_a_drained_node_goes_to_one_that_has_no_other_part() -> None:
+    world = spanning(Durability.REMOTE)
+    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"], ["t1", "t3"]]
+    world.node_names["t4"] = "train"
+    world.feed(node_up("t4", "train"))
+    status(world, "t3")
+    world.run()
+    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"], ["t1", "t3", "t4"]]
+    assert status(world, "t3").waits_for == []
+
+
+def orphaned(*more: str) -> World:
+    """The sampler holds what a policy on t0 has published that is deleted since."""
+    world = world_of(*more)
+    train(world, 3, 3)
+    world.run()
+    world.feed(DeploymentDeleted(POLICY, "delete"))
+    world.run()
+    assert list(world.core.state.jobs[f"{TENANT}.a"].orphans.values()) == [["t0"]]
+    return world
+
+
+def sync_another(world: World) -> None:
+    """A policy of the same name publishes, and the deleted one's version is needed no more."""
+    policy = spec("policy", "train", trainable=True)
+    world.feed(DeploymentCreated(JobKey(TENANT, "a"), policy, "create"))
+    after(world, 1.0)
+    first = world.core.state.deployments[str(POLICY)].first_seq
+    world.queue("a", "policy", first, "publish_weights")
+    seq = world.core.state.deployments[f"{TENANT}.a.sampler"].next_seq
+    world.queue("a", "sampler", seq, "sync_weights", after=(("policy", first),), version=first)
+
+
+def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
+    world = orphaned()
+    (why,) = status(world, "t0").waits_for
+    assert "weights version t.a.policy.6" in why
+    assert "r0 is fetching one" in why, "where it is read"
+    (*_, mirror) = [c for c in world.commands if isinstance(c, MirrorState)]
+    assert (mirror.node, mirror.sources, mirror.seal_seq) == ("r0", ["t0:1"], 0)
+    assert mirror.keeps is not None
+    assert mirror.keeps.version == VersionKey(POLICY, 6)
+    world.run()
+    assert status(world, "t0").waits_for == []
+    assert "node is empty" in told(world)
+    lose(world, "t0")
+    world.kill(deployment("a", "sampler"))
+    world.run()
+    (*_, permit) = [c for c in world.commands if isinstance(c, Permit)]
+    assert (permit.kind, permit.sources) == ("sync_weights", ["r0:1", "t0:1"])
+    world.feed(JobFinished(JobKey(TENANT, "a"), "end"))
+    forgets = [c for c in world.commands if isinstance(c, StopWpg) and c.deployment == POLICY]
+    assert forgets[-1].node == "r0"
+    _, made = restored_at_every_step(world.log)
+    assert made == world.outputs
+
+
+def test_version_that_is_released_while_it_is_copied_is_dropped_where_it_comes() -> None:
+    world = orphaned("t1")
+    status(world, "t0")
+    mirrored = next(e for e in world.pending() if isinstance(e, StateMirrored))
+    world.drop(lambda event: event is mirrored)
+    sync_another(world)
+    world.run()
+    assert world.core.state.jobs[f"{TENANT}.a"].orphans == {}
+    made = world.feed(mirrored)
+    (release,) = [o.command for o in made if isinstance(o, SendCommand)]
+    assert isinstance(release, ReleaseVersions)
+    assert (release.node, release.versions) == ("r0", [VersionKey(POLICY, 6)])
+    assert world.core.state.jobs[f"{TENANT}.a"].copying == {}
+
+
+def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more() -> None:
+    world = orphaned("t1")
+    world.mirror_error = ErrorInfo(Code.RESOURCE_EXHAUSTED, "its memory is full")
+    status(world, "t0")
+    after(world, 0.5)
+    job = world.core.state.jobs[f"{TENANT}.a"]
+    assert [copying.is_failed for copying in job.copying.values()] == [True]
+    sync_another(world)
+    after(world, 3.0)
+    assert job.orphans == {}
+    assert job.copying == {}
 
 
 def test_everything_is_forgotten_wherever_a_copy_was() -> None:
@@ -431,3 +598,92 @@ def test_nothing_is_lost_and_nothing_hangs_whatever_nodes_do(
     world.run()
     assert not any(world.files.values())
     assert world.core.state.stopping == {}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_nodes=st.integers(1, 2),
+    happens=st.lists(
+        st.tuples(
+            st.sampled_from(["drain", "undo", "back", "kill", "full", "off", "off"]),
+            st.integers(0, 5),
+            st.sampled_from([0.0, 0.1, 0.7, 2.0, 20.0]),
+        ),
+        max_size=12,
+    ),
+)
+def test_drained_nodes_that_nothing_counts_on_are_switched_off_for_good_and_nothing_is_lost(
+    seed: int, num_nodes: int, happens: list[tuple[str, int, float]]
+) -> None:
+    names = [f"t{index}" for index in range(6)]
+    config = replace(CONFIG, seal_every=2)
+    world = World(config=config, node_names=dict.fromkeys(names, "train"), seed=seed)
+    policy = spec("policy", "train", trainable=True, num_ranks=num_nodes, num_nodes=num_nodes)
+    job = JobSpec(deployments=[policy], cycle=CYCLE_OF_TRAINING, durability=Durability.REMOTE)
+    world.later(0, JobSubmitted(JobKey(TENANT, "a"), job, "submit"))
+    world.run()
+    kinds = ["forward_backward", "optim_step", "publish_weights"] * 6
+    for seq, kind in enumerate(kinds, start=1):
+        world.queue("a", "policy", seq, kind)
+    off = _disturbed(world, names, happens)
+    _lose_one_of_its_nodes(world, names, off, num_nodes)
+    for node in sorted(set(names) - off):
+        world.feed(NodeDrainRequested(NodeId(node), "request", undo=True))
+    world.run()
+    assert job_state(world) is JobState.ACTIVE
+    assert {world.done[f"{POLICY}.{seq}"] for seq in range(1, len(kinds) + 1)} == {
+        Outcome.COMPLETED
+    }
+    assert world.states()[POLICY] == tuple(seq for seq in range(1, len(kinds) + 1) if seq % 3)
+    _, made = restored_at_every_step(world.log)
+    assert made == world.outputs
+    world.feed(JobFinished(JobKey(TENANT, "a"), "end"))
+    world.run()
+    for node in sorted(off):
+        world.bring_back(node)
+    world.run()
+    assert not any(world.files.values())
+
+
+def _disturbed(world: World, names: list[str], happens: list[tuple[str, int, float]]) -> set[str]:
+    """Returns: nodes that were drained, and switched off once nothing counted on them."""
+    off: set[str] = set()
+    for what, number, then_s in happens:
+        node = names[number]
+        if node in off:
+            continue
+        if what in ("drain", "undo"):
+            world.feed(NodeDrainRequested(NodeId(node), "request", undo=what == "undo"))
+        elif what == "back":
+            world.lose_node(node)
+            world.bring_back(node)
+        elif what == "kill" and POLICY in world.ranks:
+            world.kill(POLICY)
+        elif what == "full":
+            full = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
+            world.mirror_error = None if world.mirror_error else full
+        elif what == "off":
+            known = status(world, node)
+            if known.deployments or known.waits_for:
+                continue
+            lose(world, node)
+            status(world, node, gone=True)
+            off.add(node)
+        after(world, then_s)
+    return off
+
+
+def _lose_one_of_its_nodes(world: World, names: list[str], off: set[str], num_nodes: int) -> None:
+    """For good, unasked: what `remote` is for."""
+    world.mirror_error = None
+    world.run()
+    closing = world.core.state.closing
+    copies = world.core.state.deployments[str(POLICY)].copies
+    is_safe = all(len(set(part) - closing.keys()) >= 2 for part in copies)
+    assert is_safe or len(names) - len(closing) < 2 * num_nodes, "there was room for copies"
+    if is_safe:
+        home = nodes(world)[0]
+        lose(world, home)
+        status(world, home, gone=True)
+        off.add(home)

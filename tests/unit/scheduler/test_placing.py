@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -425,6 +426,27 @@ def test_what_a_job_may_take_goes_by_its_cycles_as_they_were() -> None:
     seat = seat_of(world.core.state.cluster, member)
     assert seat.left == 5
     assert seat.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
+
+
+def test_what_a_job_may_take_is_the_same_after_an_upgrade() -> None:
+    """Version 3 did not note what iterations take alone: the job would be out of all its budget,
+    and its group dear."""
+    world = world_of("r1", "t1", policy="coexec_repack")
+    specs = [spec(pool, pool, trainable=pool == "train") for pool in ("rollout", "train")]
+    job = JobSpec(2.0, specs, TRAINING, duration_s=100.0)
+    world.feed(JobSubmitted(JobKey(TENANT, "a"), job, "s"))
+    world.run()
+    for seq in range(1, 6):
+        world.queue("a", "train", seq, "optim_step")
+        world.run()
+    cluster = world.core.state.cluster
+    budget_s = seat_of(cluster, group_of(cluster, "t.a").members["t.a"]).budget_s
+    payload = msgspec.msgpack.decode(world.core.snapshot())
+    payload["core_version"] = 3
+    for group in payload["state"]["cluster"]["groups"].values():
+        del group["members"]["t.a"]["alone_s"]
+    upgraded = Core.restore(msgspec.msgpack.encode(payload), is_final=True).state.cluster
+    assert seat_of(upgraded, group_of(upgraded, "t.a").members["t.a"]).budget_s == budget_s
 
 
 def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:

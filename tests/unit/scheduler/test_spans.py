@@ -22,6 +22,7 @@ from phaseloom.common.messages import (
     NodeLost,
     OpenActivation,
     Outcome,
+    Permit,
     PlannedMove,
     ReplanComputed,
     SealCommitted,
@@ -388,6 +389,20 @@ def test_seal_counts_once_every_node_has_committed_its_part() -> None:
     replays(world)
 
 
+def test_permit_names_the_seal_that_every_node_must_have_cut_before() -> None:
+    """Commands to two nodes come in any order; a share must not overtake the cut of a seal."""
+    world = world_of("a01", seal_every=1)
+    seq = sealed_once(world).sealing
+    world.drop(lambda event: isinstance(event, SealCommitted))
+    num_told = len(world.commands)
+    train(world, "a01", 1, first=3)
+    world.run()
+    permits = [c for c in world.commands[num_told:] if isinstance(c, Permit)]
+    of_policy = [p.sealing for p in permits if p.operation.deployment_key == POLICY]
+    assert of_policy
+    assert set(of_policy) == {seq}
+
+
 def test_seal_that_failed_on_one_node_is_none() -> None:
     world = world_of("a01", seal_every=1)
     policy = sealed_once(world)
@@ -398,6 +413,25 @@ def test_seal_that_failed_on_one_node_is_none() -> None:
     world.feed(SealCommitted(POLICY, seq, NodeId("t1"), []))
     assert (policy.seal_seq, policy.sealing) == (0, 0)
     world.run()
+
+
+def test_late_word_of_an_earlier_seal_that_failed_ends_no_other() -> None:
+    """Both nodes failed, and one says so when the next seal is being made: whoever is permitted
+    then must wait for that on every node still."""
+    world = world_of("a01", seal_every=1)
+    policy = sealed_once(world)
+    first = policy.sealing
+    full = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
+    world.drop(lambda event: isinstance(event, SealCommitted))
+    world.feed(SealFailed(POLICY, first, NodeId("t0"), full))
+    run_until(world, lambda: bool(policy.sealing))
+    second = policy.sealing
+    assert second > first
+    world.feed(SealFailed(POLICY, first, NodeId("t1"), full))
+    assert policy.sealing == second
+    run_until(world, lambda: policy.seal_seq == second)
+    world.run()
+    replays(world)
 
 
 def test_part_that_the_core_of_before_noted_is_one_of_its_seal() -> None:
@@ -515,7 +549,7 @@ def test_what_runs_ends_and_what_comes_waits_and_is_told_why() -> None:
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     why = explain.explain(step, sampler, sampler.unordered["rtwo"])
-    assert why.waits_for == ["the move of its deployment to r3"]
+    assert why.waits_for == ["the move of its deployment to r3: once what runs has ended"]
     world.run()
     assert [op for _, _, op in world.runs] == ["t.a0.sampler.rone", "t.a0.sampler.rtwo"]
     assert sampler.nodes == ["r3"]

@@ -97,6 +97,31 @@ def test_failure_spares_the_others() -> None:
     assert more["E_iterations"] == 40
     for name in ("D1", "D2"):
         assert more[f"{name}_while_away_over_alone"] <= more[f"{name}_before_over_alone"] + 0.01
+    over_bound = report.records[0].over_bound
+    assert over_bound is not None
+    assert 1.0 <= over_bound < more["over_undisturbed"], "what E is away is not counted as lost"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policy"), [("plexrl-hrrs", "hrrs_anticipatory"), ("llmd-replay", "hrrs")]
+)
+def test_makespans_stand_beside_what_no_schedule_beats(scenario: str, policy: str) -> None:
+    options = Options(policies=(policy,), seeds=(0,), processes=1)
+    records = SCENARIOS[scenario].run(options, lambda *_: None).records
+    assert records
+    assert all(r.over_bound is not None and 1.0 <= r.over_bound < 1.3 for r in records)
+
+
+def test_small_groups_stand_beside_the_cheapest_partition() -> None:
+    """WEAVE Fig. 10: the planner finds it in all three, and nodes of one's own are dearer."""
+    options = Options(policies=("coexec", "solo"), processes=1)
+    records = SCENARIOS["weave-micro"].run(options, lambda *_: None).records
+    ratios: dict[str, set[float]] = {"coexec": set(), "solo": set()}
+    for record in records:
+        assert record.cost_over_optimal is not None
+        ratios[record.policy].add(round(record.cost_over_optimal, 6))
+    assert ratios["coexec"] == {1.0}
+    assert min(ratios["solo"]) > 1.9
 
 
 def test_the_recording_as_read_by_hand() -> None:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.books import Books, books_of, content_of, encode_record, newest_record
 from phaseloom.statemgr.core.contents import Contents
 from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Version, Versions
 
@@ -68,7 +68,8 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     rank = residency.authenticate("t1")
     residency.register_heap(rank, 24, [SLOT], 4)
     residency.fill(rank, 5, "digest")
-    versions.adopt(Version(VersionKey(KEY, 6), 24, [SLOT], "version's digest", 8, 3))
+    table = TensorTable.of([SLOT])
+    versions.adopt(Version(VersionKey(KEY, 6), 24, table, "version's digest", 8, 3))
     versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
     residency.register(["frozen"], FROZEN, 1, [0], 0)
     frozen = residency.authenticate("frozen")
@@ -97,6 +98,10 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
     described = wpg.ranks[1]
     assert (described.token, described.device, described.extent) == ("t1", 1, 4)
-    assert (described.applied, described.digest, unpack(described.tensors)) == (5, "digest", [SLOT])
+    assert (described.applied, described.digest, TensorTable.read(described.tensors).tensors) == (
+        5,
+        "digest",
+        [SLOT],
+    )
     (version,) = books.versions
     assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)

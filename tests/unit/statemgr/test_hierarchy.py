@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.errors import Code, InternalError, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import Prefetch, PrepareSeal, Role, TensorSlot, WriteSeal
 from phaseloom.statemgr.core.residency import Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader
 from phaseloom.statemgr.disk.disk import Cancelled
-from phaseloom.statemgr.disk.files import NEVER, StateDirectory
+from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
@@ -40,6 +40,15 @@ class GatedDirectory(StateDirectory):
         self.gate = threading.Event()
         self.gate.set()
         self.at_gate = threading.Semaphore(0)
+        self.last_gate = threading.Event()
+        """Before a file goes of what has come up."""
+        self.last_gate.set()
+        self.at_last_gate = threading.Semaphore(0)
+
+    def remove(self, path: Path) -> None:
+        self.at_last_gate.release()
+        self.last_gate.wait()
+        super().remove(path)
 
     def write(
         self,
@@ -70,18 +79,21 @@ class World:
     wpgs: dict[str, Wpg] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
-    async def add(self, name: str) -> Rank:
+    async def add(self, name: str, *, incarnation: int = 1, content: str = "") -> Rank:
         """A deployment whose whole state is in host memory."""
         key = DeploymentKey("acme", "job", name)
         node = self.node
-        node.residency.register([f"token {name}"], key, 1, [0], 0)
-        (rank,) = node.residency.current(key, 1).ranks
+        token = f"token {name} {incarnation}"
+        replaced = node.residency.register([token], key, incarnation, [0], 0)
+        if replaced is not None:
+            node.retire(replaced, "another life has come")
+        (rank,) = node.residency.current(key, incarnation).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         with self.hierarchy.using(rank.wpg):
             extent = await self.hierarchy.reserve(HEAP, name)
         node.residency.register_heap(rank, HEAP, slots, extent)
         memory = node.memory[extent].view(HEAP)
-        memory[:] = name.encode() * HEAP
+        memory[:] = (content or name).encode() * HEAP
         self.wpgs[name], self.digests[name] = rank.wpg, digest_of(memory)
         node.residency.fill(rank, 1, self.digests[name])
         return rank
@@ -267,6 +279,57 @@ async def test_books_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: 
         await sealer.forget(wpg.key)
 
 
+async def test_seals_of_two_lives_at_one_seq_are_written_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """The write of a life that is over goes on, in a half-written file of the same name."""
+    async with world(tmp_path, closed=False) as w:
+        w.node.memory.arena.budget_bytes += 2 * SIZE
+        sealer, key = Sealer(w.node, w.directory, w.hierarchy), w.wpgs["b"].key
+        await sealer.prepare(PrepareSeal(key, 1, 1))
+        w.directory.gate.clear()
+        old = asyncio.create_task(sealer.write(WriteSeal(key, 1, 1, [])))
+        await w.at_gate()
+        await w.add("b", incarnation=2, content="x")
+        await sealer.prepare(PrepareSeal(key, 2, 1))
+        new = asyncio.create_task(sealer.write(WriteSeal(key, 2, 1, [])))
+        await asyncio.wait([new], timeout=0.1)  # it comes as far as it can
+        assert not w.directory.at_gate.acquire(blocking=False)
+        w.directory.gate.set()
+        assert (await old).digest != (await new).digest
+        (place,) = find_parts(w.directory.seal(key, 1))
+        assert (place.header.digest, place.part.digest) == ((await new).digest, w.digests["b"])
+        await sealer.forget(key)
+
+
+async def test_seal_of_a_life_that_is_over_does_not_replace_that_of_the_next(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, closed=False) as w:
+        w.node.memory.arena.budget_bytes += 2 * SIZE
+        sealer, key = Sealer(w.node, w.directory, w.hierarchy), w.wpgs["b"].key
+        version = VersionKey(key, 1)
+        slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
+        extent = await w.hierarchy.reserve(HEAP, "a version")
+        cut = w.node.versions.begin(version, HEAP, slots, extent)
+        w.node.versions.commit(cut, digest_of(w.node.memory[extent].view(HEAP)))
+        await sealer.prepare(PrepareSeal(key, 1, 1))
+        w.directory.gate.clear()
+        old = asyncio.create_task(sealer.write(WriteSeal(key, 1, 1, [1])))
+        await w.at_gate()  # with the version
+        await w.add("b", incarnation=2, content="x")
+        await sealer.prepare(PrepareSeal(key, 2, 1))
+        w.directory.gate.set()
+        with pytest.raises(ResourceError, match="is over") as caught:
+            await old
+        assert caught.value.info.code is Code.ABORTED
+        await sealer.write(WriteSeal(key, 2, 1, []))
+        (place,) = find_parts(w.directory.seal(key, 1))
+        assert place.part.digest == w.digests["b"]
+        w.node.drop_version(cut)
+        await sealer.forget(key)
+
+
 async def test_one_spill_makes_room_for_one_of_two_who_ask(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         w.node.retire(w.wpgs["c"], "room")
@@ -314,6 +377,57 @@ async def test_caller_that_is_cancelled_leaves_the_move_whole(tmp_path: Path) ->
         await w.rest()
         assert w.state("b") is State.SPILLED
         await w.use("b")
+
+
+async def test_directory_in_the_place_of_a_copy_below_ends_that_life_only(tmp_path: Path) -> None:
+    async with world(tmp_path, closed=False) as w:
+        (path,) = w.directory.spilled()
+        path.unlink()
+        (path / "in the way").mkdir(parents=True)
+        with pytest.raises(ResourceError) as caught:
+            await w.use("a")
+        assert caught.value.info.code is Code.DATA_LOSS
+        await w.rest()
+        assert w.state("a") is State.LOST
+        await w.use("b")
+
+
+async def test_directory_in_the_way_of_a_copy_down_leaves_it_above(tmp_path: Path) -> None:
+    async with world(tmp_path, closed=False) as w:
+        for name in ("b", "c"):
+            (w.directory.spill(w.wpgs[name].key, 1, 0) / "in the way").mkdir(parents=True)
+        with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
+            await w.hierarchy.reserve(SIZE, "new")
+        assert [w.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+        w.node.retire(w.wpgs["c"], "its rank has left")
+
+
+@asynccontextmanager
+async def without_threads() -> AsyncIterator[None]:
+    """As on a machine that has no thread to give: `to_thread` raises what is none of ours."""
+    loop, gone, back = asyncio.get_running_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(4)
+    gone.shutdown()
+    loop.set_default_executor(gone)
+    yield
+    loop.set_default_executor(back)
+
+
+async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_where_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(tmp_path, closed=False) as w:
+        async with without_threads():
+            with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
+                await w.hierarchy.reserve(SIZE, "new")
+            assert [w.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+            w.node.validate()
+            w.node.retire(w.wpgs["c"], "room")
+            with pytest.raises(InternalError, match="RuntimeError"):
+                await w.use("a")
+            assert w.state("a") is State.SPILLED
+            w.node.validate()
+        await w.use("a")
+    assert "Traceback" in caplog.text
 
 
 @asynccontextmanager
@@ -415,6 +529,16 @@ async def test_copy_that_goes_to_the_device_is_drained_no_more(tmp_path: Path) -
         await w.node.until(lambda: drained(w) == ["b"])
 
 
+async def test_drained_copy_goes_though_nothing_more_fits_below(tmp_path: Path) -> None:
+    async with draining(tmp_path, nvme_bytes=HEAP) as w:
+        await w.add("c")
+        w.directory.gate.set()
+        await w.node.until(lambda: drained(w) == ["a"] and not w.hierarchy.num_moves)
+        w.node.memory.free(await w.hierarchy.reserve(SIZE, "new"))
+        assert w.state("a") is State.SPILLED
+        assert w.node.nvme_used_bytes() == HEAP
+
+
 async def test_nothing_is_drained_where_the_tier_below_is_full(tmp_path: Path) -> None:
     async with draining(tmp_path, nvme_bytes=HEAP - 1) as w:
         await w.add("c")
@@ -422,6 +546,22 @@ async def test_nothing_is_drained_where_the_tier_below_is_full(tmp_path: Path) -
             await w.hierarchy.reserve(SIZE, "new")
         assert [w.state(name) for name in NAMES] == [State.HOST] * 3
         assert drained(w) == []
+
+
+async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_booked(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, closed=False) as w:
+        w.directory.last_gate.clear()
+        with w.hierarchy.using(w.wpgs["c"]):
+            w.hint("a", 5.0)
+            await asyncio.to_thread(w.directory.at_last_gate.acquire)
+            assert w.state("a") is State.HOST
+            asking = asyncio.create_task(w.hierarchy.reserve(SIZE, "new"))
+            await asyncio.sleep(0)
+            w.directory.last_gate.set()
+            w.node.memory.free(await asking)
+        assert w.state("a") is State.SPILLED
 
 
 async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(

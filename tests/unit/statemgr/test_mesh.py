@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -94,6 +95,51 @@ async def test_a_cancelled_transfer_leaves_no_thread_at_its_memory() -> None:
         del receiving
         stream.close()
         memory.clear()  # a view of it that is still in use would make this fail
+
+
+async def test_session_that_fails_as_nobody_foresaw_ends_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    num_sessions = 0
+
+    async def session(stream: Stream) -> None:
+        nonlocal num_sessions
+        num_sessions += 1
+        if num_sessions == 1:
+            raise ZeroDivisionError("a bug")
+        await stream.send_bytes(memoryview(b"."), TIMEOUT_S)
+
+    async with _serving(session) as endpoint:
+        stream = await _connect(endpoint)
+        with pytest.raises(ConnectionError):
+            await stream.receive_into(memoryview(bytearray(1)), TIMEOUT_S)
+        stream.close()
+        stream = await _connect(endpoint)
+        await stream.receive_into(memoryview(bytearray(1)), TIMEOUT_S)
+        stream.close()
+    assert "ZeroDivisionError: a bug" in caplog.text
+
+
+async def test_work_in_a_thread_outlives_every_cancellation() -> None:
+    """A timeout and the end of the fetch may both cancel one transfer, while its thread writes."""
+    began, may_end = threading.Event(), threading.Event()
+    memory = bytearray(8)
+
+    def work(view: memoryview) -> None:
+        began.set()
+        assert may_end.wait(TIMEOUT_S)
+        view[:] = b"x" * 8
+
+    working = asyncio.create_task(tls.apart(work, memoryview(memory)))
+    await asyncio.to_thread(began.wait)
+    for _ in range(3):
+        working.cancel()
+        assert not (await asyncio.wait([working], timeout=0.01))[0]
+    may_end.set()
+    await asyncio.wait([working])
+    assert working.cancelled()
+    assert memory == b"x" * 8
+    memory.clear()
 
 
 @pytest.mark.parametrize("endpoint", ["", "x", ":1", "a:b", "127.0.0.1:"])

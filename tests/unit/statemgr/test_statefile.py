@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.statefile import (
     DATA_ALIGNMENT_BYTES,
+    MAX_HEADER_BYTES,
     PREFIX_BYTES,
     Section,
     StateHeader,
@@ -27,6 +29,7 @@ from phaseloom.statemgr.core.statefile import (
     superseded_seals,
 )
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
@@ -48,6 +51,18 @@ def test_header_comes_back_and_memory_is_aligned(num_tensors: int) -> None:
     payload = encoded[PREFIX_BYTES : PREFIX_BYTES + length]
     assert decode_header(encoded[:PREFIX_BYTES], payload, "f") == written
     assert part_offsets(written, length) == [len(encoded)]
+
+
+def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path) -> None:
+    """Many ranks of many tensors: what each may register, their seal need not take."""
+    names = [f"{number:06}" for number in range(MAX_HEADER_BYTES // 1_000)]
+    slots = [TensorSlot(name + "x" * 1_000, Role.WEIGHT, "float32", [0], 0, 0) for name in names]
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 1)
+    with pytest.raises(ResourceError, match="tensors") as refused:
+        directory.write(path, StateHeader("seal", KEY, 1, 0, slots, ""), [memoryview(b"")])
+    assert refused.value.info.code is Code.RESOURCE_EXHAUSTED
+    assert not list(path.parent.iterdir())
 
 
 @given(st.data())
@@ -104,6 +119,31 @@ def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
         assert info.details["ranks"] == str(num_ranks)
         assert info.details["sealed_bytes"] == str(sealed.num_bytes)
         assert info.details["heap_bytes"] == str(heap_bytes)
+
+
+def test_seal_of_other_nodes_ranks_is_not_restored() -> None:
+    """A node that had another part of the deployment may have that one's file, under the same
+    name, with as many ranks and as much memory."""
+
+    def restored(sealed: StateHeader, rank_offset: int, num_ranks: int) -> Section:
+        return check_restorable(
+            sealed,
+            0,
+            1,
+            heap_bytes=64,
+            tensors=[SLOT],
+            file="f",
+            rank_offset=rank_offset,
+            num_ranks_of_all=num_ranks,
+        )
+
+    own = seal_header(KEY, 1, [Section(64, [SLOT], "x")], rank_offset=1, num_ranks=2)
+    older = seal_header(KEY, 1, [Section(64, [SLOT], "x")])
+    assert restored(own, 1, 2) == restored(older, 1, 2) == Section(64, [SLOT], "x")
+    for rank_offset, num_ranks in ((0, 2), (1, 3), (0, 1)):
+        with pytest.raises(ResourceError, match=r"ranks from 1 on, of 2; ") as caught:
+            restored(own, rank_offset, num_ranks)
+        assert caught.value.info.code is Code.DATA_LOSS
 
 
 def test_every_rank_of_a_seal_has_its_aligned_part(tmp_path: Path) -> None:
@@ -191,6 +231,41 @@ def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
     assert bad.exists()
     assert "seal-5.state" in caplog.text
     assert "names another file" in caplog.text
+
+
+def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever somebody has put there: the node starts with what is its own."""
+    directory = StateDirectory(tmp_path)
+    path = directory.seal(KEY, 3)
+    directory.write(path, header(b"x"), [memoryview(b"x")])
+    contents = directory.content(1).parent
+    odd = [
+        path.with_name("seal-4.partial"),
+        path.with_name("seal-5.state"),
+        path.with_name("seal-6.abc.base"),
+        path.with_name("spill-1-0.state"),
+        contents / "content-1.partial",
+        contents / "content-2.state",
+    ]
+    for each in odd:
+        each.mkdir(parents=True)
+        (each / "within").write_text("not ours")
+    probe = tmp_path / f"{PROBE_PREFIX}no-directory"
+    probe.write_text("")
+    pipe = path.with_name("seal-7.state")
+    os.mkfifo(pipe)
+    assert [(p, h.seq) for p, h in directory.scan()] == [(path, 3)]
+    assert all((each / "within").exists() for each in odd)
+    assert probe.exists()
+    left_out = [*odd[:3], odd[4], probe, pipe]
+    assert all(str(each) in caplog.text for each in left_out)
+    # Neither is it taken for a host copy, nor in the way of a job that ends.
+    assert directory.spilled() == directory.contents() == set()
+    directory.clear(KEY)
+    assert not path.exists()
+    assert all(each.exists() for each in (*odd, pipe))
 
 
 def test_names_that_are_no_plain_file_names_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.tensortable import EMPTY
+from phaseloom.common.versionparts import manifest_slots, part_of
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.versions import Version, Versions
 
@@ -81,21 +83,21 @@ def test_bad_layout_is_refused_naming_the_tensor(tensors: list[TensorSlot], mess
 def test_version_in_memory_joins_its_file_unless_they_differ() -> None:
     versions = Versions()
     versions.add_from_disk(KEY, 64, [], "digest")
-    assert versions.adopt(Version(KEY, 64, [], "digest", extent=5))
+    assert versions.adopt(Version(KEY, 64, EMPTY, "digest", extent=5))
     adopted = versions.find(KEY)
     assert adopted is not None
     assert (adopted.extent, adopted.is_on_disk) == (5, True)
-    assert not versions.adopt(Version(KEY, 64, [], "another", extent=6))
+    assert not versions.adopt(Version(KEY, 64, EMPTY, "another", extent=6))
     assert versions.find(KEY) is adopted
     versions.validate()
 
 
 def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> None:
-    versions, (key, part, open_) = Versions(), _keys()
-    for number, each in enumerate((key, part, open_)):
+    versions, (key, copy, open_) = Versions(), _keys()
+    for number, each in enumerate((key, copy, open_)):
         versions.begin(each, 64, [], extent=number)
     versions.commit(version := _found(versions, key), "digest")
-    versions.commit(_found(versions, part), "digest")
+    versions.commit(_found(versions, copy), "digest")
     assert versions.unused() == [version]
     versions.acquire(version)
     assert versions.unused() == []
@@ -111,10 +113,71 @@ def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> N
 
 def _keys() -> tuple[VersionKey, VersionKey, VersionKey]:
     policy = DeploymentKey("acme", "leaving", "policy")
-    return VersionKey(policy, 1), VersionKey(policy, 1, "0of2"), VersionKey(policy, 2)
+    return VersionKey(policy, 1), VersionKey(policy, 1, "slices-of it"), VersionKey(policy, 2)
 
 
 def _found(versions: Versions, key: VersionKey) -> Version:
     version = versions.find(key)
     assert version is not None
     return version
+
+
+# --- Versions in parts ----------------------------------------------------------------------------
+
+PARTS = [part_of(KEY, "0of2"), part_of(KEY, "1of2")]
+
+
+def with_parts(*, is_committed: bool) -> Versions:
+    """One that life 3 wrote."""
+    versions = Versions()
+    for extent, key in enumerate(PARTS):
+        versions.commit(versions.begin(key, 64, [], extent=extent, incarnation=3), f"part {extent}")
+    if is_committed:
+        versions.commit(versions.begin(KEY, 100, manifest_slots(100), extent=9), "manifest")
+    return versions
+
+
+def test_parts_are_readable_where_their_manifest_is_committed() -> None:
+    versions = with_parts(is_committed=False)
+    assert not any(map(versions.is_readable, PARTS))
+    manifest = versions.begin(KEY, 100, manifest_slots(100), extent=9)
+    assert not any(map(versions.is_readable, PARTS))
+    versions.commit(manifest, "manifest")
+    assert all(map(versions.is_readable, PARTS))
+    versions.drop(KEY)
+    assert not any(map(versions.is_readable, PARTS))
+
+
+def test_parts_of_what_was_written_whole_are_not_readable() -> None:
+    versions = with_parts(is_committed=False)
+    versions.commit(versions.begin(KEY, 64, [], extent=9), "whole")
+    assert not any(map(versions.is_readable, PARTS))
+    assert versions.is_readable(part_of(KEY, "slices-of it")), "a copy, whatever it is of"
+
+
+def test_all_that_is_here_of_a_version_belongs_together() -> None:
+    versions = with_parts(is_committed=False)
+    with pytest.raises(CallerError, match="is not here"):
+        versions.pieces(KEY)
+    versions = with_parts(is_committed=True)
+    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, [], extent=7), "slices")
+    versions.begin(part_of(KEY, "2of3"), 64, [], extent=8)
+    assert [piece.key for piece in versions.pieces(KEY)] == [KEY, *PARTS]
+
+
+def test_parts_that_never_came_to_be_a_version_go_with_their_life_or_the_next_publish() -> None:
+    versions = with_parts(is_committed=False)
+    assert versions.unfinished(KEY.policy, 3) == PARTS
+    assert versions.unfinished(KEY.policy, 4) == []
+    assert versions.stale_parts(KEY.policy, KEY.seq) == []
+    assert [each.key for each in versions.stale_parts(KEY.policy, KEY.seq + 1)] == PARTS
+    versions = with_parts(is_committed=True)
+    assert versions.unfinished(KEY.policy, 3) == []
+    assert versions.stale_parts(KEY.policy, KEY.seq + 1) == []
+
+
+def test_parts_may_leave_host_memory_and_manifests_stay() -> None:
+    versions = with_parts(is_committed=True)
+    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, [], extent=7), "slices")
+    assert [each.key for each in versions.unused()] == PARTS
+    assert not versions.is_above(KEY), "who knows which parts belong here"

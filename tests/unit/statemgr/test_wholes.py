@@ -109,3 +109,43 @@ def test_long_runs_stay_together() -> None:
     columns = [slot([4, 4], whole=[4, 8], start=[0, at]) for at in (0, 4)]
     (whole,) = wholes([[each] for each in columns])
     assert [run.num_bytes for run in whole.runs()] == [16] * 8
+
+
+SIDE = 4
+boxes_within = st.tuples(
+    *[st.tuples(st.integers(0, SIDE - 1), st.integers(1, SIDE)) for _ in range(2)]
+).map(lambda axes: [(start, min(size, SIDE - start)) for start, size in axes])
+
+
+@given(st.lists(boxes_within, min_size=1, max_size=8))
+def test_slices_are_taken_where_each_element_is_in_one(boxes: list[list[tuple[int, int]]]) -> None:
+    held = np.zeros((SIDE, SIDE), dtype=int)
+    slots = []
+    for (row, rows), (column, columns) in boxes:
+        held[row : row + rows, column : column + columns] += 1
+        shape = [rows, columns]
+        slots.append(
+            TensorSlot(
+                *("w", Role.WEIGHT, "uint8", shape, 0, rows * columns),
+                global_shape=[SIDE, SIDE],
+                start=[row, column],
+            )
+        )
+    replicas = {tuple(box) for box in boxes}
+    if len(replicas) == len(boxes) and (held == 1).all():
+        (whole,) = wholes([[slot] for slot in slots])
+        assert len(whole.slices) == len(boxes)
+    elif len(replicas) == len(boxes):
+        with pytest.raises(CallerError):
+            wholes([[slot] for slot in slots])
+
+
+def test_slices_of_many_ranks_are_not_compared_each_with_each() -> None:
+    """So many of one tensor would take minutes."""
+    number = 20_000
+    slots = [
+        TensorSlot("w", Role.WEIGHT, "uint8", [2, 1], 0, 2, global_shape=[2, number], start=[0, at])
+        for at in range(number)
+    ]
+    (whole,) = wholes([[slot] for slot in slots])
+    assert len(whole.slices) == number

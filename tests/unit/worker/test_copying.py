@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.errors import CallerError
+from phaseloom.common.hugepages import HUGE_BYTES
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.worker import copying
-from phaseloom.worker.copying import MappedVersions, copy, copy_hashed, gather, hashed, scatter
+from phaseloom.worker.copying import (
+    MappedVersions,
+    Mapping,
+    copy,
+    copy_hashed,
+    gather,
+    hashed,
+    paired,
+    scatter,
+)
 from phaseloom.worker.heap import PAGE_BYTES, Heap, align
 
 MiB = 1024 * 1024
@@ -106,3 +119,24 @@ def _memory() -> int:
     fd = os.memfd_create("test")
     os.ftruncate(fd, PAGE_BYTES)
     return fd
+
+
+def test_mapping_is_put_on_huge_pages_once() -> None:
+    """It is asked for in each switch, and long where the system has none to give."""
+    fd = os.memfd_create("extent")
+    os.ftruncate(fd, 2 * HUGE_BYTES)
+    mapping = Mapping(os.dup(fd), 2 * HUGE_BYTES, writable=True)
+    mapping.make_huge()
+    assert os.fstat(fd).st_blocks
+    mmap.mmap(fd, 2 * HUGE_BYTES).madvise(mmap.MADV_REMOVE)
+    mapping.make_huge()
+    assert not os.fstat(fd).st_blocks
+    mapping.close()
+    os.close(fd)
+
+
+def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
+    """What lies behind it is not the version's: it was made by somebody else."""
+    slot = TensorSlot("w", Role.WEIGHT, "uint8", [4096], 0, 4096)
+    with pytest.raises(CallerError, match="w is"):
+        paired([msgspec.structs.replace(slot, num_bytes=1)], [slot])

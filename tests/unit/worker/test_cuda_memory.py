@@ -10,23 +10,38 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from phaseloom.common.devicekind import DeviceKind
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.worker import devicememory
-from phaseloom.worker.config import DeviceKind
 from phaseloom.worker.copying import hashed
 from phaseloom.worker.cuda import driver as cuda
+from phaseloom.worker.cuda import tensors
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable
-from phaseloom.worker.cuda.memory import CudaHeap, DeviceRange, PinnedMemory, check_parts
+from phaseloom.worker.cuda.memory import (
+    CudaHeap,
+    DeviceRange,
+    PinnedMemory,
+    check_parts,
+    host_address,
+)
 from phaseloom.worker.cuda.tensors import memory_tensor
 from phaseloom.worker.heap import Heap
-from tests.support.emulatedcuda import GRANULARITY_BYTES, EmulatedDriver
+from tests.support.emulatedcuda import (
+    ALL_PROTOTYPES,
+    C_TYPES,
+    GRANULARITY_BYTES,
+    EmulatedDriver,
+)
 
 ROOT = Path(__file__).parents[3]
 SIZE = 3 * GRANULARITY_BYTES // 2
@@ -144,6 +159,46 @@ def test_memory_is_not_taken_from_under_a_kernel(driver: EmulatedDriver) -> None
     heap.release()  # the emulated driver refuses to unmap what is in use
 
 
+def test_what_the_real_driver_refuses_is_refused(driver: EmulatedDriver) -> None:
+    """The emulated one is worth as much as it is strict."""
+    library, granule = driver.library, GRANULARITY_BYTES
+    assert library.cuCtxSynchronize() == 201, "a thread without a context"
+    handle, place = driver.create(granule), driver.reserve(2 * granule)
+    heap, host = CudaHeap(SIZE, driver), extent(bytes(SIZE))
+    source = host_address(host)
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("whole granules", lambda: driver.create(granule + 1)),
+        ("not reserved", lambda: driver.map(place + 4 * granule, granule, handle)),
+        ("past what is reserved", lambda: driver.map(place + granule, MAPPED, handle)),
+        ("larger than its memory", lambda: driver.map(place, MAPPED, handle)),
+        ("mapped already", lambda: driver.map(heap.address, granule, handle)),
+        ("no device memory", lambda: driver.copy_in(place, source, 1, 0)),
+        ("no device memory", lambda: driver.copy_in(heap.address, source, MAPPED + 1, 0)),
+        ("whole pages", lambda: driver.register(source + 8, mmap.PAGESIZE)),
+        ("no host memory", lambda: driver.register(mmap.PAGESIZE, mmap.PAGESIZE)),
+        ("not registered", lambda: driver.unregister(source)),
+        ("no such stream", lambda: driver.synchronize(77)),
+        ("with its memory", lambda: driver.unreserve(heap.address, MAPPED)),
+    ]
+    for why, call in refused:
+        with pytest.raises(CudaError, match=why):
+            call()
+    driver.copy_in(heap.address, source, 1, 0)
+    with pytest.raises(CudaError, match="work is under way"):
+        driver.unmap(heap.address, MAPPED)
+
+
+def test_private_mapping_of_a_file_is_not_pinned(driver: EmulatedDriver) -> None:
+    """Its pages would become copies of their own, and take memory a second time."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SIZE)
+        memory = memoryview(mmap.mmap(file.fileno(), SIZE, flags=mmap.MAP_PRIVATE))
+    heap = CudaHeap(SIZE, driver)
+    heap.pin(memory)
+    assert not heap.is_pinned
+    assert "would become copies" in heap.unpinned_because
+
+
 def test_copies_run_in_any_thread(driver: EmulatedDriver) -> None:
     heap, host = CudaHeap(SIZE, driver), extent(b"\x04" * SIZE)
     with ThreadPoolExecutor(1) as thread:
@@ -194,23 +249,61 @@ def test_other_device_memory_is_copied_without_the_host(driver: EmulatedDriver) 
     adopted.close()
 
 
-def test_memory_of_another_size_is_not_adopted(driver: EmulatedDriver) -> None:
-    shared, small = DeviceRange(driver, SIZE), DeviceRange(driver, 1)
+def test_memory_smaller_than_a_range_is_not_adopted(driver: EmulatedDriver) -> None:
+    shared, large = DeviceRange(driver, 1), DeviceRange(driver, SIZE)
     shared.populate()
     fd, before = shared.export(), driver.free_bytes()
-    with pytest.raises(CudaError):
-        small.adopt(fd)
+    with pytest.raises(CudaError, match="larger than its memory"):
+        large.adopt(fd)
     os.close(fd)
     assert driver.free_bytes() == before
-    assert not small.is_populated
+    assert not large.is_populated
 
 
-def test_memory_that_cannot_be_shared_says_so(driver: EmulatedDriver) -> None:
-    driver.can_share = False
-    shared = DeviceRange(driver, SIZE)
-    shared.populate()
+def test_descriptor_of_something_else_is_not_taken(driver: EmulatedDriver) -> None:
+    heap = CudaHeap(SIZE, driver)
+    fd = os.memfd_create("a file", os.MFD_CLOEXEC)
+    os.ftruncate(fd, MAPPED)
+    before = driver.free_bytes()
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        heap.take(fd, SIZE, [(0, 0, SIZE)])
+    os.close(fd)
+    assert driver.free_bytes() == before
+    assert driver.bytes_at(heap.address, SIZE) == bytes(SIZE)
+
+
+def test_device_in_a_sandbox_that_exports_nothing_is_used_without_sharing() -> None:
+    driver = EmulatedDriver(exports=False)
+    assert not driver.can_share
+    assert driver.free_bytes() == 2**30
+    heap = CudaHeap(SIZE, driver)
+    heap.copy_in(extent(b"\x08" * SIZE))
     with pytest.raises(CudaUnavailable, match="exports no descriptors"):
-        shared.export()
+        heap.share(SIZE, [(0, 0, SIZE)])
+    assert driver.bytes_at(heap.address, SIZE) == b"\x08" * SIZE
+
+
+def test_heap_that_finds_no_memory_leaves_nothing_behind() -> None:
+    driver = EmulatedDriver(GRANULARITY_BYTES)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        CudaHeap(SIZE, driver)
+    assert driver.library.leftovers() == {"reserved": 0, "mapped": 0, "handles": 0, "streams": 0}
+
+
+def test_release_gives_back_what_torch_keeps_for_itself(
+    driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank is about to need the room, and cannot use what this process's torch has."""
+    resident = []
+    heap = CudaHeap(SIZE, driver)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: resident.append(heap.resident_bytes()))
+    monkeypatch.setattr(tensors, "memory_tensor", lambda at, size, _: memory_tensor(at, size, None))
+    heap.release()
+    assert resident == [], "torch was not used"
+    heap.copy_in(extent(bytes(SIZE)))
+    assert heap.tensor().data_ptr() == heap.address
+    heap.release()
+    assert resident == [0]
 
 
 @pytest.mark.parametrize("part", [(0, 0, 11), (1, 0, 10), (0, 1, 10), (-1, 0, 1), (0, 0, -1)])
@@ -244,6 +337,13 @@ def test_gpu_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(devicememory.allocate(DeviceKind.EMULATED, 0, SIZE), Heap)
 
 
+def test_gpu_that_is_full_says_so(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devicememory, "load", lambda device: driver)
+    with pytest.raises(ResourceError, match=r"OUT_OF_MEMORY") as full:
+        devicememory.allocate(DeviceKind.CUDA, 0, 2**40)
+    assert full.value.info.code is Code.RESOURCE_EXHAUSTED
+
+
 def test_structures_have_the_sizes_and_offsets_of_the_drivers_header() -> None:
     """Of CUDA 13.0's cuda.h on 64-bit Linux, by a compiler."""
     properties = cuda.AllocationProperties
@@ -257,6 +357,33 @@ def test_structures_have_the_sizes_and_offsets_of_the_drivers_header() -> None:
     ]
     assert ctypes.sizeof(cuda.AccessDescription) == 12
     assert ctypes.sizeof(cuda.AllocationFlags) == 8
+
+
+def test_functions_have_the_arguments_of_the_drivers_header() -> None:
+    def shape(of: Any) -> tuple[int, bool, bool]:
+        is_pointer = of is ctypes.c_void_p or hasattr(of, "contents")
+        return ctypes.sizeof(of), is_pointer, not is_pointer and of(-1).value < 0
+
+    declared = {name: [*map(shape, types)] for name, types in cuda._SIGNATURES.items()}
+    assert declared == {
+        name: [shape(C_TYPES[kind]) for kind in kinds] for name, kinds in ALL_PROTOTYPES.items()
+    }
+
+
+def test_fork_server_asks_torch_for_a_gpu_without_starting_the_driver() -> None:
+    """What it imports may ask; the ranks that fork from it could use no GPU then."""
+    name, value = cuda.QUIET_CHECK
+    patched = "importlib.import_module = lambda _: seen.append(os.environ.get(name))"
+    code = f"import importlib, os; name, seen = {name!r}, []; {patched}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; import phaseloom.worker.preload; print(*set(seen))"],
+        env={key: kept for key, kept in os.environ.items() if key != name},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{value}\n"), done.stderr
 
 
 @pytest.mark.gpu

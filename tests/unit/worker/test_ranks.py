@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from phaseloom.common.codec import MSGPACK
-from phaseloom.common.errors import ResourceError
+from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.framing import Peer
 from phaseloom.common.ids import NodeId, OperationKey
 from phaseloom.common.messages import CommandId, ForwardBackwardResult, Permit
 from phaseloom.common.statewire import Done
-from phaseloom.worker.ranks import Broken, Ranks
+from phaseloom.worker.backends.base import GroupBroken
+from phaseloom.worker.ranks import Broken, GroupLost, Ranks
 from phaseloom.worker.rankwire import (
     Payload,
     RankMessage,
@@ -95,12 +96,29 @@ async def test_failure_elsewhere_ends_the_call_though_the_leader_never_returns()
     """It waits in a collective for a rank that has given up."""
     go = threading.Event()
     async with two_ranks() as (ranks, end):
-        end.share.set_exception(ResourceError("no memory there"))
+        no_memory = ResourceError("no memory there", code=Code.RESOURCE_EXHAUSTED)
+        end.share.set_exception(no_memory)
         end.roll_call.set_result(Done())
         with pytest.raises(Broken) as broken:
             await ranks.everywhere(go.wait, SHARE)
         assert "no memory there" in str(broken.value.__cause__)
         go.set()
+
+
+async def test_call_is_not_at_fault_where_ranks_that_live_cannot_reach_one_another() -> None:
+    """The network between two nodes breaks: the next life runs it again."""
+
+    def fail() -> None:
+        raise GroupBroken("connection reset by peer")
+
+    async with two_ranks() as (ranks, end):
+        end.roll_call.set_result(Done())
+        with pytest.raises(GroupLost) as lost:
+            await ranks.everywhere(fail, SHARE)
+        assert "connection reset" in str(lost.value.__cause__)
+        end.share.set_exception(GroupBroken("another rank is late"))
+        with pytest.raises(GroupLost):
+            await ranks.everywhere(lambda: None, SHARE)
 
 
 async def test_failure_of_the_leader_ends_the_call_though_the_others_never_answer() -> None:

@@ -103,7 +103,7 @@ def drain(
     Parameters
     ----------
     what
-        A node, which is waited for until nothing is on it any more; or `<tenant>.<job>`.
+        A node, which is waited for until it may be switched off; or `<tenant>.<job>`.
     run
         As for `phaseloom jobs`.
     undo

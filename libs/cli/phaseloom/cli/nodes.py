@@ -15,7 +15,8 @@ _PAUSE_S = 0.2
 
 
 async def drain(settings: BusConfig, request: DrainNode, timeout_s: float, console: Console) -> int:
-    """Ask for it, tell what it waits for whenever that changes, and end once the node is empty.
+    """Ask for it, tell what it waits for whenever that changes, and end once the node is empty and
+    nobody counts on a copy there: it may be switched off.
 
     Returns: 1 where it is not within the timeout; the node goes on being drained.
     Raises:  PhaseloomError: what the scheduler refuses.
@@ -40,7 +41,7 @@ async def _wait(bus: Bus, status: NodeStatus, timeout_s: float, console: Console
         for line in lines:
             console.print(f"{status.node}: {line}", soft_wrap=True, markup=False)
 
-    while status.deployments:
+    while status.deployments or status.waits_for:
         if status.waits_for != told:
             told = status.waits_for
             tell(*told)
@@ -48,12 +49,10 @@ async def _wait(bus: Bus, status: NodeStatus, timeout_s: float, console: Console
             tell("it is not drained any more")
             return 1
         if time.monotonic() > until_s:
-            tell(f"something is on it after {timeout_s:g} s still; it goes on being drained")
+            tell(f"something counts on it after {timeout_s:g} s still; it goes on being drained")
             return 1
         await asyncio.sleep(_PAUSE_S)
         request = DrainNode(status.node)
         status = await call_node_api(bus.client, "status", request, NodeStatus)
-    if status.waits_for != told:
-        tell(*status.waits_for)
-    tell("nothing is on it")
+    tell("nothing is on it, it may be switched off")
     return 0

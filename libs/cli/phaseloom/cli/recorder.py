@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+import aiofiles
 import msgspec
 
 from phaseloom.common.bus import Bus, LogEntry
@@ -52,10 +53,10 @@ class Recorder:
         raise InternalError("the decision log's subscription ended")
 
     async def _record(self, entries: AsyncIterator[LogEntry]) -> None:
-        with self._path.open("wb", buffering=0) as file:
+        async with aiofiles.open(self._path, "wb", buffering=0) as file:
             async for entry in entries:
                 recorded = Recorded(entry.sequence, entry.time_s, entry.event)
-                file.write(msgspec.json.encode(recorded) + b"\n")
+                await file.write(msgspec.json.encode(recorded) + b"\n")
                 if self._watch:
                     for one in _parts(recorded):
                         self._watch(one)

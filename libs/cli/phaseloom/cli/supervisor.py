@@ -42,6 +42,7 @@ from phaseloom.common import streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.certificates import directory_of
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.devicekind import DeviceKind
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import check_name
 from phaseloom.common.lifecycle import DIE_WITH_PARENT
@@ -63,13 +64,15 @@ _SOCKET_PATH_BYTES = 107
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node of this machine: an agent and a state manager, its devices emulated."""
+    """A node of this machine: an agent and a state manager."""
 
     name: str
     pool: str
     """`rollout`, `train`, or any other kind."""
     devices: list[int]
     """Memory budget of each device for managed state, bytes."""
+    device_kind: DeviceKind = DeviceKind.EMULATED
+    """`emulated`: memory and processors of this machine; `cuda`: device i is its GPU i."""
     host_memory_bytes: int = 2 * 2**30
     """Budget of the state manager's host arena."""
     exclusive_residency: Residency = Residency.JOB
@@ -243,6 +246,7 @@ def _node(
         "NODE": node.name,
         "POOL": node.pool,
         "DEVICES": node.devices,
+        "DEVICE_KIND": node.device_kind,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
         "PRICE_PER_HOUR": node.price_per_hour,

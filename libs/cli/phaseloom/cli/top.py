@@ -18,6 +18,7 @@ from statistics import median
 import uvloop
 from rich.console import Console, Group
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -27,13 +28,15 @@ from phaseloom.common.activity import Activity, Execution, Switch
 from phaseloom.common.bus import Bus, BusConfig, LogEntry, connect
 from phaseloom.common.codec import decode
 from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import JobStatus, NodeLost, NodeUp, Notice, Outcome
+from phaseloom.common.messages import DeploymentStatus, JobStatus, NodeLost, NodeUp, Notice, Outcome
 from phaseloom.common.streams import Bucket
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8
 _ENDED = frozenset({"done", "failed", "rejected"})
 _REFRESHES_PER_S = 2
+_UNBOUNDED = 1_000_000
+"""Columns."""
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
@@ -45,7 +48,7 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
         The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
         else the newest run under runs/.
     once
-        Print the table once and exit.
+        Print the table once and exit; into a file or a pipe as wide as it needs.
     """
     with suppress(KeyboardInterrupt):
         uvloop.run(_top(bus_config(run), once, console or Console()))
@@ -57,11 +60,20 @@ async def _top(settings: BusConfig, once: bool, console: Console) -> None:
     try:
         if once:
             await catch_up(bus, board)
-            console.print(board.render(time.time()))
+            show(board, time.time(), console)
         else:
             await _watch(bus, board, console)
     finally:
         await bus.close()
+
+
+def show(board: Board, now_s: float, console: Console) -> None:
+    """Print it once; into what is no terminal with nothing cropped or folded."""
+    shown = board.render(now_s)
+    if not console.is_terminal:
+        unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
+        console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)
+    console.print(shown)
 
 
 async def catch_up(bus: Bus, board: Board) -> None:
@@ -194,7 +206,7 @@ class Board:
             table.add_row(
                 str(job),
                 status.state,
-                ", ".join(f"{d.name} {d.state} {d.node}".strip() for d in status.deployments),
+                ", ".join(_place(d) for d in status.deployments),
                 str(depths.get(job, 0)),
                 f"{len(ran) / WINDOW_S:.1f}",
                 _median_ms(e.waited_s for e in ran),
@@ -239,6 +251,11 @@ class Board:
         for notice in reversed(self._notices):
             table.add_row(notice.source, notice.what, notice.subject, notice.reason)
         return table
+
+
+def _place(deployment: DeploymentStatus) -> str:
+    here = f"{deployment.name} {deployment.state} {deployment.node}".strip()
+    return f"{here} (moves {deployment.moving})" if deployment.moving else here
 
 
 def _table(*columns: str) -> Table:

@@ -990,6 +990,9 @@ class Permit(NodeCommand, frozen=True):
     """Of `optim_step`: a `forward_backward` since the last one was not completed."""
     ticket: Ticket | None = None
     """Of `sync_weights`: what the sources ask for."""
+    sealing: int = 0
+    """Of a WPG over several nodes: the seal that is being made of it. Each node has its part of
+    that seal apart before its ranks run this; 0: none is being made."""
 
 
 class Permits(NodeCommand, frozen=True):
@@ -1050,6 +1053,12 @@ class MirrorState(NodeCommand, frozen=True):
     ticket: FilesTicket
     holds: Ticket | None = None
     """For the version that it holds, which may be another deployment's."""
+    keeps: Ticket | None = None
+    """For a version that nobody can make again: it is to be here, or this has failed."""
+    rank_offset: int = 0
+    """Of the first rank that the node is to have,"""
+    num_ranks: int = 0
+    """of so many on all nodes; 0: not said."""
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
@@ -1080,6 +1089,91 @@ Command = (
     | ReleaseVersions
     | PrefetchState
 )
+
+
+# --- One WPG over several nodes: agent ↔ agent, request and reply on `pl.v1.wpg.<node>` -----------
+
+
+class FindStore(Message, frozen=True):
+    """agent → agent of rank 0's node: where do the ranks of this life meet?
+
+    Answer: StoreFound; NotYet.
+    """
+
+    deployment: DeploymentKey
+    incarnation: int
+
+
+class TakePart(Message, frozen=True):
+    """agent of the leader's node → agent of each other node: have your ranks take part in one call
+    of the leader's backend.
+
+    Asked again until it is answered: it begins once. Answer: NotYet; PartTaken; PartFailed.
+    """
+
+    deployment: DeploymentKey
+    incarnation: int
+    number: int
+    """Of the call in this life, from 1."""
+    num_ended: int
+    """Calls up to this one are not asked for again."""
+    share: bytes
+    """As MessagePack, what agents tell ranks (`phaseloom.worker.rankwire.RunShare`), but that the
+    payloads are left out: they are read from the operation stream."""
+    offset: int = 0
+    """How much of the answer has come."""
+
+
+class CallRoll(Message, frozen=True):
+    """Asked like `TakePart`: are your ranks of this life alive? Answer: Present."""
+
+    deployment: DeploymentKey
+    incarnation: int
+
+
+class CancelPart(Message, frozen=True):
+    """Asked like `TakePart`: stop your part of a reading operation, begun or not. Answer:
+    Present."""
+
+    operation: OperationKey
+    incarnation: int
+
+
+NodeRequest = FindStore | TakePart | CallRoll | CancelPart
+
+
+class StoreFound(Message, frozen=True):
+    address: str
+    """host:port"""
+
+
+class NotYet(Message, frozen=True):
+    """Ask again."""
+
+
+class PartTaken(Message, frozen=True):
+    num_bytes: int
+    """Of the whole answer: as MessagePack, what each rank of the node said, in order
+    (`phaseloom.worker.rankwire.ShareDone`)."""
+    chunk: bytes
+    """Of it, from the offset on."""
+
+
+class PartFailed(Message, frozen=True):
+    error: ErrorInfo
+
+
+class Present(Message, frozen=True):
+    """All of them are alive."""
+
+
+class LifeOver(Message, frozen=True):
+    """Answer to any of them: no rank of this life is alive here, nor will be."""
+
+    error: ErrorInfo
+
+
+NodeReply = StoreFound | NotYet | PartTaken | PartFailed | Present | LifeOver
 
 
 # --- API: controller ↔ job API (scheduler), sessions and results (router) -------------------------
@@ -1125,6 +1219,8 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     open_operations: list[str] = []
     """Slots that have no outcome yet."""
     error: ErrorInfo | None = None
+    moving: str = ""
+    """Where it is on its way to, and what it waits for, in words; empty: it stays where it is."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -1203,7 +1299,8 @@ class NodeStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     deployments: list[DeploymentKey] = []
     """That are on it, or on their way to it."""
     waits_for: list[str] = []
-    """Why those that are to leave have not left; one line each."""
+    """Why those that are to leave have not left, and which copies still count on it; one line
+    each."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):

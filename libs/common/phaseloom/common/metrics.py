@@ -380,6 +380,24 @@ CHECKPOINT_DURATION = Metric(
     "statemgr",
     "Writing a checkpoint to disk from the copy that was cut for it, the fsync included",
 )
+NOT_ON_DEVICE = Metric(
+    "phaseloom.version.unshared",
+    Kind.COUNTER,
+    "{version}",
+    (),
+    "statemgr",
+    "Weights versions that were offered in device memory and are not kept there: no room beside "
+    "their policy, or dropped meanwhile; who syncs takes them from the host",
+)
+UNFORESEEN = Metric(
+    "phaseloom.failures.unforeseen",
+    Kind.COUNTER,
+    "{failure}",
+    ("part",),
+    "statemgr",
+    "Failures that nobody foresaw, contained and logged with a traceback; part is `request`, "
+    "`peer`, `move` or `checkpoint`",
+)
 
 TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))
 

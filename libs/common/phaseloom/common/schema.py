@@ -8,9 +8,9 @@ language generates its types from. Bytes are base64 in JSON.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -117,6 +117,12 @@ def channels() -> list[Channel]:
             "request and reply: an empty message → StatusReport, what the node's state manager has",
             (statewire.StatusReport,),
         ),
+        Channel(
+            "wpg",
+            f"{prefix}.wpg.{{node}}",
+            "request and reply: agents of the nodes of one WPG, of one another's ranks",
+            (*get_args(messages.NodeRequest), *get_args(messages.NodeReply)),
+        ),
         *(
             Channel(
                 f"node.{call}",
@@ -221,8 +227,16 @@ def render(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def main() -> None:
-    directory = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/contract")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Raises: SystemExit: it only says how it is called."""
+    parser = argparse.ArgumentParser(
+        prog="python -m phaseloom.common.schema",
+        description="Write the message contract as JSON Schema and AsyncAPI.",
+    )
+    parser.add_argument(
+        "directory", nargs="?", type=Path, default=Path("docs/contract"), help="where to"
+    )
+    directory: Path = parser.parse_args(arguments).directory
     directory.mkdir(parents=True, exist_ok=True)
     for name, make in DOCUMENTS.items():
         (directory / name).write_text(render(make()))

@@ -23,7 +23,7 @@ import msgspec
 
 from phaseloom.common.errors import ErrorInfo
 from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket, Message, Ticket
+from phaseloom.common.messages import Durability, FilesTicket, Layout, Message, Ticket
 
 EXTENT_ALIGNMENT_BYTES = 4096
 
@@ -42,6 +42,8 @@ class Role(StrEnum):
     WEIGHT = "weight"
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
+    MANIFEST = "manifest"
+    """No tensor: of a weights version that is written in parts, what these are (`VersionParts`)."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,13 +102,17 @@ class RegisterWpg(Message, frozen=True):
     """
 
     tokens: list[str]
-    """Of rank 0, 1, …"""
+    """Of this node's ranks, in order."""
     deployment: DeploymentKey
     incarnation: int
     devices: list[int]
-    """Of rank 0, 1, …"""
+    """Likewise."""
     seal_seq: int
     """Restore this seal into the extents when the ranks register their heaps; 0: none."""
+    rank_offset: int = 0
+    """Of this node's first rank."""
+    num_ranks: int = 0
+    """On all nodes; 0: as many as here."""
 
 
 class SwitchIn(Message, frozen=True):
@@ -177,14 +183,16 @@ class Sealed(Message, frozen=True):
 
 
 class BringState(Message, frozen=True):
-    """Have this seal and these versions on this node's disk. Answer: Done.
+    """Have this seal and these versions on this node: on its disk, or in host memory where they are
+    there already. Answer: Done.
 
     What is here and whole stays; the rest is fetched from the sources.
 
     A version that no source has any more is left out: it was released meanwhile.
 
     Raises: DATA_LOSS: every source answers, and none has the seal whole. UNAVAILABLE: one does not
-    answer. RESOURCE_EXHAUSTED: the disk is full.
+    answer. RESOURCE_EXHAUSTED: the disk, or host memory, is full. NOT_FOUND: nobody has the version
+    that is to be kept.
     """
 
     deployment: DeploymentKey
@@ -195,6 +203,12 @@ class BringState(Message, frozen=True):
     ticket: FilesTicket | None = None
     holds: Ticket | None = None
     """For a version, maybe of another deployment, to be brought into host memory, if it can be."""
+    keeps: Ticket | None = None
+    """For a version that is to be in host memory and on the disk."""
+    rank_offset: int = 0
+    """The seal is to be of the ranks from this one on,"""
+    num_ranks: int = 0
+    """of so many on all nodes; 0: of whichever there is."""
 
 
 class DropWpg(Message, frozen=True):
@@ -359,7 +373,8 @@ class RankResume(Message, frozen=True):
 
     token: str
     heap_bytes: int
-    tensors: list[TensorSlot]
+    tensors: bytes
+    """As it registered them."""
     filled: bool
     """It has a state: its own initial one is committed, or a seal's restored."""
     resident: bool
@@ -379,7 +394,8 @@ class RegisterHeap(Message, frozen=True):
     """
 
     heap_bytes: int
-    tensors: list[TensorSlot]
+    tensors: bytes
+    """`TensorTable.packed`: as one value, whoever knows it need not decode it again."""
     frozen: bool = False
     """Nothing but `load_state` and `sync_weights` writes the heap: whenever `applied` is what the
     host copy holds, so are the bytes. The rank keeps no extent mapped: each order to copy brings
@@ -408,14 +424,15 @@ class CommitInitial(Message, frozen=True):
 
 
 class CreateVersion(Message, frozen=True):
-    """From rank 0, or a part (`VersionKey.part`) from any rank.
+    """From the first rank here, or a part (`VersionKey.part`) from any rank.
 
     Answer: VersionExtent, without its tensors, and a writable memfd; or `exists` and no memfd.
     """
 
     version: VersionKey
     num_bytes: int
-    tensors: list[TensorSlot]
+    tensors: bytes
+    """`TensorTable.packed`."""
 
 
 class CommitVersion(Message, frozen=True):
@@ -425,13 +442,60 @@ class CommitVersion(Message, frozen=True):
     digest: str
 
 
+class VersionPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one source rank holds of a weights version."""
+
+    part: str
+    """As in VersionKey: `2of4`."""
+    num_bytes: int
+    digest: str
+    """Of its memory."""
+    layout: str
+    """BLAKE3 of what lies where in it, in hex."""
+
+
+class VersionParts(msgspec.Struct, frozen=True, array_like=True):
+    """The manifest of a version that is written in parts: its bytes, as MessagePack, are what the
+    version's own key names. So equal parts of equal layout are equal versions."""
+
+    layout: Layout
+    """Of the ranks that wrote it."""
+    fsdp: int
+    """Over how many of the replicas rows are sharded."""
+    tensors: str
+    """BLAKE3, in hex, of what lies where in such a version that is written whole: what model it
+    is of."""
+    parts: list[VersionPart]
+
+
+class CommitParts(Message, frozen=True):
+    """All parts of a version are committed, wherever they are: from now on they can be read here.
+
+    From any rank of the policy; the same again is harmless. Answer: VersionExtent, of the manifest,
+    without its tensors.
+
+    Raises: FAILED_PRECONDITION: a part that is here is not what the manifest says.
+    """
+
+    version: VersionKey
+    manifest: VersionParts
+
+
 class OpenVersion(Message, frozen=True):
-    """Answer: VersionExtent with a read-only memfd; fetched from `sources` where absent here."""
+    """Answer: VersionExtent with a read-only memfd; fetched from `sources` where absent here.
+
+    Of a version in parts it is the manifest's; each part is opened by its own key then.
+    """
 
     version: VersionKey
     sources: list[str]
     ticket: Ticket | None = None
     """Of the permit; the sources ask for it."""
+    digest: str = ""
+    """What it must have to be fetched; empty: whatever it has there."""
+    doubted: bool = False
+    """What came before does not match its digest: the state manager verifies its own memory first,
+    and where that is bad it brings the version anew, from its disk or from `sources`."""
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -466,7 +530,10 @@ class OpenSlices(Message, frozen=True):
     """Of the memory that the offsets are in."""
     slices: list[Slice]
     sources: list[PartSources]
+    """Of parts that are on the node, too: should they prove bad there."""
     ticket: Ticket | None = None
+    doubted: bool = False
+    """As in OpenVersion."""
 
 
 class HoldVersion(Message, frozen=True):
@@ -516,7 +583,8 @@ class CheckpointWritten(Message, frozen=True):
 
 
 class ReadCheckpoint(Message, frozen=True):
-    """Replace the state by a checkpoint's, whatever layout wrote it. Answer: CheckpointRead.
+    """Replace the state by a checkpoint's, whatever layout wrote it. Answer: CheckpointRead, which
+    says from which whole copy of it.
 
     From rank 0: that of every rank. From one that has registered its heap and has no state yet:
     its extent's content alone, for `CommitInitial`.
@@ -528,11 +596,25 @@ class ReadCheckpoint(Message, frozen=True):
     name: str
 
 
+class LoadedFrom(StrEnum):
+    """Whole copies of a checkpoint's state, the nearest first."""
+
+    CUT = "cut"
+    """The host memory that it was written from."""
+    HOST_SEAL = "host_seal"
+    """A seal of the same bytes in host memory."""
+    NVME_SEAL = "nvme_seal"
+    """A seal of the same bytes on this node's disk."""
+    FILES = "files"
+    """The checkpoint's own."""
+
+
 class CheckpointRead(Message, frozen=True):
     weights_sha256: str
     """Of the weights when they were saved; empty: an older release did not say."""
     digest: str = ""
     """Of an extent that was filled."""
+    source: LoadedFrom = LoadedFrom.FILES
 
 
 class PruneCheckpoints(Message, frozen=True):
@@ -547,12 +629,15 @@ class PruneCheckpoints(Message, frozen=True):
 class VersionExtent(Message, frozen=True):
     version: VersionKey
     num_bytes: int
-    tensors: list[TensorSlot]
+    tensors: bytes
+    """`TensorTable.packed`."""
     digest: str
     """Of the memory."""
     exists: bool
     content: str = ""
     """Of slices: what the parts are that they come from; other parts, another content."""
+    sources: list[PartSources] = msgspec.field(default_factory=list)
+    """Of a manifest that was opened: who holds each part that is not here."""
 
 
 class ShareOnDevice(Message, frozen=True):
@@ -677,6 +762,7 @@ StateMessage = (
     | CommitInitial
     | CreateVersion
     | CommitVersion
+    | CommitParts
     | OpenVersion
     | OpenSlices
     | HoldVersion

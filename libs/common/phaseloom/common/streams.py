@@ -108,6 +108,11 @@ def state_subject(node: NodeId) -> str:
     return f"{PREFIX}.state.{node}"
 
 
+def wpg_subject(node: NodeId) -> str:
+    """Where a node's agent answers those of other nodes, about the WPGs that they share."""
+    return f"{PREFIX}.wpg.{node}"
+
+
 def node_subject(call: str) -> str:
     """Where the scheduler answers operators' calls about nodes."""
     return f"{PREFIX}.node.{call}"

@@ -176,7 +176,7 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     check_name(spec.pool, f"{field}.pool")
     check_name(spec.backend, f"{field}.backend")
     _check_layout(spec.layout, f"{field}.layout")
-    _check_nodes(spec.num_nodes, f"{field}.num_nodes")
+    _check_nodes(spec, f"{field}.num_nodes")
     if spec.host_bytes < 0:
         raise CallerError(
             f"{spec.host_bytes} bytes are no working set",
@@ -230,12 +230,13 @@ def _check_layout(layout: Layout, field: str) -> None:
             )
 
 
-def _check_nodes(num_nodes: int, field: str) -> None:
-    if num_nodes != 1:
+def _check_nodes(spec: DeploymentSpec, field: str) -> None:
+    num_nodes, num_ranks = spec.num_nodes, spec.layout.num_ranks
+    if num_nodes < 1 or num_ranks % num_nodes:
         raise CallerError(
-            f"num_nodes = {num_nodes}: no worker runs its ranks on other than one node",
+            f"{num_ranks} ranks cannot be spread evenly over {num_nodes} nodes",
             field=field,
-            remedy="use 1, and spread the model over the devices of one node by `layout.dp`",
+            remedy="use 1, or a number that divides the layout's number of ranks",
         )
 
 

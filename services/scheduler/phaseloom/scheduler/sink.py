@@ -105,9 +105,12 @@ class BusSink:
 
     def _signed(self, command: Command) -> Command:
         """With the mesh's word for what it allows."""
-        if isinstance(command, MirrorState) and command.holds is not None:
-            holds = tickets.signed(command.holds, self._secret)
-            command = msgspec.structs.replace(command, holds=holds)
+        if isinstance(command, MirrorState):
+            holds, keeps = (
+                None if ticket is None else tickets.signed(ticket, self._secret)
+                for ticket in (command.holds, command.keeps)
+            )
+            command = msgspec.structs.replace(command, holds=holds, keeps=keeps)
         match command:
             case Permit(ticket=Ticket() as ticket):
                 ours = tickets.signed(ticket, self._secret)

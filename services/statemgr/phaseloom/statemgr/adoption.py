@@ -20,6 +20,7 @@ from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import RankResume, StateMessage, extent_bytes
+from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.books import (
     Books,
     ContentBook,
@@ -33,7 +34,6 @@ from phaseloom.statemgr.core.books import (
 )
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.hostseals import HostSeal
-from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.node.keeping import INDEX_HANDLES
@@ -85,7 +85,8 @@ class Adoption:
             await self._restore_content(content)
         for wpg in books.wpgs:
             self._restore_wpg(wpg)
-        for version in books.versions:
+        # Manifests before parts, which without one would count as never committed.
+        for version in sorted(books.versions, key=lambda version: bool(version.key.part)):
             await self._restore_version(version)
         # Only now: one that nobody refers to any more may be a version all the same.
         self._drop_unused_contents()
@@ -111,6 +112,8 @@ class Adoption:
     def _restore_wpg(self, book: WpgBook) -> None:
         wpg = Wpg(book.key, book.incarnation, book.seal_seq, epoch=book.epoch)
         wpg.sealed = set(book.sealed)
+        wpg.rank_offset = book.rank_offset
+        wpg.num_ranks = book.num_ranks or len(book.ranks)
         if book.prepared is not None:
             wpg.prepared = PreparedSeal(book.prepared)
         for index, described in enumerate(book.ranks):
@@ -136,7 +139,7 @@ class Adoption:
         if not self._adopt_extent(book.extent, num_bytes, name, is_vacated=is_below):
             return False
         self._node.residency.restore(
-            rank, book.heap_bytes, unpack(book.tensors), book.extent, book.host_bytes
+            rank, book.heap_bytes, TensorTable.read(book.tensors), book.extent, book.host_bytes
         )
         rank.pins = book.pins
         rank.state, rank.applied = book.state, book.applied
@@ -151,7 +154,7 @@ class Adoption:
         name = f"the host copy of {rank.owner}"
         if book.extent is not None and not self._adopt_extent(book.extent, book.heap_bytes, name):
             return False
-        contents, tensors = self._node.contents, unpack(book.tensors)
+        contents, tensors = self._node.contents, TensorTable.read(book.tensors)
         rank.frozen, rank.model = True, book.model
         self._node.residency.restore(rank, book.heap_bytes, tensors, book.extent)
         rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
@@ -254,7 +257,7 @@ class Adoption:
         version = Version(
             key=book.key,
             num_bytes=book.num_bytes,
-            tensors=unpack(book.tensors),
+            table=TensorTable.read(book.tensors),
             digest=book.digest,
             extent=book.extent,
             incarnation=book.incarnation,
@@ -294,7 +297,7 @@ class Adoption:
         if rank not in self._missing:
             raise CallerError(f"{rank} is not awaited", code=Code.PERMISSION_DENIED, field="token")
         heap = (message.heap_bytes, message.host_bytes, message.tensors)
-        if heap != (rank.heap_bytes, rank.host_bytes, rank.tensors):
+        if heap != (rank.heap_bytes, rank.host_bytes, rank.table.packed):
             self._lose(rank.wpg, "it came back with another heap")
             raise CallerError(f"{rank} had another heap", code=Code.FAILED_PRECONDITION)
         if rank.frozen:

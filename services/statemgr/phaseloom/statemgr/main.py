@@ -18,7 +18,6 @@ from phaseloom.statemgr import capacity, observing
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.core.contents import bases_of
-from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
@@ -27,6 +26,7 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals import filewire
 from phaseloom.statemgr.seals.fileserving import FileServer, FilesGate
 from phaseloom.statemgr.seals.replicating import Replicator
+from phaseloom.statemgr.seals.sealedcopies import SealedCopies
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
@@ -183,8 +183,8 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
         node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
     )
     gate = Gate(config.secret)
-    versions = VersionServer(gate, timeout_s, weights.reading, site=config.site)
-    boxes = SliceServer(gate, timeout_s, slices.reading)
+    versions = VersionServer(gate, timeout_s, weights.reading, weights.mend, site=config.site)
+    boxes = SliceServer(gate, timeout_s, slices.reading, weights.digests_of, weights.mend)
     files = FileServer(
         node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
     )
@@ -209,8 +209,15 @@ def _exporter(
     root = Path(config.checkpoint_root) if config.checkpoint_root else None
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
-    disk = directory.disk if root is None else Disk(root)
-    return Exporter(node, hierarchy, disk, checkpoints, config.checkpoint_file_bytes)
+    files = directory if root is None else StateDirectory(root)
+    return Exporter(
+        node,
+        hierarchy,
+        files,
+        checkpoints,
+        sealed=SealedCopies(node, directory),
+        file_bytes=config.checkpoint_file_bytes,
+    )
 
 
 def main() -> None:

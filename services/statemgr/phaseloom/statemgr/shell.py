@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phaseloom.common import metrics
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contained import contained
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.framing import MAX_FDS, Peer, close_fds
 from phaseloom.common.statewire import (
     Adopt,
@@ -26,6 +26,7 @@ from phaseloom.common.statewire import (
     AgentHello,
     BringState,
     CommitInitial,
+    CommitParts,
     CommitVersion,
     CreateVersion,
     CutState,
@@ -34,7 +35,6 @@ from phaseloom.common.statewire import (
     DropVersions,
     DropWpg,
     HandOver,
-    HeapRegistered,
     HoldVersion,
     OnDevice,
     OpenOnDevice,
@@ -57,13 +57,12 @@ from phaseloom.common.statewire import (
     Welcome,
     WriteCheckpoint,
     WriteSeal,
-    extent_bytes,
 )
 from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.checkpoints.exporting import Exporter
-from phaseloom.statemgr.core.layout import check_identity
-from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.core.residency import Rank
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.registering import commit_initial, register_heap, require_alive
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiers import sharing
@@ -146,7 +145,8 @@ class StateManager:
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
             kept: list[int] = []
             try:
-                reply, its_own = await self._handle(session, body, fds)
+                with contained(metrics.UNFORESEEN, "request"):
+                    reply, its_own = await self._handle(session, body, fds)
                 # At once: while the books are kept, what is answered with may be dropped, and its
                 # number be that of somebody else's memory.
                 kept += map(os.dup, its_own)
@@ -313,12 +313,13 @@ class StateManager:
     async def _handle_rank(self, rank: Rank, body: StateMessage) -> Answer:
         match body:
             case RegisterHeap():
-                return await self._register_heap(rank, body)
+                return await register_heap(self._node, self._hierarchy, self._sealer, rank, body)
             case CommitInitial():
-                await self._commit_initial(rank, body)
+                await commit_initial(self._node, self._hierarchy, rank, body)
             case (
                 CreateVersion()
                 | CommitVersion()
+                | CommitParts()
                 | OpenVersion()
                 | OpenOnDevice()
                 | OpenSlices()
@@ -334,18 +335,26 @@ class StateManager:
     async def _handle_version(
         self,
         rank: Rank,
-        body: CreateVersion | CommitVersion | OpenVersion | OpenOnDevice | OpenSlices | HoldVersion,
+        body: CreateVersion
+        | CommitVersion
+        | CommitParts
+        | OpenVersion
+        | OpenOnDevice
+        | OpenSlices
+        | HoldVersion,
     ) -> Answer:
         match body:
             case CreateVersion():
                 if not body.version.part:
-                    _require_leader(rank)
-                self._require_alive(rank.wpg)
+                    _require_first(rank)
+                require_alive(rank.wpg)
                 return await self._weights.create(rank.wpg, body)
             case CommitVersion():
                 if not body.version.part:
-                    _require_leader(rank)
+                    _require_first(rank)
                 await self._weights.commit(rank.wpg, body)
+            case CommitParts():
+                return await self._weights.commit_parts(rank.wpg, body), ()
             case OpenVersion():
                 return await self._open_version(rank, body)
             case OpenOnDevice():
@@ -362,10 +371,12 @@ class StateManager:
         version = self._node.versions.find(body.version)
         if version is None or not version.is_committed:
             close_fds(fds)
+            metrics.count(metrics.NOT_ON_DEVICE)
             raise CallerError(
                 f"version {body.version} is not here", code=Code.NOT_FOUND, field="version"
             )
-        self._node.device_copies.keep(rank, version.key, version.num_bytes, fds)
+        if not self._node.device_copies.keep(rank, version.key, version.num_bytes, fds):
+            metrics.count(metrics.NOT_ON_DEVICE)
         return Done()
 
     async def _open_version(self, rank: Rank, body: OpenVersion) -> Answer:
@@ -374,7 +385,8 @@ class StateManager:
         assert version is not None
         self._node.versions.acquire(version)
         try:
-            await sharing.make_room(self._node, rank, version)
+            # Nobody refers to a part: what is read of it needs a place of its own.
+            await sharing.make_room(self._node, rank, None if version.key.part else version)
         finally:
             self._node.release_version(version)
         if version.is_dropped:
@@ -387,7 +399,7 @@ class StateManager:
         match body:
             case CutState():
                 _require_leader(rank)
-                self._require_alive(rank.wpg)
+                require_alive(rank.wpg)
                 return await self._exporter.cut(rank, body)
             case WriteCheckpoint():
                 _require_leader(rank)
@@ -406,6 +418,8 @@ class StateManager:
             request.incarnation,
             request.devices,
             request.seal_seq,
+            rank_offset=request.rank_offset,
+            num_ranks=request.num_ranks,
         )
         if replaced is not None:
             self._node.retire(replaced, f"fenced by incarnation {request.incarnation}")
@@ -422,62 +436,6 @@ class StateManager:
             await self._sealer.forget(key)
             self._replicator.forget(key)
             node.residency.forget(key)
-
-    async def _register_heap(self, rank: Rank, request: RegisterHeap) -> Answer:
-        node = self._node
-        node.residency.check_heap(rank, request.heap_bytes, request.tensors, request.host_bytes)
-        check_identity(request)
-        # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
-        with self._hierarchy.using(rank.wpg):
-            what = f"the host copy of {rank.owner}"
-            num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-            reserve = node.reserve_frozen if request.frozen else self._hierarchy.reserve
-            extent = await reserve(num_bytes, what)
-        try:
-            node.residency.register_heap(
-                rank, request.heap_bytes, request.tensors, extent, request.host_bytes
-            )
-            rank.pins = request.pins
-            # Whose device pins memory may have some to share.
-            if rank in node.ranks:
-                node.ranks[rank].max_fds = int(rank.pins)
-            rank.frozen, rank.model = request.frozen, request.model
-        except PhaseloomError:
-            node.memory.free(extent)
-            raise
-        if rank.wpg.seal_seq:
-            await self._sealer.restore(rank)
-        if rank.extent is None:
-            raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
-        if rank.frozen and rank.state is State.HOST:
-            # A seal of an older release says nothing that host copies are verified by.
-            memory = node.memory[rank.extent].readable(rank.extent_bytes)
-            digest = rank.digest or await asyncio.to_thread(digest_of, memory)
-            self._require_alive(rank.wpg)
-            sharing.settle_copy(node, rank, rank.applied, digest)
-            return HeapRegistered(rank.applied), ()
-        return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
-
-    async def _commit_initial(self, rank: Rank, request: CommitInitial) -> None:
-        if rank.content is not None and rank.digest == request.digest:
-            return  # asked again after a kill
-        if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
-            raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
-        if request.applied < 0:
-            raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-        extent = self._node.memory[rank.extent]
-        memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
-        if await asyncio.to_thread(digest_of, memory) != request.digest:
-            raise ResourceError(
-                f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
-            )
-        self._node.residency.fill(rank, request.applied, request.digest)
-        if rank.frozen:
-            sharing.settle_copy(self._node, rank, request.applied, request.digest)
-
-    def _require_alive(self, wpg: Wpg) -> None:
-        if wpg.is_lost:
-            raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
 
     def _status(self) -> StatusReport:
         node = self._node
@@ -500,6 +458,15 @@ class StateManager:
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
             can_move=True,
+        )
+
+
+def _require_first(rank: Rank) -> None:
+    """Of the ranks on this node."""
+    if rank.index:
+        raise CallerError(
+            f"{rank} is not the first here, which alone makes whole versions",
+            code=Code.PERMISSION_DENIED,
         )
 
 

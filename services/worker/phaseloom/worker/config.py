@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
+from phaseloom.common.devicekind import DeviceKind
 from phaseloom.common.messages import Residency
-
-
-class DeviceKind(StrEnum):
-    EMULATED = "emulated"
-    """Memory of this machine, with a budget, and its processors."""
-    CUDA = "cuda"
-    """Device i is GPU i."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -41,6 +33,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """How long the node counts as alive without a renewal."""
     start_timeout_s: float = 120.0
     """A rank that is not up by then is killed."""
+    rank_host: str = "127.0.0.1"
+    """Name or address of this node where ranks of other nodes reach those of this one: which meet
+    at a port of rank 0's. Their traffic is the backends' own (gloo, NCCL): neither encrypted nor
+    authenticated, so it belongs into a network of its own."""
+    rank_interface: str = ""
+    """The network interface that this traffic goes over; empty: what the backend chooses."""
 
     @property
     def price(self) -> float:

@@ -14,11 +14,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import xxhash
 
 from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined, each_part
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
 from phaseloom.common.framing import close_fds
+from phaseloom.common.hugepages import make_huge, map_file
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot, VersionExtent
 from phaseloom.worker.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
@@ -28,7 +30,7 @@ _CHUNK_BYTES = 512 * 1024
 _PART_BYTES = 64 * 1024 * 1024
 """For one memmove: large enough that it writes past the cache."""
 _MAX_MAPPED_VERSIONS = 3
-"""Mappings of version extents kept for reuse; each keeps its extent's memory alive."""
+"""Of so many versions the mappings are kept for reuse; each keeps its extent's memory alive."""
 
 
 class Mapping:
@@ -40,11 +42,24 @@ class Mapping:
         try:
             # Private where it is read-only: nothing is ever written through it, and ctypes takes
             # the address of writable mappings only. Unwritten private pages are the shared ones.
-            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
-            self._map = mmap.mmap(fd, mapped_bytes, flags=flags)
-            self.buffer = memoryview(self._map)[:num_bytes]
+            if writable:
+                self._map, self._start = map_file(fd, mapped_bytes)
+            else:
+                self._map, self._start = mmap.mmap(fd, mapped_bytes, flags=mmap.MAP_PRIVATE), 0
+            self.buffer = self._view(num_bytes)
         finally:
             os.close(fd)
+        self._is_settled = not writable
+
+    def _view(self, num_bytes: int) -> memoryview:
+        return memoryview(self._map)[self._start : self._start + num_bytes]
+
+    def make_huge(self) -> None:
+        """Have it on huge pages, before it is pinned. Tried once: what the system did not give then
+        would be looked for in every switch. Long, the first time: run it in a thread."""
+        if not self._is_settled:
+            self._is_settled = True
+            make_huge(self.buffer)
 
     def close(self) -> None:
         """Unmap it now, where nothing refers to it any more; else with its last reference."""
@@ -59,7 +74,7 @@ class Mapping:
         try:
             self._map.close()
         except BufferError:
-            self.buffer = memoryview(self._map)[:num_bytes]
+            self.buffer = self._view(num_bytes)
             return False
         return True
 
@@ -89,8 +104,17 @@ class MappedVersions:
         self._mappings[identity] = mapping
         self._keys[mapping] = key
         buffer = mapping.buffer[:num_bytes]
-        self._close(list(self._mappings)[:-_MAX_MAPPED_VERSIONS])
+        self._close(self._of_older_versions())
         return buffer
+
+    def _of_older_versions(self) -> list[tuple[int, int, bool]]:
+        kept: set[VersionKey] = set()
+        older = []
+        for identity, mapping in reversed(self._mappings.items()):
+            kept.add(self._keys[mapping].whole)
+            if len(kept) > _MAX_MAPPED_VERSIONS:
+                older.append(identity)
+        return older
 
     def let_go(self) -> list[VersionKey]:
         """Unmap what nothing refers to. Returns what the others hold."""
@@ -187,8 +211,13 @@ def scatter(
 
     Neighbours on both sides go in one piece.
     """
+    copy_runs(source, target, runs(pairs))
+
+
+def copy_runs(source: memoryview, target: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
+    """Copy exactly these bytes: (from where, to where, how many)."""
     source_address, target_address = _address(source), _address(target)
-    batches = list(_batches(runs(pairs)))
+    batches = list(_batches(runs))
 
     def move(first: int, last: int) -> None:
         for batch in batches[first:last]:
@@ -234,7 +263,7 @@ def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
     places = []
     end = 0
     for slot in slots:
-        places.append(TensorSlot(slot.name, slot.role, slot.dtype, slot.shape, end, slot.num_bytes))
+        places.append(msgspec.structs.replace(slot, offset=end))
         end = align(end + slot.num_bytes)
     return places, end
 
@@ -253,10 +282,11 @@ def paired(
         )
     pairs = [(by_name[slot.name], slot) for slot in slots]
     for tensor, slot in pairs:
-        if (tensor.dtype, tensor.shape) != (slot.dtype, slot.shape):
+        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
+        if there != (slot.dtype, slot.shape, slot.num_bytes):
             raise CallerError(
                 f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
-                f"{slot.dtype}{slot.shape} here",
+                f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
                 code=Code.FAILED_PRECONDITION,
                 remedy="sync between deployments of one model only",
             )

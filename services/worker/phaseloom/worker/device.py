@@ -25,10 +25,11 @@ from phaseloom.common.messages import (
     Permit,
     Result,
 )
+from phaseloom.common.statewire import Failed
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.ranks import Ranks
-from phaseloom.worker.rankwire import Payload, RunShare
+from phaseloom.worker.rankwire import PartWritten, Payload, RunShare
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
 """Of the payloads that go in one call."""
@@ -181,7 +182,8 @@ class DeviceQueue:
         own, others = await self._ranks.everywhere(
             lambda: self._executor.compute(args), _share([call])
         )
-        shares = [own, *(result for (result,) in others if result is not None)]
+        known = (result for (result,) in others)
+        shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from phaseloom.common.devicekind import DeviceKind
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker import copying
-from phaseloom.worker.config import DeviceKind
 from phaseloom.worker.copying import clear_gaps, copy, copy_hashed, hashed, runs
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load
 from phaseloom.worker.cuda.memory import CudaHeap
@@ -39,6 +39,12 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int) -> DeviceMemory:
         _use_device(device)
         return heap
     except (CudaError, CudaUnavailable) as error:
+        if isinstance(error, CudaError) and error.is_out_of_memory:
+            raise ResourceError(
+                f"{num_bytes} bytes of device {device}: {error}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="give the state manager less of the device, so that new ranks find room",
+            ) from error
         raise ResourceError(
             f"{num_bytes} bytes of device {device}: {error}",
             code=Code.UNAVAILABLE,
@@ -95,6 +101,14 @@ def scatter(
         copying.scatter(source, memory.buffer, pairs)
     else:
         memory.copy_parts_in(source, list(runs(pairs)))
+
+
+def copy_runs(source: memoryview, memory: DeviceMemory, runs: list[tuple[int, int, int]]) -> None:
+    """See `copying.copy_runs`."""
+    if isinstance(memory, Heap):
+        copying.copy_runs(source, memory.buffer, runs)
+    else:
+        memory.copy_parts_in(source, runs)
 
 
 def can_share(memory: DeviceMemory) -> bool:

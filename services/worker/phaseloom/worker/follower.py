@@ -10,19 +10,20 @@ from phaseloom.common.codec import decode
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
-    Args,
     Generate,
+    LoadState,
     Operation,
     Permit,
     PublishWeights,
-    Result,
+    SaveState,
     SyncWeights,
 )
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.executor import Executor
 from phaseloom.worker.ranks import Ranks
-from phaseloom.worker.rankwire import RankConfig, RunShare, ShareDone
+from phaseloom.worker.rankwire import PartWritten, RankConfig, RunShare, ShareDone, ShareResult
 from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.weightsync import Brought, RankWeights, or_failed
 
 
 @dataclass(slots=True)
@@ -31,7 +32,13 @@ class Follower:
     state: RankStateClient
     executor: Executor
     ranks: Ranks
+    weights: RankWeights = field(init=False)
+    _brought: Brought | None = None
+    """Of a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
+
+    def __post_init__(self) -> None:
+        self.weights = RankWeights(self.settings, self.state, self.executor)
 
     def cancel(self, operation: OperationKey) -> None:
         self._cancelled.add(operation)
@@ -39,10 +46,12 @@ class Follower:
     async def run(self, share: RunShare) -> ShareDone:
         """Raises: what its part failed with; the WPG cannot go on then."""
         started_s = time.time()
-        args = [decode(o.payload, Operation, o.content_type).args for o in share.operations]
-        results = await self._results(share, args)
+        operations: list[Operation] = [
+            decode(o.payload, Operation, o.content_type) for o in share.operations
+        ]
+        results = await self._results(share, operations)
         permit, key = share.permit, share.permit.operation
-        if permit.kind in MUTATING_KINDS and not share.zero_gradients:
+        if permit.kind in MUTATING_KINDS and not (share.zero_gradients or share.prepares):
             assert key.seq is not None
             self.executor.applied = key.seq
         telemetry.record(
@@ -61,8 +70,9 @@ class Follower:
         )
         return ShareDone(results)
 
-    async def _results(self, share: RunShare, args: list[Args]) -> list[Result | None]:
-        backend, (first, *_) = self.executor.backend, args
+    async def _results(self, share: RunShare, operations: list[Operation]) -> list[ShareResult]:
+        backend, args = self.executor.backend, [operation.args for operation in operations]
+        first = args[0]
         if share.zero_gradients:
             await self.ranks.here(backend.zero_gradients)
             return [None]
@@ -71,24 +81,63 @@ class Follower:
                 requests = [a for a in args if isinstance(a, Generate)]
                 watch = _Watch(self._cancelled, [o.operation for o in share.operations])
                 return list(await self.ranks.here(lambda: self.executor.generate(requests, watch)))
-            case PublishWeights():
-                await self.ranks.here(lambda: backend.write_weights(None))
-                return [None]
-            case SyncWeights():
-                await self._sync(first, share.permit)
-                return [None]
+            case SaveState():
+                return [await or_failed(self._save(operations[0].id, first, share))]
+            case PublishWeights() | SyncWeights():
+                return [await self._move(first, share)]
+            case LoadState() if share.prepares:
+                return [await or_failed(self._load(first))]
             case _:
                 return [await self.ranks.here(lambda: self.executor.compute(first))]
 
-    async def _sync(self, args: SyncWeights, permit: Permit) -> None:
-        own, backend = self.settings.deployment, self.executor.backend
+    async def _move(self, args: PublishWeights | SyncWeights, share: RunShare) -> ShareResult:
+        match args:
+            case _ if share.prepares:
+                return await or_failed(self._prepare(args, share.permit))
+            case PublishWeights() if share.manifest is not None:
+                await self.state.commit_parts(self._published(share.permit), share.manifest)
+            case SyncWeights():
+                await self._take(share.permit)
+        return None
+
+    async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
+        """Have this node's state manager cut, or write, what its ranks have. Raises:
+        PhaseloomError."""
+        if not self.settings.is_first_here:
+            return
+        if share.prepares:
+            await self.state.cut_state(operation, args.name, self.executor.applied)
+        else:
+            await self.state.write_checkpoint(operation, args.name, "", args.keep)
+
+    async def _load(self, args: LoadState) -> None:
+        """Have this node's state manager read it. Raises: PhaseloomError."""
+        if self.settings.is_first_here:
+            await self.state.read_checkpoint(args.name)
+
+    async def _prepare(
+        self, args: PublishWeights | SyncWeights, permit: Permit
+    ) -> PartWritten | None:
+        """Raises: PhaseloomError: nothing has changed."""
+        self._brought = None
+        if isinstance(args, PublishWeights):
+            return PartWritten(await self.weights.write(self._published(permit)))
+        own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        buffer, _ = await self.state.open_version(
-            version, permit.sources, backend.version_slots, permit.ticket
-        )
-        await self.ranks.here(lambda: backend.read_weights(buffer))
+        self._brought = await self.weights.bring(version, permit)
+        return None
+
+    def _published(self, permit: Permit) -> VersionKey:
         assert permit.operation.seq is not None
-        await self.state.hold_version(version, permit.operation.seq)
+        return VersionKey(self.settings.deployment, permit.operation.seq)
+
+    async def _take(self, permit: Permit) -> None:
+        brought, self._brought = self._brought, None
+        assert brought is not None
+        await self.weights.take(brought)
+        assert permit.operation.seq is not None
+        if brought.is_whole:
+            await self.state.hold_version(brought.version, permit.operation.seq)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from phaseloom.common.codec import encode
 from phaseloom.common.errors import PhaseloomError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.streams import state_subject
-from phaseloom.worker.stateclient import AgentStateClient
+from phaseloom.worker.agentstate import AgentStateClient
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 from msgspec.structs import replace
@@ -34,7 +35,14 @@ from phaseloom.common.codec import (
     decode,
     encode,
 )
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, unforeseen
+from phaseloom.common.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+    unforeseen,
+)
 from phaseloom.common.gathering import Gathering
 from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
@@ -63,16 +71,28 @@ from phaseloom.common.messages import (
     SyncWeightsResult,
     checkpoints_of,
 )
+from phaseloom.common.statewire import Failed, VersionPart, VersionParts
 from phaseloom.common.streams import Bucket
 from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.patience import until_answered
-from phaseloom.worker.ranks import Broken, Ranks
-from phaseloom.worker.rankwire import Payload, RankConfig, RunPermits, RunsApart, RunShare
+from phaseloom.worker.ranks import Broken, GroupLost, Ranks
+from phaseloom.worker.rankwire import (
+    PartWritten,
+    Payload,
+    RankConfig,
+    RunPermits,
+    RunsApart,
+    RunShare,
+    ShareResult,
+)
 from phaseloom.worker.stateclient import RankStateClient, VersionCopy
+from phaseloom.worker.weightsync import Brought, RankWeights, or_failed
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PROGRESS_S = 0.5
 """Between two words on how far a `generate` is."""
@@ -149,6 +169,7 @@ class Leader:
     """Reading operations that run on the devices."""
     _unended: set[OperationKey] = field(default_factory=set)
     """Permitted, and about to end or to run for long."""
+    weights: RankWeights = field(init=False)
     _finished: Gathering[_Finished, None] = field(init=False)
     _synced: SyncWeightsResult | None = None
     """Of the last `sync_weights`."""
@@ -164,6 +185,7 @@ class Leader:
     def __post_init__(self) -> None:
         if self.settings.checkpoint:
             self._loaded.add(self.settings.checkpoint)
+        self.weights = RankWeights(self.settings, self.state, self.executor)
         self._finished = Gathering(self._append, lambda: bool(self._unended), GATHER_S)
 
     async def run(self, given: RunPermits) -> None:
@@ -190,10 +212,13 @@ class Leader:
                 given.permits, traceparents, dones, payloads, strict=True
             )
         ]
-        if len(runs) == 1:
-            await runs[0]
-        else:
-            await asyncio.gather(*runs)
+        try:
+            if len(runs) == 1:
+                await runs[0]
+            else:
+                await asyncio.gather(*runs)
+        except GroupLost as lost:
+            raise ResourceError(f"the ranks have lost one another: {lost.__cause__}") from lost
 
     async def _run_one(
         self,
@@ -299,7 +324,7 @@ class Leader:
                 await self._zero_gradients(call)
                 return ended(_failed(permit, _PARTIAL))
             result = await self._run(call, company)
-        except _NotNow:
+        except (_NotNow, GroupLost):
             raise
         except Refused as refused:
             return ended(_failed(permit, refused.error))
@@ -363,58 +388,97 @@ class Leader:
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
     async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
-        backend = self.executor.backend
+        """Raises: PhaseloomError: nothing was written. Broken: only a part of the ranks know."""
+        weights = self.weights
         if self.ranks.is_alone:
             return await self.state.create_version(version, self.executor.weight_slots)
-        begun = await self.state.begin_version(version, backend.version_slots)
-        if isinstance(begun, VersionCopy):
-            return begun
-        buffer = begun
-        await self.ranks.everywhere(lambda: backend.write_weights(buffer), _share(call))
-        return await self.state.commit_version(version, buffer)
+        mine, others = await self._prepared(weights.write(version), call)
+        parts = [mine, *(each.part for each in others if isinstance(each, PartWritten))]
+        manifest = weights.manifest(parts) if weights.is_in_parts else None
+        share = replace(_share(call), manifest=manifest)
+        copy, _ = await self.ranks.together(self._committed(version, mine, manifest), share)
+        return copy
+
+    async def _committed(
+        self, version: VersionKey, mine: VersionPart | None, manifest: VersionParts | None
+    ) -> VersionCopy:
+        if manifest is not None:
+            return await self.state.commit_parts(version, manifest)
+        assert mine is not None
+        return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
+
+    async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
+        """What the leader, and the others, have done before anything changes.
+
+        Raises: PhaseloomError: one of them could not, and nothing has changed. Broken.
+        """
+        return await self._answered(own, replace(_share(call), prepares=True))
+
+    async def _on_all_nodes(self, own: Awaitable[None], call: Call) -> None:
+        """What each node's state manager does for its ranks.
+
+        Raises: PhaseloomError: one of them could not. Broken.
+        """
+        if self.settings.is_over_nodes:
+            await self._prepared(own, call)
+        else:
+            await own
+
+    async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
+        """Raises: PhaseloomError: one of them could not. Broken."""
+        mine, shares = await self.ranks.together(or_failed(own), share)
+        others = [results[0] for results in shares]
+        if isinstance(mine, Failed):
+            raise to_exception(mine.error)
+        for each in others:
+            if isinstance(each, Failed):
+                raise to_exception(each.error)
+        return mine, others
 
     async def _sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
         try:
-            digest = await self._read_version(call, version)
-            assert call.key.seq is not None
-            await self.state.hold_version(version, call.key.seq)
+            brought = await self._read_version(call, version)
         except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise _NotNow(error.info) from error
             raise Refused(error.info) from error
-        before, self._synced = self._synced, SyncWeightsResult(args.version, digest)
-        if before is not None and before.digest == digest:
+        assert call.key.seq is not None
+        # The weights are others now: where this fails, the life is not what it was before either.
+        if brought.is_whole:
+            await self.state.hold_version(version, call.key.seq)
+        before, self._synced = self._synced, SyncWeightsResult(args.version, brought.digest)
+        if before is not None and before.digest == brought.digest:
             why = f"version {args.version} has the weights of version {before.version}"
             await self._notice("sync changed nothing", why, call.key)
         return self._synced
 
-    async def _read_version(self, call: Call, version: VersionKey) -> str:
+    async def _read_version(self, call: Call, version: VersionKey) -> Brought:
         """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
-        backend = self.executor.backend
-        sources, ticket = call.permit.sources, call.permit.ticket
+        weights, permit = self.weights, call.permit
         if self.ranks.is_alone:
-            slots = self.executor.weight_slots
-            digest = await self.state.load_version(version, sources, slots, ticket)
-            await self.ranks.here(backend.weights_changed)
-            return digest
-        slots = backend.version_slots
-        buffer, digest = await self.state.open_version(version, sources, slots, ticket)
-        await self.ranks.everywhere(lambda: backend.read_weights(buffer), _share(call))
-        return digest
+            return await weights.load(version, permit)
+        brought, _ = await self._prepared(weights.bring(version, permit), call)
+        await self.ranks.together(weights.take(brought), _share(call))
+        return brought
 
     async def _save(self, call: Call, args: SaveState, company: _Company) -> SaveStateResult | None:
-        """The state is cut while the devices wait; it is written while they go on."""
+        """The state is cut while the devices wait; it is written while they go on. Of a WPG over
+        several nodes each node's state manager does so, and this one's makes a whole of it."""
         if self.queue.is_cancelled(call.key):
             return None
         permit, operation = call.permit, call.operation.id
         clock_s = time.perf_counter()
         config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
         try:
-            await self.state.cut_state(operation, args.name, self.executor.applied)
+            await self._on_all_nodes(
+                self.state.cut_state(operation, args.name, self.executor.applied), call
+            )
             call.duration_s = time.perf_counter() - clock_s
             await self._let_go(permit, company)
+            if self.settings.is_over_nodes:
+                await self._answered(asyncio.sleep(0), _share(call))
             sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)
         except PhaseloomError as error:
             # The state was read only.
@@ -469,6 +533,8 @@ class Leader:
         except PhaseloomError as error:
             raise Refused(error.info) from error
         self._loaded.add(args.name)
+        # Here it is replaced already: where another node fails, nobody has a state any more.
+        await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), _share(call))
         assert isinstance(loaded, LoadStateResult)
         if expected not in {"", loaded.weights_sha256}:

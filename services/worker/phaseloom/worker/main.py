@@ -11,11 +11,12 @@ from phaseloom.common.errors import ResourceError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.leases import Lease, node_lease_key
 from phaseloom.common.messages import DeviceSpec, NodeUp
+from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.inspecting import serve_state
+from phaseloom.worker.othernodes import serve_nodes
 from phaseloom.worker.rankwire import RankMessage
 from phaseloom.worker.shell import Agent
-from phaseloom.worker.stateclient import AgentStateClient
 from phaseloom.worker.wpg import fork_server, remove_old_stores
 
 _CONNECT_PAUSE_S = 0.1
@@ -33,6 +34,7 @@ async def serve(stop: asyncio.Event) -> None:
         ttl_s = settings.lease_ttl_s
         lease = await Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
         remove_old_stores(settings)
+        node = NodeId(settings.node)
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(
@@ -49,10 +51,10 @@ async def serve(stop: asyncio.Event) -> None:
                 tasks.create_task(lease.keep()),
                 tasks.create_task(framing.serve(listener, RankMessage, agent.rank_session)),
                 tasks.create_task(agent.keep_alive()),
+                tasks.create_task(serve_nodes(bus, node, agent.answer_node)),
                 tasks.create_task(_until_state_lost(state)),
                 tasks.create_task(_announce(settings, bus, state, lease.revision)),
             ]
-            node = NodeId(settings.node)
             await bus.consume(
                 streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
             )

@@ -1,12 +1,17 @@
 """What the fork server imports once, so that a rank starts in a fraction of a second.
 
-Never initialise CUDA here: a forked child could not use it.
+Never initialise CUDA here: a forked child could not use it. What is imported may ask whether there
+is a GPU: without `QUIET_CHECK` torch would initialise it to answer.
 """
 
 import gc
 import importlib
+import os
 
 from phaseloom.common import lifecycle
+from phaseloom.worker.cuda.driver import QUIET_CHECK
+
+os.environ.setdefault(*QUIET_CHECK)
 
 # The fork server watches its agent only after these imports, which take seconds.
 lifecycle.die_with_parent()

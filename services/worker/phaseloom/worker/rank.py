@@ -37,6 +37,8 @@ from phaseloom.worker.leader import Leader
 from phaseloom.worker.ranks import Ranks
 from phaseloom.worker.rankwire import (
     CancelRun,
+    MeetAt,
+    MeetRanks,
     RankConfig,
     RankFailed,
     RankMessage,
@@ -51,6 +53,8 @@ log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the backend's Python code may keep the interpreter from the event loop."""
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Answer = Callable[[RankMessage], Awaitable[RankMessage]]
 
@@ -89,7 +93,7 @@ async def _run(settings: RankConfig) -> None:
 async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
     device_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
     ranks = Ranks(device_thread, agent, settings.num_ranks)
-    heap, executor = await _build(settings, ranks)
+    heap, executor = await _build(settings, ranks, await _group(settings, agent))
     state = await RankStateClient.connect(
         settings.state_socket,
         settings.token,
@@ -139,10 +143,29 @@ def _identity(model: ModelSpec) -> str:
     return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
 
 
-async def _build(settings: RankConfig, ranks: Ranks) -> tuple[DeviceMemory, Executor]:
+async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
+    """Where it meets its WPG's other ranks. Raises: PhaseloomError: their life is over."""
+    if not settings.is_over_nodes:
+        return RankGroup(settings.rank, settings.num_ranks, settings.store_path)
+    if settings.interface:
+        # What gloo and NCCL go by; they are told in no other way.
+        os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
+    told, fds = await agent.call(MeetRanks(settings.token))
+    assert isinstance(told, MeetAt), told
+    return RankGroup(
+        settings.rank,
+        settings.num_ranks,
+        store_address=told.address,
+        store_fd=fds[0] if fds else -1,
+        life=f"{settings.deployment}/{settings.incarnation}",
+    )
+
+
+async def _build(
+    settings: RankConfig, ranks: Ranks, group: RankGroup
+) -> tuple[DeviceMemory, Executor]:
     """The backend on its heap, filled from the spec's seeds."""
     factory, spec = backend_factory(settings.spec.backend), settings.spec
-    group = RankGroup(settings.rank, settings.num_ranks, settings.store_path)
     num_bytes = factory.heap_bytes(spec, group)
     kind, device = settings.device_kind, settings.device
     heap = await ranks.here(lambda: devicememory.allocate(kind, device, num_bytes))

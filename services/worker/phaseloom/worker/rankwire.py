@@ -1,18 +1,18 @@
 """The node-local protocol between an agent and its ranks, over the agent's Unix socket.
 
 The leader (rank 0) alone is given permits. Where it has other ranks beside it, it sends them their
-part through the agent, which knows who of them is alive.
+part through the agent, which knows who of them is alive, and asks the agents of other nodes.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from phaseloom.common.devicekind import DeviceKind
 from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.messages import CommandId, DeploymentSpec, Message, Permit, Result
-from phaseloom.common.statewire import Done, Failed
-from phaseloom.worker.config import DeviceKind
+from phaseloom.common.statewire import Done, Failed, VersionPart, VersionParts
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -30,12 +30,47 @@ class RankConfig(msgspec.Struct, frozen=True):
     device_kind: DeviceKind = DeviceKind.EMULATED
     rank: int = 0
     num_ranks: int = 1
+    nodes: list[NodeId] = []
+    """Of the WPG, by rank, as many ranks on each; none: all of them are on this node."""
     store_path: str = ""
-    """Where the ranks of this life find each other; empty where there is one."""
+    """Where the ranks of this life find each other; empty where there is one, or several nodes:
+    then `MeetRanks` tells."""
+    interface: str = ""
+    """The network interface that the ranks' own traffic goes over; empty: the backend's choice."""
     checkpoint: str = ""
     """Start from it, where no seal is restored; empty: from the spec's seeds."""
     applied: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
+
+    @property
+    def is_over_nodes(self) -> bool:
+        return len(self.nodes) > 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // max(1, len(self.nodes))
+
+    @property
+    def is_first_here(self) -> bool:
+        """Of the ranks on its node: it speaks for them with the node's state manager."""
+        return self.rank % self.ranks_per_node == 0
+
+    def node_of(self, rank: int) -> NodeId:
+        return self.nodes[rank // self.ranks_per_node] if self.nodes else NodeId(self.node)
+
+
+class MeetRanks(Message, frozen=True):
+    """rank → agent, before `RankUp`, where its WPG is on several nodes. Answer: MeetAt, and beside
+    it, for rank 0 alone, the socket that listens there.
+
+    Raises: its life is over."""
+
+    token: str
+
+
+class MeetAt(Message, frozen=True):
+    address: str
+    """host:port, of this life alone."""
 
 
 class RankUp(Message, frozen=True):
@@ -98,15 +133,32 @@ class RunShare(Message, frozen=True):
     traceparent: str = ""
     zero_gradients: bool = False
     """Of an `optim_step` that is refused: forget the gradients instead."""
+    prepares: bool = False
+    """The first of two calls, which changes nothing: of `publish_weights` write what this rank has
+    to; of `sync_weights` bring and verify what it needs. Another follows if all ranks could."""
+    manifest: VersionParts | None = None
+    """Of the second call of a `publish_weights` in parts: all of them are committed."""
+
+
+class PartWritten(Message, frozen=True):
+    """Of `publish_weights`."""
+
+    part: VersionPart | None
+    """None: another rank writes what this one has."""
+
+
+ShareResult = Result | PartWritten | Failed | None
+"""Failed: of a call that prepares; nothing has changed. None: it was cancelled, or it has no result
+of a share."""
 
 
 class ShareDone(Message, frozen=True):
-    results: list[Result | None]
-    """Of each operation; None: it was cancelled, or it has no result of a share."""
+    results: list[ShareResult]
+    """Of each operation."""
 
 
 class SharesDone(Message, frozen=True):
-    results: list[list[Result | None]]
+    results: list[list[ShareResult]]
     """[rank − 1][operation]"""
 
 
@@ -119,7 +171,9 @@ class RollCall(Message, frozen=True):
 
 
 RankMessage = (
-    RankUp
+    MeetRanks
+    | MeetAt
+    | RankUp
     | RankFailed
     | RunPermits
     | RunsApart

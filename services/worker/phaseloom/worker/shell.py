@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import ForkServerContext
 
 from msgspec.structs import replace
@@ -21,22 +22,30 @@ from nats.aio.msg import Msg
 from phaseloom.common import metrics, telemetry
 from phaseloom.common.bus import Bus
 from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
 from phaseloom.common.framing import Handler, Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     ActivationOpened,
     ActivationRefused,
+    CallRoll,
     CancelOperation,
+    CancelPart,
     CloseActivation,
     Command,
     Event,
+    FindStore,
+    LifeOver,
     MirrorState,
+    NodeReply,
+    NodeRequest,
+    NotYet,
     OpenActivation,
     Permit,
     Permits,
     PrefetchState,
+    Present,
     ReleaseVersions,
     SealCommitted,
     SealFailed,
@@ -44,14 +53,19 @@ from phaseloom.common.messages import (
     StartWpg,
     StateMirrored,
     StopWpg,
+    StoreFound,
+    TakePart,
     WpgLost,
     WpgStarted,
 )
 from phaseloom.common.statewire import BringState, Done
+from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
+from phaseloom.worker.othernodes import LifeEnded, with_payloads
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rankwire import (
+    MeetRanks,
     RankFailed,
     RankMessage,
     RankUp,
@@ -59,9 +73,9 @@ from phaseloom.worker.rankwire import (
     RunPermits,
     RunsApart,
     RunShare,
+    SharesDone,
 )
 from phaseloom.worker.sealrecords import SealRecords
-from phaseloom.worker.stateclient import AgentStateClient
 from phaseloom.worker.turns import Turns
 from phaseloom.worker.wpg import Wpg
 
@@ -100,6 +114,8 @@ class Agent:
         self._state_lock = asyncio.Lock()
         self._seal_lock = asyncio.Lock()
         self._in_hand: dict[int, Msg] = {}
+        self._stops: list[StopWpg] = []
+        """Under way."""
         self._is_stopping = False
 
     def register_metrics(self) -> None:
@@ -119,8 +135,10 @@ class Agent:
 
         async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
             close_fds(fds)
-            token = body.token if isinstance(body, RankUp | RankFailed) else ""
+            token = body.token if isinstance(body, MeetRanks | RankUp | RankFailed) else ""
             wpg = self._by_token.get(token)
+            if wpg is not None and isinstance(body, MeetRanks):
+                return await wpg.meet(token)
             if wpg is None or not isinstance(body, RankUp | RankFailed):
                 peer.cut("no rank of this agent")
                 return Done(), []
@@ -252,15 +270,27 @@ class Agent:
                 return
             if old is not None:
                 old.kill(ErrorInfo(Code.ABORTED, "fenced by a newer incarnation"))
-            wpg = Wpg(command, self._settings, self._agent_socket)
+            wpg = Wpg(command, self._settings, self._agent_socket, self._bus, self._tasks)
             try:
                 if command.sources:
                     await self._state.bring_state(_state_of(command))
                 await self._state.register_wpg(
-                    wpg.tokens, key, command.incarnation, command.devices, command.seal_seq
+                    wpg.tokens,
+                    key,
+                    command.incarnation,
+                    command.devices,
+                    command.seal_seq,
+                    rank_offset=wpg.rank_offset,
+                    num_ranks=wpg.num_ranks,
                 )
+                wpg.open_store()
             except PhaseloomError as error:
+                wpg.abandon()
                 await self._report_lost(key, command.incarnation, error.info)
+                return
+            if self._is_to_stop(command):
+                # Where the ranks would meet on another node, they might wait for those in vain.
+                wpg.abandon()
                 return
             self._wpgs[key] = wpg
             self._by_token |= dict.fromkeys(wpg.tokens, wpg)
@@ -284,7 +314,21 @@ class Agent:
             f"started:{key}:{command.incarnation}:{command.node}",
         )
 
+    def _is_to_stop(self, command: StartWpg) -> bool:
+        """Whether its end is waited for already; it will be told as soon as this is over."""
+        return any(
+            stop.deployment == command.deployment and stop.incarnation >= command.incarnation
+            for stop in self._stops
+        )
+
     async def _stop(self, command: StopWpg) -> None:
+        self._stops.append(command)
+        try:
+            await self._end(command)
+        finally:
+            self._stops.remove(command)
+
+    async def _end(self, command: StopWpg) -> None:
         wpg = self._wpgs.get(command.deployment)
         stopped = ErrorInfo(Code.ABORTED, "stopped by the scheduler")
         was_alive = wpg is not None and wpg.incarnation <= command.incarnation
@@ -390,6 +434,10 @@ class Agent:
             traceparent = command.traceparents[-1]
             last = telemetry.extract({"traceparent": traceparent} if traceparent else {})
             wpg.last_span = telemetry.span_context(last)
+            if all(permit.kind != "save_state" for permit in command.permits):
+                await _run(wpg, given)
+                return True
+            # What is saved gives its turn up before it has ended.
             running = self._tasks.create_task(_run(wpg, given))
             await wpg.until_apart(given, running)
         await running
@@ -407,6 +455,56 @@ class Agent:
         except PhaseloomError as error:
             log.info("%s is not cancelled: %s", command.operation, error)
 
+    # --- other nodes ----------------------------------------------------------------------------
+
+    async def answer_node(self, request: NodeRequest) -> NodeReply:
+        """What an agent asks that has other ranks of a WPG of this node."""
+        key, incarnation = _life_of(request)
+        wpg = self._wpgs.get(key)
+        if isinstance(request, FindStore):
+            is_meant = wpg is not None and wpg.incarnation == incarnation
+            address = wpg.store_address if wpg is not None and is_meant else ""
+            return StoreFound(address) if address else NotYet()
+        if wpg is None or wpg.incarnation != incarnation:
+            return LifeOver(_over(key, incarnation))
+        if wpg.is_killed:
+            await wpg.ended()
+            return LifeOver(wpg.reason)
+        match request:
+            case TakePart():
+                return await wpg.take(request, partial(self._take_part, wpg))
+            case CallRoll():
+                try:
+                    await wpg.roll_call_here()
+                except LifeEnded as error:
+                    return LifeOver(error.info)
+            case CancelPart():
+                await wpg.cancel_here(request.operation)
+        return Present()
+
+    async def _take_part(self, wpg: Wpg, share: RunShare) -> SharesDone:
+        """Have this node's ranks do their share of a call of the leader's, which is elsewhere.
+
+        It has its turn here as the operation has it there. Raises: LifeEnded; PhaseloomError.
+        """
+        permit, turns = share.permit, self._turns[wpg.deployment]
+        if permit.kind == "save_state" and not share.prepares:
+            # What is cut is written beside whatever runs.
+            return await wpg.share_here(await with_payloads(self._bus, share))
+        await wpg.until_sealed(permit.sealing)
+        is_mutating = permit.kind in MUTATING_KINDS
+        async with turns.alone() if is_mutating else turns.together():
+            if permit.epoch != wpg.epoch:
+                raise ResourceError(
+                    f"{permit.operation} is permitted under epoch {permit.epoch}, here it is "
+                    f"{wpg.epoch}",
+                    code=Code.ABORTED,
+                )
+            traceparent = share.traceparent
+            last = telemetry.extract({"traceparent": traceparent} if traceparent else {})
+            wpg.last_span = telemetry.span_context(last)
+            return await wpg.share_here(await with_payloads(self._bus, share))
+
     # --- copies ---------------------------------------------------------------------------------
 
     async def _mirror(self, command: MirrorState) -> None:
@@ -419,6 +517,9 @@ class Agent:
             command.sources,
             command.ticket,
             command.holds,
+            command.keeps,
+            command.rank_offset,
+            command.num_ranks,
         )
         try:
             async with self._turns[key].alone():
@@ -444,6 +545,8 @@ class Agent:
                 except BaseException:
                     self._seal_lock.release()
                     raise
+                finally:
+                    self._note_sealed(command)
             try:
                 await self._write_seal(command)
             finally:
@@ -453,6 +556,11 @@ class Agent:
                 SealFailed(key, command.seq, command.node, error.info),
                 f"seal-failed:{key}:{command.id}",
             )
+
+    def _note_sealed(self, command: SealState) -> None:
+        wpg = self._wpgs.get(command.deployment)
+        if wpg is not None and wpg.incarnation == command.incarnation:
+            wpg.note_sealed(command.seq)
 
     async def _write_seal(self, command: SealState) -> None:
         key = command.deployment
@@ -474,9 +582,25 @@ class Agent:
         await self._append(event, f"sealed:{key}:{command.seq}:{command.node}")
 
 
+def _life_of(request: NodeRequest) -> tuple[DeploymentKey, int]:
+    if isinstance(request, CancelPart):
+        return request.operation.deployment_key, request.incarnation
+    return request.deployment, request.incarnation
+
+
+def _over(key: DeploymentKey, incarnation: int) -> ErrorInfo:
+    return ErrorInfo(Code.UNAVAILABLE, f"incarnation {incarnation} of {key} is over")
+
+
 def _state_of(command: StartWpg) -> BringState:
     return BringState(
-        command.deployment, command.seal_seq, command.versions, command.sources, command.ticket
+        command.deployment,
+        command.seal_seq,
+        command.versions,
+        command.sources,
+        command.ticket,
+        rank_offset=command.rank_offset,
+        num_ranks=command.spec.layout.num_ranks,
     )
 
 

@@ -1,12 +1,9 @@
-"""The worker's side of the state manager: the agent's orders and the ranks' copies.
+"""A rank's side of the state manager: its session, and the weights versions it makes and reads.
 
-A rank's heap and its host extent are two mappings: switches are one memcpy each way, by several
-threads; what comes in is hashed while it is in the cache. Extents are mapped once and kept, because
-first touch is ten times slower than a copy. Copies run in a thread and without the GIL: the event
+What it copies when told to is `hostcopies`. Copies run in a thread and without the GIL: the event
 loop goes on.
 
-Both clients outlive the daemon: see `statelink`. Only when their `closed` is done it is gone for
-good.
+The client outlives the daemon: see `statelink`. Only when its `closed` is done it is gone for good.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,21 +18,25 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from opentelemetry import trace
 
-from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket, Ticket
+from phaseloom.common.errors import (
+    CallerError,
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.framing import Peer, close_fds
+from phaseloom.common.hugepages import make_huge
+from phaseloom.common.ids import VersionKey
+from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import (
-    Adopt,
-    Adopted,
-    AgentHello,
-    BringState,
     CheckpointRead,
     CheckpointWritten,
     CommitInitial,
+    CommitParts,
     CommitVersion,
-    Copied,
     CopyAside,
     CopyFrom,
     CopyIn,
@@ -45,202 +45,49 @@ from phaseloom.common.statewire import (
     CutState,
     CutTaken,
     Done,
-    DropVersions,
-    DropWpg,
-    HandOver,
     HeapRegistered,
     HoldVersion,
-    KeepHandles,
     LetGo,
     OnDevice,
     OpenOnDevice,
     OpenSlices,
     OpenVersion,
     PartSources,
-    Prefetch,
-    PrepareSeal,
     PruneCheckpoints,
     RankHello,
     RankResume,
     ReadCheckpoint,
     RegisterHeap,
-    RegisterWpg,
-    Sealed,
     ShareOnDevice,
     Slice,
     StateMessage,
-    StatusReport,
-    StatusRequest,
     StillMapped,
-    Switched,
-    SwitchIn,
-    SwitchOut,
     TensorSlot,
     Unpin,
     VersionExtent,
-    Welcome,
+    VersionParts,
     WriteCheckpoint,
-    WriteSeal,
     extent_bytes,
-    host_start,
 )
+from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.versionparts import is_manifest
 from phaseloom.worker import devicememory
 from phaseloom.worker.copying import (
     MappedVersions,
     Mapping,
-    copy,
     hashed,
-    packed,
-    paired,
     verify,
 )
+from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.heap import align
-from phaseloom.worker.statelink import RECONNECT_S, StateLink, expect
+from phaseloom.worker.hostcopies import HostCopies
+from phaseloom.worker.layouts import Layouts
+from phaseloom.worker.statelink import RECONNECT_S, StateLink, ask, expect
 
 log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind")
-
-
-class AgentStateClient:
-    """The agent's orders to its node's state manager. Every call raises what the answer says.
-
-    It keeps the daemon's handles, and hands them to the daemon's next life.
-    """
-
-    def __init__(self, path: str | Path, secret: str, reconnect_s: float) -> None:
-        self._secret = secret
-        self._index = ""
-        self._handles: dict[int, int] = {}
-        """handle → descriptor"""
-        self._link = StateLink(path, self._greet, self._handle, reconnect_s)
-
-    @classmethod
-    async def connect(
-        cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
-    ) -> AgentStateClient:
-        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
-        client = cls(path, secret, reconnect_s)
-        await client._link.connect()
-        return client
-
-    @property
-    def closed(self) -> asyncio.Future[str]:
-        """Done when the state manager is gone for good."""
-        return self._link.closed
-
-    async def close(self) -> None:
-        await self._link.close()
-        close_fds(self._handles.values())
-        self._handles.clear()
-
-    async def _greet(self, peer: Peer[StateMessage]) -> None:
-        welcome = await _ask(peer, AgentHello(self._secret, self._index), Welcome)
-        if not welcome.adopts:
-            return
-        handles = list(self._handles)
-        for start in range(0, len(handles), MAX_FDS):
-            some = handles[start : start + MAX_FDS]
-            await peer.call(HandOver(some), [self._handles[handle] for handle in some])
-        adopted = await _ask(peer, Adopt(), Adopted)
-        for deployment in adopted.lost:
-            log.warning("%s was lost with the state manager", deployment)
-
-    async def _handle(
-        self, body: StateMessage, fds: list[int]
-    ) -> tuple[StateMessage, Sequence[int]]:
-        if not isinstance(body, KeepHandles) or len(body.keep) != len(fds):
-            close_fds(fds)
-            raise CallerError(f"an agent does not answer this {type(body).__name__}", field="type")
-        if body.index != self._index:
-            close_fds(self._handles.values())
-            self._handles.clear()
-            self._index = body.index
-        close_fds(self._handles.pop(handle) for handle in body.drop if handle in self._handles)
-        self._handles.update(zip(body.keep, fds, strict=True))
-        return Done(), ()
-
-    async def register_wpg(
-        self,
-        tokens: list[str],
-        deployment: DeploymentKey,
-        incarnation: int,
-        devices: list[int],
-        seal_seq: int,
-    ) -> None:
-        """Announce the ranks of one life, rank 0 first; fences older incarnations.
-
-        Raises: ResourceError: ABORTED, fenced. CallerError: tokens or devices that cannot be.
-        """
-        message = RegisterWpg(tokens, deployment, incarnation, devices, seal_seq)
-        await self._link.ask(message, Done)
-
-    async def switch_in(
-        self,
-        deployment: DeploymentKey,
-        incarnation: int,
-        epoch: int,
-        displaces: list[DeploymentKey],
-        traceparent: str = "",
-    ) -> Switched:
-        """Raises: ResourceError: no room, stale, or undone after a failure."""
-        message = SwitchIn(deployment, incarnation, epoch, displaces, traceparent)
-        return await self._link.ask(message, Switched)
-
-    async def switch_out(self, deployment: DeploymentKey, incarnation: int, epoch: int) -> Switched:
-        return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
-
-    async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
-        """Between operations only; when it returns, the deployment may run on."""
-        await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
-
-    async def write_seal(
-        self,
-        deployment: DeploymentKey,
-        incarnation: int,
-        seq: int,
-        versions: list[int],
-        *,
-        committed: int = 0,
-        durability: Durability = Durability.NODE,
-        replicas: dict[NodeId, str] | None = None,
-        ticket: FilesTicket | None = None,
-    ) -> Sealed:
-        """Args: committed: seq of the newest committed seal, which is kept."""
-        message = WriteSeal(
-            deployment,
-            incarnation,
-            seq,
-            versions,
-            committed,
-            durability,
-            replicas or {},
-            ticket,
-        )
-        return await self._link.ask(message, Sealed)
-
-    async def bring_state(self, request: BringState) -> None:
-        """Raises: ResourceError: what could not be brought, and why."""
-        await self._link.ask(request, Done)
-
-    async def drop_wpg(
-        self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
-    ) -> None:
-        """Its ranks are dead and reaped."""
-        await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
-
-    async def prefetch(
-        self, deployment: DeploymentKey, incarnation: int, in_s: float | None
-    ) -> None:
-        """Say when it is predicted to be used next; None: never mind."""
-        await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
-
-    async def drop_versions(self, versions: list[VersionKey]) -> None:
-        await self._link.ask(DropVersions(versions), Done)
-
-    async def status(self) -> StatusReport:
-        return await self._link.ask(StatusRequest(), StatusReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +98,22 @@ class VersionCopy:
     num_bytes: int
     is_new: bool
     """False: it existed already, and nothing was copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a version's key names, as it stands in host memory."""
+
+    asked: OpenVersion
+    described: VersionExtent
+    memory: memoryview
+    """Its own: its content stands while it is kept."""
+    table: TensorTable
+
+    @property
+    def is_manifest(self) -> bool:
+        """The version is written in parts, and this says what they are."""
+        return len(self.table) == 1 and is_manifest(self.table.tensors)
 
 
 class RankStateClient:
@@ -270,23 +133,13 @@ class RankStateClient:
         reconnect_s: float,
     ) -> None:
         self._token = token
-        self._applied = applied
         self._on_loaded = on_loaded
         self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
         self._executor = executor or self._own_executor
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
-        self._heap: DeviceMemory | None = None
-        self._slots: list[TensorSlot] = []
-        self._host_bytes = 0
-        self._extent: Mapping | None = None
-        self._source: tuple[tuple[int, int], Mapping] | None = None
-        """Of a frozen heap: the extent that was loaded last, by device and inode."""
-        self._is_frozen = False
-        self._is_filled = False
-        self._is_resident = False
-        self._copied: tuple[int, str] = (0, "")
-        """seq and digest of the host copy, as far as this rank knows."""
+        self._copies = HostCopies(applied, on_loaded)
         self._versions = MappedVersions()
+        self._layouts = Layouts()
 
     @classmethod
     async def connect(
@@ -330,21 +183,21 @@ class RankStateClient:
             self._own_executor.shutdown()
 
     async def _greet(self, peer: Peer[StateMessage]) -> None:
-        if self._heap is None:
-            await _ask(peer, RankHello(self._token), Done)
+        if self._copies.heap is None:
+            await ask(peer, RankHello(self._token), Done)
             return
-        applied, digest = self._copied
-        await _ask(
+        applied, digest = self._copies.copied
+        await ask(
             peer,
             RankResume(
                 token=self._token,
-                heap_bytes=self._heap.num_bytes,
-                tensors=self._slots,
-                filled=self._is_filled,
-                resident=self._is_resident,
+                heap_bytes=self._copies.heap.num_bytes,
+                tensors=self._layouts.table(self._copies.slots).packed,
+                filled=self._copies.is_filled,
+                resident=self._copies.is_resident,
                 applied=applied,
                 digest=digest,
-                host_bytes=self._host_bytes,
+                host_bytes=self._copies.host_bytes,
             ),
             Done,
         )
@@ -370,7 +223,7 @@ class RankStateClient:
         """
         request = RegisterHeap(
             heap.num_bytes,
-            slots,
+            self._layouts.table(slots).packed,
             host_bytes=host_bytes,
             frozen=frozen,
             model=model,
@@ -381,32 +234,27 @@ class RankStateClient:
         if len(fds) != (not frozen or registered.applied == 0):
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one heap")
+        extent: Mapping | None = None
         for fd in fds:
-            self._extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
-        self._heap, self._slots, self._host_bytes = heap, slots, host_bytes
-        self._is_frozen = frozen
+            extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
+        self._copies.register(heap, slots, host_bytes, extent, frozen=frozen)
         if registered.applied:
-            self._copied = (registered.applied, "")
-            self._is_filled = True
+            self._copies.commit(registered.applied, "")
             await self._run(heap.release)
         return registered.applied
 
     @property
     def host_memory(self) -> memoryview:
-        """State that is there and never on the device; zeroes, or what a seal holds, at first.
-
-        It stays where it is for as long as this rank lives. Nothing may write it but an operation.
-        """
-        heap, extent = self._registered()
-        return extent.buffer[host_start(heap.num_bytes) :]
+        """See `HostCopies.host_memory`."""
+        return self._copies.host_memory
 
     async def commit_initial(self, applied: int = 0) -> None:
         """Copy the filled heap to the extent and release it: the deployment starts offloaded.
 
         Args: applied: seq that this state stands for, where it came from a checkpoint.
         """
-        heap, extent = self._registered()
-        await self._run(lambda: self._out(heap, extent))
+        heap, extent = self._copies.registered()
+        await self._run(lambda: self._copies.out(heap, extent))
         digest = await self._run(lambda: hashed(extent.buffer))
         await self._commit_initial(digest, applied)
 
@@ -417,13 +265,12 @@ class RankStateClient:
         await self._commit_initial(read.digest, applied)
 
     async def _commit_initial(self, digest: str, applied: int) -> None:
-        heap, extent = self._registered()
-        if self._is_frozen:
+        heap, extent = self._copies.registered()
+        if self._copies.is_frozen:
             await self._run(extent.close)
-            self._extent = None
+            self._copies.extent = None
         await self._link.ask(CommitInitial(digest, applied), Done)
-        self._copied = (applied, digest)
-        self._is_filled = True
+        self._copies.commit(applied, digest)
         await self._run(heap.release)
 
     async def cut_state(self, operation: str, name: str, seq: int) -> None:
@@ -449,7 +296,9 @@ class RankStateClient:
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: of another model. ResourceError:
                  DATA_LOSS; no host memory.
         """
-        return (await self._link.ask(ReadCheckpoint(name), CheckpointRead)).weights_sha256
+        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
+        trace.get_current_span().set_attribute("source", read.source)
+        return read.weights_sha256
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
         await self._link.ask(PruneCheckpoints(keep, needed), Done)
@@ -459,15 +308,14 @@ class RankStateClient:
 
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
-        heap = self._registered_heap()
-        places, _ = packed(slots)
+        heap = self._copies.registered_heap()
+        places, pairs = self._layouts.cut(slots)
         target = await self.begin_version(key, places)
         if isinstance(target, VersionCopy):
             return target
-        pairs = list(zip(slots, places, strict=True))
         digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
         copy = await self._commit_version(key, target, digest)
-        if devicememory.can_share(heap) and not self._is_frozen:
+        if devicememory.can_share(heap) and not self._copies.is_frozen and not key.part:
             await self._share_on_device(key, len(target), pairs)
         return copy
 
@@ -475,12 +323,15 @@ class RankStateClient:
         self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> None:
         """For who syncs on the same device: from there, without the host."""
-        heap = self._registered_heap()
+        heap = self._copies.registered_heap()
         fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
         if fd is None:
             return
         try:
             await self._link.call(ShareOnDevice(key), [fd])
+        except PhaseloomError as error:
+            # The version is committed, and in host memory: this is a cache of it.
+            log.warning("version %s is not shared on the device: %s", key, error)
         finally:
             os.close(fd)
 
@@ -488,7 +339,7 @@ class RankStateClient:
         self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> bool:
         """False: it is not on this device; nothing has changed."""
-        heap = self._registered_heap()
+        heap = self._copies.registered_heap()
         if not devicememory.can_share(heap):
             return False
         answer, fds = await self._link.call(OpenOnDevice(described.version))
@@ -512,12 +363,15 @@ class RankStateClient:
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
         num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
-        answer, fds = await self._link.call(CreateVersion(key, num_bytes, slots))
+        request = CreateVersion(key, num_bytes, self._layouts.table(slots).packed)
+        answer, fds = await self._link.call(request)
         described = expect(answer, VersionExtent)
         if described.exists:
             close_fds(fds)
             return VersionCopy(described.digest, described.num_bytes, is_new=False)
-        return self._versions.map(key, fds, num_bytes, writable=True)
+        memory = self._versions.map(key, fds, num_bytes, writable=True)
+        await self._run(lambda: make_huge(memory))
+        return memory
 
     async def commit_version(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
         """What `begin_version` gave is written: it is immutable from now on."""
@@ -529,6 +383,72 @@ class RankStateClient:
     ) -> VersionCopy:
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
+
+    async def commit_parts(self, key: VersionKey, manifest: VersionParts) -> VersionCopy:
+        """All parts of a version are committed, wherever they are: it can be read here from now on.
+        Idempotent.
+
+        Raises: CallerError: FAILED_PRECONDITION: a part that is here is another one.
+        """
+        answer = await self._link.ask(CommitParts(key, manifest), VersionExtent)
+        num_bytes = sum(part.num_bytes for part in manifest.parts)
+        return VersionCopy(answer.digest, num_bytes, is_new=True)
+
+    async def open(
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None = None,
+        digest: str = "",
+    ) -> Opened:
+        """A version, its manifest, or a part, as it lies in host memory; not verified here yet.
+
+        Args:   ticket: that the sources ask for; none is needed for what is on this node.
+                digest: what it must have to be fetched; empty: whatever it has there.
+        Raises: CallerError: NOT_FOUND: exists nowhere, or only some of it; FAILED_PRECONDITION: a
+                source has something else. ResourceError: no source could deliver it.
+        """
+        return await self._open(OpenVersion(key, sources, ticket, digest))
+
+    async def _open(self, asked: OpenVersion) -> Opened:
+        answer, fds = await self._link.call(asked)
+        described = expect(answer, VersionExtent)
+        memory = self._versions.map(asked.version, fds, described.num_bytes, writable=False)
+        return Opened(asked, described, memory, self._layouts.read(described.tensors))
+
+    async def verified(self, opened: Opened) -> Opened:
+        """The same; or, where it is bad, what the state manager brings in its place.
+
+        Raises: ResourceError: DATA_LOSS.
+        """
+        return await self._using(opened, lambda now: verify(now.memory, now.described))
+
+    async def _using(self, opened: Opened, use: Callable[[Opened], None]) -> Opened:
+        """Do something that verifies before it changes anything; returns what it was done with.
+
+        Memory that is bad is told to the state manager, which mends it, and then it is done again.
+        """
+        try:
+            await self._run(lambda: use(opened))
+            return opened
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.warning("%s: it is opened again", error)
+        again = await self._open(msgspec.structs.replace(opened.asked, doubted=True))
+        await self._run(lambda: use(again))
+        return again
+
+    async def scatter(self, pieces: list[tuple[memoryview, Runs]]) -> None:
+        """Copy bytes of verified memory to their places in the heap."""
+        heap = self._copies.registered_heap()
+
+        def scatter() -> None:
+            for memory, runs in pieces:
+                devicememory.copy_runs(memory, heap, runs)
+            self._on_loaded()
+
+        await self._run(scatter)
 
     async def open_version(
         self,
@@ -546,10 +466,10 @@ class RankStateClient:
         Raises: CallerError: it is of another model, or NOT_FOUND: exists nowhere. ResourceError:
                 DATA_LOSS; or no source could deliver it.
         """
-        described, source = await self._open(key, sources, ticket)
-        paired(described.tensors, slots)
-        await self._run(lambda: verify(source, described))
-        return source, described.digest
+        opened = await self.open(key, sources, ticket)
+        self._layouts.paired(opened.table, slots)
+        opened = await self.verified(opened)
+        return opened.memory, opened.described.digest
 
     async def load_version(
         self,
@@ -563,23 +483,30 @@ class RankStateClient:
         Returns: the version's digest.
         Raises:  as `open_version`; whatever is raised, nothing was written.
         """
-        heap = self._registered_heap()
-        described, source = await self._open(key, sources, ticket)
-        pairs = paired(described.tensors, slots)
-        if await self._load_on_device(described, pairs):
-            return described.digest
+        opened = await self.open(key, sources, ticket)
+        await self.load(opened, slots)
+        return opened.described.digest
 
-        def load() -> None:
-            verify(source, described)
-            devicememory.scatter(source, heap, pairs)
+    async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
+        """As `load_version`, of one that is open."""
+        heap = self._copies.registered_heap()
+        pairs = self._layouts.paired(opened.table, slots)
+        if await self._load_on_device(opened.described, pairs):
+            await self._run(self._on_loaded)
+            return
 
-        await self._run(load)
-        return described.digest
+        def load(now: Opened) -> None:
+            verify(now.memory, now.described)
+            pairs = self._layouts.paired(now.table, slots)
+            devicememory.scatter(now.memory, heap, pairs)
+            self._on_loaded()
+
+        await self._using(opened, load)
 
     async def hold_version(self, key: VersionKey, applied: int) -> None:
         """The whole heap is this version since `applied`: a frozen one needs no copy of its own."""
-        if self._is_frozen:
-            await self._run(self._drop_source)
+        if self._copies.is_frozen:
+            await self._run(self._copies.drop_source)
             await self._link.ask(HoldVersion(key, applied), Done)
 
     async def open_slices(
@@ -596,182 +523,45 @@ class RankStateClient:
                 DATA_LOSS; or nobody could deliver some of them.
         """
         num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
-        answer, fds = await self._link.call(OpenSlices(key, num_bytes, slices, sources, ticket))
-        described = expect(answer, VersionExtent)
-        source = self._versions.map(key, fds, described.num_bytes, writable=False)
-        await self._run(lambda: verify(source, described))
-        return source, described
+        asked = OpenSlices(key, num_bytes, slices, sources, ticket)
+        opened = await self._opened_slices(asked)
+        try:
+            await self._run(lambda: verify(*opened))
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.warning("%s: it is opened again", error)
+            opened = again = await self._opened_slices(msgspec.structs.replace(asked, doubted=True))
+            await self._run(lambda: verify(*again))
+        return opened
 
-    async def _open(
-        self, key: VersionKey, sources: list[str], ticket: Ticket | None
-    ) -> tuple[VersionExtent, memoryview]:
-        answer, fds = await self._link.call(OpenVersion(key, sources, ticket))
+    async def _opened_slices(self, asked: OpenSlices) -> tuple[memoryview, VersionExtent]:
+        answer, fds = await self._link.call(asked)
         described = expect(answer, VersionExtent)
-        return described, self._versions.map(key, fds, described.num_bytes, writable=False)
+        memory = self._versions.map(asked.version, fds, described.num_bytes, writable=False)
+        return memory, described
 
     async def _handle(
         self, body: StateMessage, fds: list[int]
     ) -> tuple[StateMessage, Sequence[int]]:
-        if self._is_frozen and isinstance(body, CopyOut | CopyIn):
-            return await self._run(lambda: self._copy_frozen(body, fds)), ()
+        if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
+            return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
         if isinstance(body, CopyAside | CopyFrom):
-            return await self._run(lambda: self._copy_apart(body, fds)), ()
+            return await self._run(lambda: self._copies.copy_apart(body, fds)), ()
         close_fds(fds)
         match body:
             case LetGo():
-                await self._run(self._drop_source)
+                await self._run(self._copies.drop_source)
                 return StillMapped(self._versions.let_go()), ()
             case CopyOut(release=release):
-                return await self._run(lambda: self._copy_out(release=release)), ()
+                return await self._run(lambda: self._copies.copy_out(release=release)), ()
             case CopyIn(digest=digest):
-                return await self._run(lambda: self._copy_in(digest)), ()
+                return await self._run(lambda: self._copies.copy_in(digest)), ()
             case Unpin():
-                heap, _ = self._registered()
+                heap, _ = self._copies.registered()
                 await self._run(lambda: devicememory.unpin(heap))
                 return Done(), ()
         raise CallerError(f"a rank does not answer {type(body).__name__}", field="type")
 
-    def _copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
-        """From or to the extent that came along; nobody has it mapped writable afterwards."""
-        heap = self._registered_heap()
-        if len(fds) > 1 or (isinstance(order, CopyIn) and not fds):
-            close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one copy")
-        if isinstance(order, CopyOut) and not fds:
-            return self._stay_with_copy(heap, order)
-        if isinstance(order, CopyIn):
-            self._extent = self._source_of(fds[0], heap.num_bytes)
-            try:
-                return self._copy_in(order.digest)
-            finally:
-                self._extent = None
-        self._drop_source()
-        self._extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
-        try:
-            copied = self._copy_out(release=order.release)
-            digest = hashed(extent.buffer)
-            self._copied = (copied.applied, digest)
-            return msgspec.structs.replace(copied, digest=digest)
-        finally:
-            self._extent = None
-            extent.close()
-
-    def _copy_apart(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
-        """To or from memory of its own, which is mapped no longer than that takes."""
-        heap = self._registered_heap()
-        if len(fds) != 1:
-            close_fds(fds)
-            raise InternalError(f"{len(fds)} extents came for one copy")
-        started = time.monotonic()
-        apart = Mapping(fds[0], extent_bytes(heap.num_bytes, self._host_bytes), writable=True)
-        try:
-            digest = ""
-            if isinstance(order, CopyAside):
-                devicememory.copy_out(heap, apart.buffer)
-                if self._host_bytes:
-                    copy(self.host_memory, apart.buffer[host_start(heap.num_bytes) :])
-            else:
-                digest = self._replace(heap, apart.buffer, order.digest)
-            left = devicememory.resident_bytes(heap)
-            return Copied(digest, self._applied(), left, time.monotonic() - started)
-        finally:
-            apart.close()
-
-    def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
-        digest = devicememory.copy_in(source, heap)
-        if digest != expected:
-            raise ResourceError(f"what came is {digest}, not {expected}", code=Code.DATA_LOSS)
-        if self._host_bytes:
-            copy(source[host_start(heap.num_bytes) :], self.host_memory)
-        self._on_loaded()
-        return digest
-
-    def _source_of(self, fd: int, num_bytes: int) -> Mapping:
-        """What the host copy is read from. Takes `fd`. Kept for the next load, for mapping it takes
-        a third of the time that copying does; `_drop_source` gives it up."""
-        status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino)
-        if self._source is not None and self._source[0] == identity:
-            close_fds([fd])
-            return self._source[1]
-        self._drop_source()
-        mapping = Mapping(fd, num_bytes, writable=False)
-        self._source = (identity, mapping)
-        return mapping
-
-    def _drop_source(self) -> None:
-        if self._source is not None:
-            self._source[1].close()
-            self._source = None
-
-    def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
-        """Nothing is copied where the host copy has all that the heap has."""
-        started, applied = time.monotonic(), self._applied()
-        if applied != order.whole_at:
-            return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
-        if order.release:
-            heap.release()
-            self._is_resident = False
-        self._copied = (applied, order.digest)
-        left = devicememory.resident_bytes(heap)
-        return Copied(order.digest, applied, left, time.monotonic() - started)
-
-    def _copy_out(self, *, release: bool) -> Copied:
-        heap, extent = self._registered()
-        started, applied = time.monotonic(), self._applied()
-        self._out(heap, extent)
-        if release:
-            heap.release()
-            self._is_resident = False
-        # The state manager takes the digest, when the device has the next one to do.
-        self._copied = (applied, "")
-        return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
-
-    def _out(self, heap: DeviceMemory, extent: Mapping) -> None:
-        self._pin(heap, extent)
-        devicememory.copy_out(heap, extent.buffer)
-
-    def _pin(self, heap: DeviceMemory, extent: Mapping) -> None:
-        """What is mapped for one copy only is not worth it."""
-        if not self._is_frozen:
-            devicememory.pin(heap, extent.buffer)
-
-    def _copy_in(self, expected: str) -> Copied:
-        heap, extent = self._registered()
-        started = time.monotonic()
-        try:
-            self._pin(heap, extent)
-            digest = devicememory.copy_in(extent.buffer, heap)
-            if digest != expected:
-                raise ResourceError(
-                    f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
-                )
-            self._on_loaded()
-            applied = self._applied()
-        except BaseException:
-            # A failed load counts as not resident.
-            heap.release()
-            raise
-        self._is_resident = True
-        there = devicememory.resident_bytes(heap)
-        return Copied(digest, applied, there, time.monotonic() - started)
-
     async def _run(self, work: Callable[[], Kind]) -> Kind:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def _registered(self) -> tuple[DeviceMemory, Mapping]:
-        heap = self._registered_heap()
-        if self._extent is None:
-            raise CallerError("a frozen heap has no extent", code=Code.FAILED_PRECONDITION)
-        return heap, self._extent
-
-    def _registered_heap(self) -> DeviceMemory:
-        if self._heap is None:
-            raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
-        return self._heap
-
-
-async def _ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
-    answer, fds = await peer.call(body)
-    close_fds(fds)
-    return expect(answer, kind)

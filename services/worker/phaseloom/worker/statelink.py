@@ -156,3 +156,10 @@ def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
     if not isinstance(answer, kind):
         raise InternalError(f"expected {kind.__name__}, got {type(answer).__name__}")
     return answer
+
+
+async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
+    """On one connection. Raises: what the answer says, or that the connection ended."""
+    answer, fds = await peer.call(body)
+    close_fds(fds)
+    return expect(answer, kind)

@@ -24,7 +24,8 @@ from phaseloom.common.messages import (
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.heap import Heap, align
+from phaseloom.worker.heap import Heap
+from tests.support.versions import take, written
 
 
 class Setup(msgspec.Struct):
@@ -55,7 +56,7 @@ class Fill(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Rank 0 answers with the version's bytes."""
+    """Answer: the bytes of the rank's part."""
 
 
 class Sync(Message, frozen=True):
@@ -129,22 +130,14 @@ def answer(call: Call, backend: Backend, heap: Heap, ranks: RankGroup) -> Answer
             heap.buffer[:] = content
             backend.weights_changed()
         case Publish():
-            result.content = published(backend, ranks.rank)
+            result.content = written(backend, heap)
         case Sync(version):
-            backend.read_weights(memoryview(version))
+            take(backend, heap, ranks.rank, version)
         case Heaped():
             result.content = bytes(heap.buffer)
         case Digest():
             result.digest = backend.weights_sha256()
     return result
-
-
-def published(backend: Backend, rank: int) -> bytes:
-    """The version that rank 0 writes, over memory that held something else."""
-    last = backend.version_slots[-1]
-    version = bytearray(b"\xff" * align(last.offset + last.num_bytes))
-    backend.write_weights(memoryview(version) if rank == 0 else None)
-    return bytes(version)
 
 
 def tell(message: Answer) -> None:

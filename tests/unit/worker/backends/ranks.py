@@ -23,7 +23,10 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.layout import plan
+from phaseloom.worker.backends.model import parameter_shapes
 from tests.support.saved import load_ranks, save_ranks
+from tests.support.versions import assembled
 from tests.unit.worker.backends.rank_child import (
     Answer,
     Call,
@@ -77,6 +80,7 @@ class Ranks:
 
     def __init__(self, spec: DeploymentSpec, directory: Path) -> None:
         self._layout = spec.layout
+        self._whole = plan(parameter_shapes(spec.model), trainable=False).slots
         self.ranks = [
             Rank(spec, RankGroup(rank, spec.layout.dp, str(directory / "store")))
             for rank in range(spec.layout.dp)
@@ -136,7 +140,9 @@ class Ranks:
         self.ask([Fill(bytes(content)) for content in contents])
 
     def publish(self) -> bytes:
-        return self._all(Publish())[0].content
+        """What whoever needs everything makes of the ranks' parts."""
+        parts = [answer.content for answer in self._all(Publish())]
+        return assembled(parts, self.slots, self._whole)
 
     def sync(self, version: bytes) -> None:
         self._all(Sync(version))

@@ -25,8 +25,9 @@ from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.heap import Heap, align
+from phaseloom.worker.heap import Heap
 from tests.support.saved import load, save
+from tests.support.versions import take, written
 from tests.unit.worker.backends.models import batch, running, spec
 from tests.unit.worker.backends.rank_child import Step, Train
 from tests.unit.worker.backends.ranks import Ranks
@@ -81,11 +82,8 @@ def _train(trainer: Backend | Ranks) -> list[dict[str, float]]:
     return seen
 
 
-def _version(backend: Backend) -> dict[str, npt.NDArray[np.float32]]:
-    last = backend.version_slots[-1]
-    buffer = bytearray(align(last.offset + last.num_bytes))
-    backend.write_weights(memoryview(buffer))
-    return _arrays(bytes(buffer), backend.version_slots)
+def _version(backend: Backend, heap: Heap) -> dict[str, npt.NDArray[np.float32]]:
+    return _arrays(written(backend, heap), backend.version_slots)
 
 
 def _arrays(content: bytes, slots: list[TensorSlot]) -> dict[str, npt.NDArray[np.float32]]:
@@ -97,11 +95,12 @@ def _arrays(content: bytes, slots: list[TensorSlot]) -> dict[str, npt.NDArray[np
     }
 
 
-def test_two_ranks_train_like_one(pair: Ranks, alone: Backend) -> None:
+def test_two_ranks_train_like_one(pair: Ranks, both: tuple[Backend, Heap]) -> None:
     """Losses, norms and weights; averaged gradients would halve every norm."""
+    alone, heap = both
     for expected, actual in zip(_train(alone), _train(pair), strict=True):
         assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    weights = _version(alone)
+    weights = _version(alone, heap)
     for name, trained in _arrays(pair.publish(), alone.version_slots).items():
         np.testing.assert_allclose(trained, weights[name], rtol=1e-3, atol=1e-5)
 
@@ -135,12 +134,13 @@ def test_digest_and_version_are_of_the_whole_weights(pair: Ranks, alone: Backend
     with running(spec("sampler")) as (sampler, heap):
         assert sampler.version_slots == alone.version_slots
         assert len(version) == heap.num_bytes
-        sampler.read_weights(memoryview(version))
+        take(sampler, heap, 0, version)
         assert sampler.weights_sha256() == pair.weights_sha256()
         assert bytes(heap.buffer) == version
 
 
-def test_version_comes_back_to_every_rank(pair: Ranks, alone: Backend) -> None:
+def test_version_comes_back_to_every_rank(pair: Ranks, both: tuple[Backend, Heap]) -> None:
+    alone, memory = both
     before, heaps = pair.publish(), pair.heaps()
     pair.forward_backward(_steps()[0][0])
     pair.optim_step(ADAM)
@@ -151,7 +151,7 @@ def test_version_comes_back_to_every_rank(pair: Ranks, alone: Backend) -> None:
         weights = [slot for slot in slots if slot.role is Role.WEIGHT]
         stop = weights[-1].offset + weights[-1].num_bytes
         assert heap[:stop] == old[:stop]
-    alone.read_weights(memoryview(before))
+    take(alone, memory, 0, before)
     assert alone.weights_sha256() == pair.weights_sha256()
 
 

@@ -13,6 +13,7 @@ from phaseloom.common.messages import Layout
 from phaseloom.worker.backends import BACKENDS, backend_factory
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.heap import Heap, align
+from tests.support.versions import take, written
 from tests.unit.worker.backends.models import running, spec
 
 
@@ -38,14 +39,14 @@ def test_backend_lays_weights_first_and_within_its_heap(name: str) -> None:
 def test_version_holds_the_weights_and_comes_back(name: str) -> None:
     with running(spec(name)) as (backend, heap):
         last = backend.version_slots[-1]
-        version = bytearray(b"\xff" * align(last.offset + last.num_bytes))
-        backend.write_weights(memoryview(version))
+        version = written(backend, heap)
+        assert len(version) == align(last.offset + last.num_bytes)
         assert version == heap.buffer[: len(version)]
         digest = backend.weights_sha256()
         heap.buffer[: len(version)] = bytes(len(version))
         backend.weights_changed()
         assert backend.weights_sha256() != digest or not any(version)
-        backend.read_weights(memoryview(bytes(version)))
+        take(backend, heap, 0, version)
         assert backend.weights_sha256() == digest
 
 

@@ -1,6 +1,6 @@
 """Weights from one parallel layout to another: a plan of exact slices. See `planning`."""
 
-from phaseloom.common.resharding.gathering import Fetch, Use, node_fetches, source_parts
+from phaseloom.common.resharding.gathering import Fetch, Use, node_fetches, part_bytes, source_parts
 from phaseloom.common.resharding.planning import Copy, Plan, Topology, plan
 from phaseloom.common.resharding.scattering import (
     Traffic,
@@ -41,6 +41,7 @@ __all__ = [
     "item_bytes",
     "missing_bytes",
     "node_fetches",
+    "part_bytes",
     "plan",
     "scatter_broadcast",
     "shards",

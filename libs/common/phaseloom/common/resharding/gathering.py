@@ -50,6 +50,18 @@ def source_parts(plan: Plan) -> list[list[int]]:
     return list(parts.values())
 
 
+def part_bytes(plan: Plan) -> list[int]:
+    """Of each part, what of it any target needs; parts that hold the same count it each."""
+    part_of = {rank: part for part, held in enumerate(source_parts(plan)) for rank in held}
+    sizes = [0] * len(set(part_of.values()))
+    for group in plan.groups:
+        for cell in group.cells:
+            num_bytes = cell.num_elements * group.item_bytes * len(group.parameters)
+            for part in {part_of[rank] for rank, _ in group.sources_of(cell)}:
+                sizes[part] += num_bytes
+    return sizes
+
+
 def node_fetches(plan: Plan, ranks: Collection[int]) -> list[Fetch]:
     """What the target ranks of one node need together, dealt out over the parts that have it.
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from phaseloom.simulator.bounds import makespan_bound_s
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN
 from phaseloom.simulator.metering import Span
 from phaseloom.simulator.scenarios.common import config, pools, record_of, run
 from phaseloom.simulator.scenarios.pictures import canvas, gantt
@@ -54,6 +56,7 @@ def _case(
         workload=name,
         jobs=count,
         makespan_s=record.makespan_s,
+        over_bound=result.makespan_s / makespan_bound_s(jobs, 0, {ROLLOUT: 1, TRAIN: 1}),
         switches=record.switches,
         mean_wait_s=record.mean_wait_s,
         bubble_ratio=record.bubble_ratio,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from phaseloom.simulator.bounds import makespan_bound_s
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
 from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.scenarios.common import PRICES, config, only, record_of, run
@@ -45,16 +46,19 @@ def _case(policy: str, seed: int, own: list[SimJob] | None) -> tuple[Record, lis
     result, wall_s = run(jobs, nodes, settings, seed)
     record = record_of(result, wall_s, policy=policy, seed=seed)
     train = result.pools[TRAIN]
+    num_nodes = {pool.pool: pool.num_nodes for pool in nodes}
+    bound_s = makespan_bound_s(jobs, seed, num_nodes, jobs_a_node=JOBS_A_NODE)
     record = msgspec.structs.replace(
         record,
         utilisation=train.busy_s / (TRAIN_NODES * result.makespan_s),
+        over_bound=result.makespan_s / bound_s,
         more={
             "mean_slowdown": sum(job.slowdown for job in result.jobs) / len(result.jobs),
             **({"pruned_by_tree": result.pruned / result.searched} if result.searched else {}),
         },
     )
     delays = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
-    names = ("jobs", "makespan_s", "queueing_delay", "utilisation", "switches")
+    names = ("jobs", "makespan_s", "over_bound", "queueing_delay", "utilisation", "switches")
     return only(record, *names, "decision_ms_p50", "decision_ms_p99"), delays
 
 

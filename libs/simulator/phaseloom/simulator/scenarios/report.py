@@ -34,6 +34,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     bubble_ratio: float | None = None
     """Share of the nodes' time in groups in which nothing runs on them."""
     makespan_s: float | None = None
+    over_bound: float | None = None
+    """The makespan over what no schedule of the same jobs can beat (`simulator.bounds`)."""
     mean_wait_s: float | None = None
     """Of an operation, from ready to permitted."""
     queueing_delay: float | None = None
@@ -123,6 +125,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "peak_gpus": ("peak GPUs", lambda v: f"{v:.0f}"),
     "bubble_ratio": ("bubbles", lambda v: f"{v:.1%}"),
     "makespan_s": ("makespan", lambda v: f"{v / 3600:.2f} h"),
+    "over_bound": ("makespan / bound", lambda v: f"{v:.3f}"),
     "queueing_delay": ("queueing / alone", lambda v: f"{v:.3f}"),
     "mean_wait_s": ("mean wait", lambda v: f"{v:.1f} s"),
     "utilisation": ("utilisation", lambda v: f"{v:.1%}"),

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 from phaseloom.simulator.metering import Span
-from phaseloom.simulator.scenarios.common import PRICES, ample, config, run
+from phaseloom.simulator.optimum import Terms, cheapest_partition
+from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
+from phaseloom.simulator.scenarios.optimal import planned
 from phaseloom.simulator.scenarios.pictures import bars, canvas, gantt
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most, mean_of
 from phaseloom.simulator.scenarios.scenario import (
@@ -93,6 +95,7 @@ def _case(group: str, policy: str) -> tuple[Record, list[Span]]:
     # While all are there: afterwards nodes are given back.
     rent = max(price for _, price, _ in result.cost_steps)
     longest = min(range(len(jobs)), key=alone.__getitem__)
+    optimum = cheapest_partition(map(planned, jobs), Terms(host_bytes=HOST_BYTES))
     share = sum(rate / solo for rate, solo in zip(rates, alone, strict=True)) / len(jobs)
     record = Record(
         policy=policy,
@@ -100,6 +103,7 @@ def _case(group: str, policy: str) -> tuple[Record, list[Span]]:
         workload=group,
         jobs=len(jobs),
         cost_per_hour=rent,
+        cost_over_optimal=rent / optimum.price_per_hour,
         slo_attainment=result.slo_attainment,
         simulated_in_s=wall_s,
         more={

@@ -131,12 +131,18 @@ def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
 
 
 def nodes_among(
-    cluster: Cluster, group: Group, member: Member, *, first: Sequence[NodeId] = ()
+    cluster: Cluster,
+    group: Group,
+    member: Member,
+    *,
+    first: Sequence[NodeId] = (),
+    beside: bool = False,
 ) -> dict[Pool, list[NodeId]] | None:
     """Nodes of a group for what a job needs, free ones beside them where it has not enough.
 
     Those that the fewest members are pinned to, among those whose host memory holds all of them.
     Args:    first: preferred.
+             beside: what it needs comes beside what its job has there; else in its stead.
     Returns: None where it does not fit.
     """
     nodes: dict[Pool, list[NodeId]] = {}
@@ -144,7 +150,8 @@ def nodes_among(
         ranked = []
         for name in group.nodes.get(pool, []):
             users = [m for m in group.members.values() if name in m.nodes.get(pool, [])]
-            used_bytes = sum(m.needs[pool].host_bytes for m in users)
+            others = [m for m in users if beside or m.job != member.job]
+            used_bytes = sum(m.needs[pool].host_bytes for m in others)
             host = cluster.hosts[name]
             if is_usable(host, need) and used_bytes + need.host_bytes <= host.host_bytes:
                 ranked.append((name not in first, len(users), name))

@@ -50,8 +50,10 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler.core import (
     cancel,
+    copies,
     dispatch,
     evacuation,
+    groups,
     hints,
     jobs,
     moving,
@@ -82,6 +84,8 @@ REFUSAL_PAUSE_S = 0.5
 MAX_REFUSALS = 3
 _FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
 """Codes of refused switch-ins that will be refused again."""
+_NOTES_TIME_ALONE = 4
+"""Core version from which on members know what their iterations take alone."""
 RETRY_PAUSE_S = 0.5
 """Before an operation whose permit came back unused is permitted again."""
 
@@ -146,7 +150,12 @@ class Core:
                 remedy=f"start the scheduler of core version {core_version} once more and "
                 "stop it with SIGTERM: it leaves a final snapshot, from which this one goes on",
             )
-        return cls(_decode(payload, Snapshot).state)
+        state = _decode(payload, Snapshot).state
+        if core_version < _NOTES_TIME_ALONE:
+            for group in state.cluster.groups.values():
+                for member in group.members.values():
+                    groups.reckon_alone(member)  # else all that it has lived would count as delay
+        return cls(state)
 
 
 def _decode(payload: bytes, kind: type[S]) -> S:
@@ -212,7 +221,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
         case SealFailed():
             seals.failed(step, event)
         case StateMirrored():
-            moving.mirrored(step, event)
+            if not copies.mirrored(step, event):
+                moving.mirrored(step, event)
         case NodeDrainRequested():
             evacuation.requested(step, event)
 
@@ -236,6 +246,8 @@ def _timer(step: Step, event: TimerFired) -> None:
             jobs.forget(step, job_name, int(sequence))
         case ["away" | "gone" as what, node, revision]:
             evacuation.missed(step, what, node, int(revision))
+        case ["copies", _]:
+            step.has_new_room = True
         case ["retry", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:

@@ -252,14 +252,17 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
+        sealing=deployment.sealing if len(deployment.spans) > 1 else 0,
     )
 
 
 def _sources(step: Step, op: Op) -> list[str]:
-    """Where the weights version of a `sync_weights` is: at the nodes of its policy."""
+    """Where the weights version of a `sync_weights` is: at the nodes of its policy, those first
+    that are up."""
     if op.version is None:
         return []
-    return [step.node(node).state_endpoint for node in seals.nodes_of(step, op.version)]
+    nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]
+    return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
 
 
 def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:

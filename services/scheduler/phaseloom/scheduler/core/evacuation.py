@@ -16,8 +16,18 @@ from msgspec.structs import replace
 
 from phaseloom.common.errors import Code, ErrorInfo
 from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import Durability, NodeDrainRequested, NodeStatus
-from phaseloom.scheduler.core import admission, groups, outputs, places, repack, seals, wpgs
+from phaseloom.common.messages import NodeDrainRequested, NodeStatus
+from phaseloom.scheduler.core import (
+    admission,
+    copies,
+    groups,
+    moving,
+    outputs,
+    places,
+    repack,
+    seals,
+    wpgs,
+)
 from phaseloom.scheduler.core.cluster import Member
 from phaseloom.scheduler.core.state import Closing, Deployment, Job, Leave, Node, WpgState
 from phaseloom.scheduler.core.step import Step
@@ -107,11 +117,15 @@ def missed(step: Step, what: str, name: str, revision: int) -> None:
 
 
 def go_on(step: Step) -> None:
-    """Have whatever can leave the closed nodes do so. Called where there may be new room."""
+    """Have whatever can leave the closed nodes do so, and copies made of what counts there. Called
+    where there may be new room."""
     for name, leave in sorted(step.state.closing.items()):
         for job in _jobs_on(step, name):
             _leave(step, job, name, leave.why)
-        if not leave.is_told and not _deployments_on(step, name):
+    copies.go_on(step)
+    for name, leave in sorted(step.state.closing.items()):
+        is_in_use = bool(_deployments_on(step, name)) or bool(copies.counted_on(step, name))
+        if not leave.is_told and not is_in_use:
             leave.is_told = True
             step.tell("node is empty", f"nothing is on it any more ({leave.why})", name)
 
@@ -222,7 +236,7 @@ def status(step: Step, name: NodeId) -> NodeStatus:
     deployments = _deployments_on(step, name)
     waits = [] if leave is None else [_why_there(step, d, name) for d in deployments]
     if leave is not None and leave.why is Closing.DRAIN:
-        waits += _copies_on(step, name)
+        waits += copies.counted_on(step, name)
     return NodeStatus(
         node=name,
         is_up=node.is_up,
@@ -233,22 +247,8 @@ def status(step: Step, name: NodeId) -> NodeStatus:
     )
 
 
-def _copies_on(step: Step, node: NodeId) -> list[str]:
-    """Of which jobs the durability depends on the node, though nothing of them runs on it."""
-    return [
-        f"{deployment.name}: one of the two copies of its seal at {deployment.seal_seq} is there "
-        "until it is sealed again"
-        for deployment in step.state.deployments.values()
-        if deployment.state is not WpgState.STOPPED
-        and node not in deployment.nodes
-        and step.job_of(deployment).spec.durability is Durability.REMOTE
-        and any(node in part and len(part) <= 2 for part in deployment.copies)
-    ]
-
-
 def _why_there(step: Step, deployment: Deployment, node: NodeId) -> str:
     if deployment.moving is not None and all(s.node != node for s in deployment.moving.spans):
-        names = ", ".join(span.node for span in deployment.moving.spans)
-        return f"{deployment.name} moves to {names} ({deployment.moving.stage})"
+        return f"{deployment.name} moves {moving.describe(deployment)}"
     job = JobKey(deployment.key.tenant, deployment.key.job)
     return f"{deployment.name}: no other node of pool {deployment.spec.pool!r} has room for {job}"

@@ -226,11 +226,16 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     is_first = member.cycle is None
     member.cycle = cycle
     if is_first:
-        member.alone_s = member.iterations * timing_of(member).solo_s
+        reckon_alone(member)
     elif before != cycle.num_optim_steps:
         member.alone_s *= before / cycle.num_optim_steps
     group.is_closed = False
     group.version += 1
+
+
+def reckon_alone(member: Member) -> None:
+    """What its iterations so far took is not known by the cycle of each: by that of now."""
+    member.alone_s = member.iterations * timing_of(member).solo_s
 
 
 def group_of(cluster: Cluster, job: str) -> Group:

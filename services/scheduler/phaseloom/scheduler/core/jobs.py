@@ -22,6 +22,7 @@ from phaseloom.scheduler.core import (
     draining,
     evacuation,
     groups,
+    moving,
     operations,
     outputs,
     places,
@@ -301,6 +302,7 @@ def status(step: Step, job: Job) -> JobStatus:
                 open_operations=[str(s) for s in sorted(d.operations) if not d.is_done(s)]
                 + sorted(d.unordered),
                 error=d.error,
+                moving=moving.describe(d),
             )
             for d in step.deployments_of(job.key)
         ],

@@ -6,6 +6,10 @@ nothing new, is stopped, and begins its next life on the new nodes as after any 
 with what came after that run again. Where that would take longer than the copy did, it is sealed
 and copied once more before it is stopped. Operations that come meanwhile wait.
 
+While a `save_state` of it is written it is neither sealed nor stopped: what is saved would have to
+be made again, from the seal before it. It runs on until that is durable; a further `save_state`
+waits for the move, or there might never be a moment for it.
+
 If one of its new nodes is down, or cannot take the copy, it goes on where it is until that is
 otherwise. If it dies on the way, its next life begins wherever the state is and the nodes are up.
 Its old nodes keep the seal that it was rebuilt from until it has made one where it is now.
@@ -16,7 +20,7 @@ from __future__ import annotations
 from phaseloom.common.ids import NodeId
 from phaseloom.common.messages import MirrorState, StateMirrored, Ticket
 from phaseloom.scheduler.core import devices, gradients, groups, phases, seals
-from phaseloom.scheduler.core.state import Deployment, MoveStage, Relocation, Span
+from phaseloom.scheduler.core.state import Deployment, MoveStage, Op, Relocation, Span
 from phaseloom.scheduler.core.step import Step
 
 RETRY_PAUSE_S = 5.0
@@ -29,6 +33,7 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     name = deployment.name
     spans = _arranged(deployment, spans)
     let_go(step, deployment)
+    seals.stop_copying(step, deployment)
     if deployment.moving is not None:
         # Where it does not go after all there may be a copy.
         nodes = [node for node in seals.nodes_with(deployment) if node not in deployment.nodes]
@@ -81,13 +86,51 @@ def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
 def is_held(deployment: Deployment) -> bool:
     """Whether nothing new begins on it: it is about to be sealed, or to leave."""
     move = deployment.moving
-    if move is None:
+    if move is None or deployment.cuts:
         return False
     if move.stage is MoveStage.BEGUN:
         return _is_to_be_sealed(deployment, move) and not _has_gradients_to_use(deployment)
     if move.stage is MoveStage.LEAVING:
         return not _has_gradients_to_use(deployment)
     return move.is_last and move.stage is not MoveStage.WAITING
+
+
+def holds_back(deployment: Deployment, op: Op) -> bool:
+    """Whether it is one `save_state` too many: the move waits for another one."""
+    return op.kind == "save_state" and _waits_for_cut(deployment)
+
+
+def _waits_for_cut(deployment: Deployment) -> bool:
+    move = deployment.moving
+    if move is None or not deployment.cuts:
+        return False
+    is_to_be_sealed = move.stage is MoveStage.BEGUN and _is_to_be_sealed(deployment, move)
+    return is_to_be_sealed or move.stage is MoveStage.LEAVING
+
+
+def describe(deployment: Deployment) -> str:
+    """Where it is on its way to, and what it waits for; empty: it stays."""
+    move = deployment.moving
+    if move is None:
+        return ""
+    return f"to {', '.join(span.node for span in move.spans)}: {_waits_for(deployment, move)}"
+
+
+def _waits_for(deployment: Deployment, move: Relocation) -> str:
+    if _waits_for_cut(deployment):
+        seqs = ", ".join(str(seq) for seq in deployment.cuts)
+        return f"once save_state {seqs} is durable"
+    match move.stage:
+        case MoveStage.WAITING:
+            return "once that can take it"
+        case MoveStage.BEGUN:
+            return "once what runs has ended, and it is sealed"
+        case MoveStage.SEALING:
+            return "it is being sealed"
+        case MoveStage.MIRRORING:
+            return f"{', '.join(move.awaited)} is fetching its state"
+        case MoveStage.LEAVING:
+            return "once what runs has ended"
 
 
 def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -137,6 +180,7 @@ def _enter(step: Step, deployment: Deployment, stage: MoveStage) -> None:
     assert deployment.moving is not None
     if deployment.moving.stage is not stage:
         deployment.moving.stage = stage
+        step.changed_jobs.add(deployment.job_name)
         step.touch(deployment)
 
 
@@ -186,6 +230,8 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 sources=seals.sources(step, deployment, index, but=span.node),
                 ticket=seals.ticket(deployment, [span.node]),
                 holds=_ticket_of_held(deployment, span.node),
+                rank_offset=sum(len(before.devices) for before in move.spans[:index]),
+                num_ranks=deployment.spec.layout.num_ranks,
             )
 
 

@@ -293,6 +293,8 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if op.is_cut:
         op.is_cut = False
         deployment.cuts.remove(seq)
+        if deployment.moving is not None:
+            step.changed_jobs.add(str(job.key))  # it may have waited for that
     if not completed:
         bisect.insort(deployment.not_completed, seq)
         gradients.not_completed(deployment, op)

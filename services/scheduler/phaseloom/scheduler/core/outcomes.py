@@ -59,6 +59,8 @@ def cut(step: Step, event: StateCut) -> None:
     op.is_cut = True
     if event.key.seq is not None:
         bisect.insort(deployment.cuts, event.key.seq)
+    if deployment.moving is not None:
+        step.changed_jobs.add(deployment.job_name)
     step.free(deployment, event.key, op.kind)
     early.expect(step, deployment, op.kind)
     step.touch(deployment)

@@ -215,7 +215,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorIn
         )
     group = groups.group_of(cluster, str(job.key))
     own = group.members[str(job.key)].nodes.get(spec.pool, [])
-    among = admission.nodes_among(cluster, group, asked, first=own)
+    among = admission.nodes_among(cluster, group, asked, first=own, beside=True)
     if among is None:
         return ErrorInfo(
             Code.RESOURCE_EXHAUSTED,

@@ -52,9 +52,8 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.running and op.is_mutating:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
-    if deployment.moving is not None and moving.is_held(deployment):
-        names = ", ".join(span.node for span in deployment.moving.spans)
-        return [f"the move of its deployment to {names}"]
+    if moving.is_held(deployment) or moving.holds_back(deployment, op):
+        return [f"the move of its deployment {moving.describe(deployment)}"]
     if deployment.is_opening:
         return [f"its activation, which is not open yet on {', '.join(deployment.awaited)}"]
     lines = []

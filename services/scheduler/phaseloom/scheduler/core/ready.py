@@ -62,7 +62,7 @@ def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
         return iter(() if deployment.running else (_replay_op(step, deployment),))
     if deployment.state is not WpgState.READY or moving.is_held(deployment):
         return iter(())
-    unordered = (op for op in deployment.unordered.values() if waits_for_device(op))
+    unordered = (op for op in deployment.unordered.values() if _may_begin(deployment, op))
     if deployment.head_seq not in deployment.operations:
         return unordered
     if not deployment.unordered:
@@ -124,8 +124,12 @@ def _ordered(deployment: Deployment) -> Iterator[Op]:
             if seq == head and waits_for_device(op):
                 yield op
             return
-        if waits_for_device(op):
+        if _may_begin(deployment, op):
             yield op
+
+
+def _may_begin(deployment: Deployment, op: Op) -> bool:
+    return waits_for_device(op) and not moving.holds_back(deployment, op)
 
 
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:

@@ -24,6 +24,7 @@ from phaseloom.common.messages import (
 from phaseloom.scheduler.core import gradients, outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,
+    Closing,
     Deployment,
     Job,
     MoveStage,
@@ -33,6 +34,8 @@ from phaseloom.scheduler.core.state import (
 )
 from phaseloom.scheduler.core.step import Step
 
+NUM_REMOTE_COPIES = 2
+"""Of each part of a `remote` seal, its own node's included."""
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
@@ -123,14 +126,23 @@ def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
         return
     places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
     places.update(node for nodes in job.orphans.values() for node in nodes)
-    for name in sorted(places):
-        step.send(ReleaseVersions, step.node(name), versions=gone)
+    places.update(copying.node for copying in job.copying.values())
+    release_at(step, places, gone)
     job.published = [version for version in job.published if version not in gone]
     for version in gone:
         nodes = job.orphans.pop(str(version), [])
         prefix = f"{version.policy}."
         if nodes and not any(name.startswith(prefix) for name in job.orphans):
-            _forget_policy(step, job, version.policy, nodes)
+            fetching = [c.node for name, c in job.copying.items() if name.startswith(prefix)]
+            _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
+        copying = job.copying.get(str(version))
+        if copying is not None and not copying.is_under_way(step.node(copying.node)):
+            del job.copying[str(version)]  # of what is under way, its word is waited for
+
+
+def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:
+    for name in sorted(nodes):
+        step.send(ReleaseVersions, step.node(name), versions=versions)
 
 
 def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
@@ -237,7 +249,7 @@ def committed(step: Step, event: SealCommitted) -> None:
         return
     deployment.seal_seq = event.seq
     deployment.durable_versions = versions
-    _note_copies(deployment, event)
+    _note_copies(step, deployment, event)
     drop_other_parts(step, deployment)
     later = [m for m in deployment.history if m.seq > event.seq]
     deployment.since_seal = len(later)
@@ -250,6 +262,13 @@ def committed(step: Step, event: SealCommitted) -> None:
     deployment.history = [m for m in deployment.history if m.seq > floor]
     release_versions(step, step.job_of(deployment))
     clear_left(step, deployment)
+    _look_at_copies(step)
+
+
+def _look_at_copies(step: Step) -> None:
+    """Copies may be on nodes that are to be left."""
+    if step.state.closing:
+        step.has_new_room = True
 
 
 def clear_left(step: Step, deployment: Deployment) -> None:
@@ -288,13 +307,18 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
     return sorted(set.intersection(*(set(part) for part in parts.values())))
 
 
-def _note_copies(deployment: Deployment, event: SealCommitted) -> None:
+def _note_copies(step: Step, deployment: Deployment, event: SealCommitted) -> None:
     """Who has the new seal. Who has only the one before is told to forget it, but for the nodes
     that it is about to go to."""
-    before = [node for part in deployment.copies for node in part]
+    before = _copied_to(deployment)
+    deployment.copying = []
     parts = deployment.part_copies if len(deployment.spans) > 1 else {event.node: event.copies}
     # One that was noted by a core that knew of no copies has none.
-    deployment.copies = [[node, *parts.get(node, [])] for node in deployment.nodes]
+    gone = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
+    deployment.copies = [
+        [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
+        for node in deployment.nodes
+    ]
     holders = {node for part in deployment.copies for node in part}
     holders.update(_targets(deployment))
     left = dict.fromkeys([*deployment.left, *before])
@@ -330,11 +354,35 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
             forget_at(step, deployment, node)
 
 
+def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """What this node was told to fetch, and may have got, is not needed there."""
+    if len(deployment.spans) > 1:
+        forget_at(step, deployment, node)  # it may be about to get another part
+    elif node not in deployment.left:
+        deployment.left = [*deployment.left, node]
+
+
+def stop_copying(step: Step, deployment: Deployment) -> None:
+    """No copies need to stand in for nodes that are left."""
+    for copying in deployment.copying:
+        give_up_copy(step, deployment, copying.node)
+    deployment.copying = []
+
+
 def nodes_with(deployment: Deployment) -> list[NodeId]:
     """All nodes that have, or may have, anything of it."""
-    copies = [node for part in deployment.copies for node in part]
-    every = [*deployment.nodes, *deployment.left, *copies, *_targets(deployment)]
+    every = [*deployment.nodes, *deployment.left, *_copied_to(deployment), *_targets(deployment)]
     return list(dict.fromkeys(every))
+
+
+def nodes_in_use(deployment: Deployment) -> set[NodeId]:
+    """Nodes that have, or will have, a part of its newest seal: none can take another."""
+    return {*deployment.nodes, *_copied_to(deployment), *_targets(deployment)}
+
+
+def _copied_to(deployment: Deployment) -> list[NodeId]:
+    copies = [node for part in deployment.copies for node in part]
+    return [*copies, *(copying.node for copying in deployment.copying)]
 
 
 def _targets(deployment: Deployment) -> list[NodeId]:
@@ -346,6 +394,7 @@ def drop_copies(deployment: Deployment) -> None:
     """Its seal counts no more: whoever has it, and does not run it, will be told to forget it."""
     deployment.left = [node for node in nodes_with(deployment) if node not in deployment.nodes]
     deployment.copies = []
+    deployment.copying = []
 
 
 def is_readable(step: Step, deployment: Deployment) -> bool:
@@ -381,13 +430,12 @@ def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
     return FilesTicket(deployment.key, deployment.incarnation, [str(node) for node in nodes])
 
 
-def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
-    """Which other nodes get a copy of the part of each of its nodes; None: there are too few.
+def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
+    """Other nodes that could take a copy of a part of its seal.
 
-    Rather those that it is about to go to, or that have a copy of an earlier seal; then those of
+    First those that it is about to go to, or that have a copy of an earlier seal; then those of
     its own pool, where it could be rebuilt at once.
     """
-    wanted = _targets(deployment)
     known = nodes_with(deployment)
     fit = [
         host
@@ -404,7 +452,13 @@ def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, s
             host.node,
         )
     )
-    names = [host.node for host in fit]
+    return [host.node for host in fit]
+
+
+def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
+    """Which other nodes get a copy of the part of each of its nodes; None: there are too few."""
+    wanted = _targets(deployment)
+    names = fit_for_copy(step, deployment)
     others = [name for name in names if name not in wanted]
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
@@ -422,10 +476,13 @@ def failed(step: Step, event: SealFailed) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
+    step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
+    if event.seq != deployment.seal_asked:
+        return  # it is given up already, where another node said so first
     deployment.sealing = deployment.seal_asked = 0
     # Not at once again: what filled the disk is likely still there.
     deployment.since_seal = deployment.since_seal_bytes = 0
-    step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
+    _look_at_copies(step)
 
 
 def _floor(step: Step, deployment: Deployment) -> int:

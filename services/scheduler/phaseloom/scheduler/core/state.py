@@ -17,6 +17,7 @@ from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, Ve
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     After,
+    CommandId,
     DeploymentSpec,
     DeviceSpec,
     JobSpec,
@@ -26,7 +27,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler.core.cluster import Cluster
 
-CORE_VERSION = 4
+CORE_VERSION = 5
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
 OLDEST_READABLE = 3
 """Core version from which on a final snapshot has a shape that can be taken over."""
@@ -236,6 +237,28 @@ class Relocation(msgspec.Struct):
     """In a row."""
 
 
+class Copying(msgspec.Struct):
+    """A node fetches a copy of what others have, so that one of these may be left."""
+
+    node: NodeId
+    revision: int
+    """Of its lease: a later life of it fetches nothing."""
+    command: CommandId
+    """That it was told with."""
+    part: int = 0
+    """Of a seal, by the place of its node."""
+    is_failed: bool = False
+    """It could not: …"""
+    failures: int = 0
+    """… so often in a row …"""
+    retry_at_s: float = 0.0
+    """… and is not asked again before; another node may be."""
+
+    def is_under_way(self, node: Node) -> bool:
+        """Args: node: as it is now."""
+        return not self.is_failed and node.is_up and node.revision == self.revision
+
+
 class Closing(StrEnum):
     """Why a node is to be left."""
 
@@ -316,6 +339,8 @@ class Deployment(msgspec.Struct, dict=True):
     copies: list[list[NodeId]] = []
     """Of the newest seal: which nodes have the part of each of its nodes, by rank. Those that are
     no nodes of its own hold it until the next seal is committed."""
+    copying: list[Copying] = []
+    """Nodes that fetch a part of it, since one that has it is left."""
     sealing: int = 0
     """seq of the seal under way; 0: none."""
     seal_asked: int = 0
@@ -345,6 +370,11 @@ class Deployment(msgspec.Struct, dict=True):
     is_trial: bool = False
     """Added to a job that was placed already, and not up yet: if it cannot start, it ends alone."""
     error: ErrorInfo | None = None
+
+    @cached_property
+    def _passed_seq(self) -> int:
+        """Below it, `head_seq` need not look; no part of the tree."""
+        return 0
 
     @cached_property
     def name(self) -> str:
@@ -393,10 +423,15 @@ class Deployment(msgspec.Struct, dict=True):
 
     @property
     def head_seq(self) -> int:
-        """The lowest seq that those behind it have to wait for: one that is cut lets them go on."""
-        seq = self.next_seq
+        """The lowest seq that those behind it have to wait for: one that is cut lets them go on.
+
+        What has ended or is cut stays so until it is off the books: the search goes on where the
+        last one stopped.
+        """
+        seq = max(self.next_seq, self._passed_seq)
         while (op := self.operations.get(seq)) is not None and (op.has_ended or op.is_cut):
             seq += 1
+        self._passed_seq = seq
         return seq
 
     @property
@@ -448,6 +483,8 @@ class Job(msgspec.Struct):
     """Deployment that was deleted, or of an earlier job of this name -> its last incarnation."""
     orphans: dict[str, list[NodeId]] = {}
     """Weights version of a deleted policy that others need → the nodes that have it."""
+    copying: dict[str, Copying] = {}
+    """Of those, the ones that another node fetches."""
     why_here: str = ""
     """Why placement chose its place."""
     error: ErrorInfo | None = None

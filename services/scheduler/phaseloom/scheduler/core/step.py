@@ -69,17 +69,19 @@ class Step:
     def tell(self, what: str, reason: str, subject: str = "") -> None:
         self.emit(Tell(what, reason, subject))
 
-    def send(self, kind: type[C], node: Node, /, **fields: Any) -> None:
+    def send(self, kind: type[C], node: Node, /, **fields: Any) -> CommandId:
         """Send a command to a node, in its present life; none to a node that is down."""
+        command_id = CommandId(self.sequence, len(self.outputs))
         if not node.is_up:
-            return
+            return command_id
         command = kind(
-            id=CommandId(self.sequence, len(self.outputs)),
+            id=command_id,
             node=node.node,
             revision=node.revision,
             **fields,
         )
         self.emit(SendCommand(command))  # type: ignore[arg-type]
+        return command_id
 
     def set_timer(self, timer: str, due_s: float) -> None:
         self.state.timers[timer] = due_s

@@ -98,6 +98,9 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
     name = deployment.name
     _check_running(state, deployment)
     assert all(seq >= deployment.next_seq for seq in deployment.operations), f"{name}: stale op"
+    for seq in range(deployment.next_seq, deployment.head_seq):
+        passed = deployment.operations[seq]
+        assert passed.has_ended or passed.is_cut, f"I1 {name}: {seq} is not behind it yet"
     seqs = [mutation.seq for mutation in deployment.history]
     assert seqs == sorted(set(seqs)), f"I2 {name}: history out of order {seqs}"
     assert set(deployment.queued_syncs) <= set(deployment.operations), f"{name}: a sync that ended"

@@ -254,6 +254,7 @@ def started(step: Step, event: WpgStarted) -> None:
     seals.release_restored(step, deployment)
     if not deployment.seal_seq:
         seals.clear_left(step, deployment)
+    step.has_new_room = step.has_new_room or bool(step.state.closing)  # its copies count anew
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
@@ -457,8 +458,11 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
         device.placed.remove(deployment.name)
         phases.left(step, device, deployment)
     deployment.awaited = []
+    if not forget:
+        seals.stop_copying(step, deployment)
     deployment.left = []
     deployment.copies = []
+    deployment.copying = []
     if deployment.moving is not None:
         moving.let_go(step, deployment)
         deployment.moving = None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.common import metrics
 from phaseloom.common.blockhash import digest_of
+from phaseloom.common.contained import contained
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import SaveStateResult
@@ -32,24 +33,30 @@ from phaseloom.common.statewire import (
     CopyFrom,
     CutState,
     CutTaken,
+    LoadedFrom,
     PruneCheckpoints,
     ReadCheckpoint,
     WriteCheckpoint,
 )
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
-from phaseloom.statemgr.checkpoints.shards import SavedState, write_state
+from phaseloom.statemgr.checkpoints.held import CutSums, Held, check
+from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
+from phaseloom.statemgr.checkpoints.savedstate import SavedState
+from phaseloom.statemgr.checkpoints.shards import write_state
 from phaseloom.statemgr.core.cuts import Cut, CutPart
 from phaseloom.statemgr.core.marker import Marker
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
-from phaseloom.statemgr.disk.disk import Disk
-from phaseloom.statemgr.disk.files import NEVER
+from phaseloom.statemgr.disk.files import NEVER, StateDirectory
 from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.seals.sealedcopies import SealedCopies, SealedCopy
 from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.switching import on_each_device
 
 log = logging.getLogger(__name__)
 
+MAX_OPERATION_CHARS = 200
+"""Of an id: it stands in the books, and in a file."""
 _STEP_BYTES = 4 * 1024 * 1024
 
 
@@ -80,15 +87,21 @@ class Exporter:
         self,
         node: Node,
         hierarchy: Hierarchy,
-        disk: Disk,
+        directory: StateDirectory,
         checkpoints: Checkpoints,
+        *,
+        sealed: SealedCopies,
         file_bytes: int,
     ) -> None:
-        """Args: file_bytes: no file of a checkpoint is larger, unless one tensor is."""
+        """Args: directory: the checkpoint root's. file_bytes: no file of a checkpoint is larger,
+        unless one tensor is."""
         self._node = node
         self._hierarchy = hierarchy
-        self._disk = disk
+        self._disk = directory.disk
+        self._node_parts = NodeParts(checkpoints, directory)
+        self._sums = CutSums(node)
         self._checkpoints = checkpoints
+        self._sealed = sealed
         self._file_bytes = file_bytes
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._kept: dict[DeploymentKey, _Kept] = {}
@@ -98,8 +111,10 @@ class Exporter:
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
+        self._sums.start(tasks)
 
     def stop(self) -> None:
+        self._sums.stop()
         for write in self._writes.values():
             write.cancelled.set()
 
@@ -117,6 +132,12 @@ class Exporter:
                 was applied last. ResourceError: no host memory, with the numbers; a rank is lost.
         """
         key, operation = rank.wpg.key, request.operation
+        if not 0 < len(operation) <= MAX_OPERATION_CHARS:
+            raise CallerError(
+                f"an operation's id of {len(operation)} characters",
+                field="operation",
+                remedy=f"name it in at most {MAX_OPERATION_CHARS}",
+            )
         async with self._locks[key]:
             written = await asyncio.to_thread(
                 self._checkpoints.written_by, operation, key, request.name
@@ -133,13 +154,13 @@ class Exporter:
                 if rank.wpg.is_lost:
                     raise ResourceError(f"{rank.wpg} is over", code=Code.ABORTED)
                 parts = [
-                    CutPart(extent, each.extent_bytes, each.tensors, each.packed_tensors)
+                    CutPart(extent, each.extent_bytes, each.table)
                     for each, extent in zip(rank.wpg.ranks, extents, strict=True)
                 ]
                 extents.clear()  # from here on they are the cut's
-                self._node.cuts.add(
-                    Cut(key, rank.wpg.incarnation, operation, request.name, request.seq, parts)
-                )
+                cut = _cut(rank.wpg, request, parts)
+                self._node.cuts.add(cut)
+                self._sums.begin(cut)
                 for part in parts:
                     self._node.cuts.give_back(part.extent)
         return CutTaken()
@@ -156,6 +177,7 @@ class Exporter:
                 applied = rank.applied
                 source, target = node.copy_of(rank), extent.view(rank.extent_bytes)
                 await asyncio.to_thread(_copy, source, target)
+                await self._check_copied(rank, target)
             if applied != seq:
                 raise CallerError(
                     f"{rank} has applied {applied}, not {seq}",
@@ -167,6 +189,16 @@ class Exporter:
         async with self._hierarchy.in_host(wpg), node.holding(lambda: set(wpg.devices)):
             node.residency.check_sealable(wpg)
             await on_each_device(wpg.ranks, copy)
+
+    async def _check_copied(self, rank: Rank, target: memoryview) -> None:
+        """Raises: ResourceError: DATA_LOSS: what was copied is not what its digest says."""
+        if rank.digest and await asyncio.to_thread(digest_of, target) != rank.digest:
+            raise ResourceError(
+                f"the host copy of {rank} is bad: it is not what its digest says",
+                code=Code.DATA_LOSS,
+                remedy="start a new incarnation, from its last seal",
+                details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+            )
 
     @asynccontextmanager
     async def _aside(self, wpg: Wpg) -> AsyncIterator[list[int]]:
@@ -219,8 +251,17 @@ class Exporter:
                 )
                 if marker is not None:
                     return CheckpointWritten(marker.result.weights_sha256)
+                if await self._has_left_part(rank.wpg, request):
+                    return CheckpointWritten("")
                 write = self._begin(key, request)
         return await asyncio.shield(write.done)
+
+    async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
+        """Whether this node's part of another's checkpoint is on disk already."""
+        if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
+            return False
+        cut = _cut(wpg, CutState(request.operation, request.name, 0), [])
+        return await asyncio.to_thread(self._node_parts.is_written, cut)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
         cut = self._node.cuts.find(key, request.operation)
@@ -241,8 +282,13 @@ class Exporter:
         failure: Exception | None = None
         sha256, digests = "", None
         try:
-            with metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name):
-                sha256, digests = await asyncio.to_thread(self._write, write, request)
+            with (
+                contained(metrics.UNFORESEEN, "checkpoint"),
+                metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
+            ):
+                async with self._of_other_nodes(cut) as others:
+                    await self._sums.taken(cut)
+                    sha256, digests = await asyncio.to_thread(self._write, write, request, others)
         except PhaseloomError as error:
             log.warning("%s is not written: %s", cut, error)
             failure = error
@@ -257,24 +303,56 @@ class Exporter:
             # Whoever asked for it may be gone.
             write.done.exception()
 
-    def _write(self, write: _Write, request: WriteCheckpoint) -> tuple[str, list[str]]:
+    @asynccontextmanager
+    async def _of_other_nodes(self, cut: Cut) -> AsyncIterator[list[Held]]:
+        """What rank 0's node needs of the others to make whole tensors.
+
+        Raises: PhaseloomError: it is not there, or there is no host memory for it.
+        """
+        extents: list[int] = []
+        held: list[Held] = []
+        try:
+            if not cut.is_whole and not cut.rank_offset:
+                for place in await asyncio.to_thread(self._node_parts.find, cut):
+                    num_bytes = place.part.num_bytes
+                    extent = await self._hierarchy.reserve(num_bytes, f"other ranks' part of {cut}")
+                    self._node.cuts.lend(extent)
+                    extents.append(extent)
+                    memory = self._node.memory[extent].view(num_bytes)
+                    await asyncio.to_thread(self._node_parts.read, place, memory)
+                    index = place.header.rank_offset + place.index
+                    held.append(Held(index, place.part.tensors, memory, place.part.blocks))
+            yield held
+        finally:
+            held.clear()
+            for extent in extents:
+                self._node.cuts.give_back(extent)
+                self._node.memory.free(extent)
+            self._node.announce()
+
+    def _write(
+        self, write: _Write, request: WriteCheckpoint, others: list[Held]
+    ) -> tuple[str, list[str]]:
         """Returns the SHA-256 of the weights, and the digest of each part. In a thread."""
         cut, checkpoints = write.cut, self._checkpoints
+        ranks = self._held(cut)
+        digests = [each.digest for each in ranks]
+        if cut.rank_offset:
+            check(cut.key, ranks)
+            self._node_parts.write(cut, ranks, write.cancelled)
+            return "", digests
         draft = checkpoints.begin(cut.key, cut.name)
         try:
-            ranks = [
-                (part.tensors, self._node.memory[part.extent].view(part.num_bytes))
-                for part in cut.parts
-            ]
             written = write_state(
                 self._disk,
                 draft,
-                ranks,
+                [(each.tensors, each.memory) for each in (*ranks, *others)],
                 request.config,
                 file_bytes=self._file_bytes,
                 cancelled=write.cancelled,
             )
-            digests = [digest_of(memory) for _, memory in ranks]
+            # All that was written was read by now: what is still whole was whole then.
+            check(cut.key, [*ranks, *others])
             with writing():
                 number = checkpoints.next_number(cut.key, cut.name)
             path = f"{cut.key.job}/{cut.key.deployment}/{cut.name}"
@@ -285,12 +363,23 @@ class Exporter:
                 number=number,
                 keep=request.keep,
                 files=written.files,
+                digests=digests if cut.is_whole else [],
             )
             checkpoints.commit(cut.key, cut.name, marker)
         except BaseException:
             checkpoints.drop(cut.key, cut.name)
             raise
+        self._node_parts.discard(cut)
         return written.weights_sha256, digests
+
+    def _held(self, cut: Cut) -> list[Held]:
+        """Its checksums are in."""
+        held = []
+        for index, part in enumerate(cut.parts, cut.rank_offset):
+            assert part.checksums is not None
+            memory = self._node.memory[part.extent].view(part.num_bytes)
+            held.append(Held(index, part.tensors, memory, part.checksums))
+        return held
 
     async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
         """Raises: CallerError, ResourceError: the disk fails."""
@@ -323,6 +412,7 @@ class Exporter:
             self._free(cut)
         self._locks.pop(key, None)
         self._kept.pop(key, None)
+        await asyncio.to_thread(self._node_parts.forget, key)
 
     # --- loading ---
 
@@ -332,21 +422,44 @@ class Exporter:
         saved = await asyncio.to_thread(self._open, wpg.key, request.name)
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:
-            return CheckpointRead(sha256, await self._fill(rank, saved))
+            source, digest = await self._fill(rank, saved)
+            return CheckpointRead(sha256, digest, source)
         if rank.index:
             raise CallerError(
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
         if await self._load_kept(wpg, saved):
-            return CheckpointRead(sha256)
+            return CheckpointRead(sha256, source=LoadedFrom.CUT)
         async with self._aside(wpg) as extents:
-            fills = [
-                asyncio.to_thread(_fill, saved, each, self._view(each, extent))
-                for each, extent in zip(wpg.ranks, extents, strict=True)
+            memories = {r: self._view(r, e) for r, e in zip(wpg.ranks, extents, strict=True)}
+            source, digests = await self._filled(saved, memories)
+            memories.clear()
+            await self._load(wpg, extents, digests)
+        log.info("checkpoint %r of %s is loaded from %s", request.name, wpg.key, source)
+        return CheckpointRead(sha256, source=source)
+
+    async def _filled(
+        self, saved: SavedState, memories: dict[Rank, memoryview]
+    ) -> tuple[LoadedFrom, list[str]]:
+        """Fill ranks' memories from the nearest whole copy. Returns that, and their digests.
+
+        Raises: ResourceError: DATA_LOSS: the files are bad, and there is no other.
+        """
+        (wpg, *_), marker = [rank.wpg for rank in memories], saved.marker
+        digests = [] if marker is None else marker.digests
+        seq = 0 if marker is None else marker.seq
+        for copy in await self._sealed.find(wpg, seq, digests):
+            reads = [
+                asyncio.to_thread(_read, copy, digests[rank.index], rank.index, memory)
+                for rank, memory in memories.items()
             ]
-            await self._load(wpg, extents, await _all(fills))
-        return CheckpointRead(sha256)
+            try:
+                return copy.source, await _all(reads)
+            except ResourceError as error:
+                log.warning("%s; there may be another copy", error)
+        fills = [asyncio.to_thread(_fill, saved, rank, m) for rank, m in memories.items()]
+        return LoadedFrom.FILES, await _all(fills)
 
     async def _load_kept(self, wpg: Wpg, saved: SavedState) -> bool:
         """From memory, where this is what was written last, by this life, and nobody needed it."""
@@ -380,11 +493,12 @@ class Exporter:
     def _view(self, rank: Rank, extent: int) -> memoryview:
         return self._node.memory[extent].view(rank.extent_bytes)
 
-    async def _fill(self, rank: Rank, saved: SavedState) -> str:
+    async def _fill(self, rank: Rank, saved: SavedState) -> tuple[LoadedFrom, str]:
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
-        return await asyncio.to_thread(_fill, saved, rank, self._view(rank, rank.extent))
+        source, (digest,) = await self._filled(saved, {rank: self._view(rank, rank.extent)})
+        return source, digest
 
     async def _load(self, wpg: Wpg, extents: list[int], digests: list[str]) -> None:
         """All ranks or none: where one fails, nobody knows what the others hold."""
@@ -407,6 +521,19 @@ class Exporter:
                 raise
 
 
+def _cut(wpg: Wpg, request: CutState, parts: list[CutPart]) -> Cut:
+    return Cut(
+        wpg.key,
+        wpg.incarnation,
+        request.operation,
+        request.name,
+        request.seq,
+        parts,
+        rank_offset=wpg.rank_offset,
+        num_ranks=wpg.num_ranks,
+    )
+
+
 async def _all(works: Sequence[Awaitable[str]]) -> list[str]:
     """Raises: the first failure, once none is under way any more."""
     digests = []
@@ -423,6 +550,12 @@ def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
     return digest_of(memory)
 
 
+def _read(copy: SealedCopy, digest: str, index: int, memory: memoryview) -> str:
+    """Returns the memory's digest. In a thread."""
+    copy.read(copy.places[index], memory)
+    return digest
+
+
 def _copy(source: memoryview, target: memoryview) -> None:
     """In steps: each holds the interpreter."""
     for start in range(0, len(source), _STEP_BYTES):
@@ -432,4 +565,4 @@ def _copy(source: memoryview, target: memoryview) -> None:
 def _is_of(cut: Cut, wpg: Wpg, marker: Marker) -> bool:
     """Whether the checkpoint is this cut, and these are the ranks that were cut."""
     is_same = cut.incarnation == wpg.incarnation and cut.operation == marker.operation_id
-    return is_same and [part.tensors for part in cut.parts] == [r.tensors for r in wpg.ranks]
+    return is_same and [part.table for part in cut.parts] == [r.table for r in wpg.ranks]

@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId, check_name
 from phaseloom.statemgr.core.marker import MARKER_FILE, Marker, decode_marker, superseded
 
+_OPERATION_DIGITS = 16
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
@@ -123,6 +126,24 @@ class Checkpoints:
             for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
                 shutil.rmtree(draft, ignore_errors=True)
 
+    def part(self, key: DeploymentKey, name: str, operation: str, rank: int) -> Path:
+        """Where this node leaves what its ranks, from this one on, have of a checkpoint that
+        another node writes for this operation."""
+        left = f".{name}.{_digits(operation)}-{rank:d}.{self.node}.part"
+        return self.directory(key, name).with_name(left)
+
+    def parts_of(self, key: DeploymentKey, name: str, operation: str, rank: int) -> list[Path]:
+        """What nodes have left, the newest first: more than one where the ranks moved."""
+        place = self.directory(key, name).parent
+        found = place.glob(f".{name}.{_digits(operation)}-{rank:d}.*.part")
+        return sorted(found, key=_written_ns, reverse=True)
+
+    def parts_left(self, key: DeploymentKey) -> list[Path]:
+        """By this node."""
+        if self.root is None:
+            return []
+        return sorted(self.directory(key, "any").parent.glob(f".*.{self.node}.part"))
+
     def _draft(self, key: DeploymentKey, name: str) -> Path:
         return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
 
@@ -140,6 +161,18 @@ def _marker_of(directory: Path) -> Marker | None:
         return decode_marker((directory / MARKER_FILE).read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def _written_ns(path: Path) -> int:
+    """0: it has gone meanwhile."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _digits(operation: str) -> str:
+    return blake3(operation.encode()).hexdigest()[:_OPERATION_DIGITS]
 
 
 def name_taken(name: str) -> CallerError:

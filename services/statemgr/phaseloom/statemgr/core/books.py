@@ -16,20 +16,20 @@ import msgspec
 import xxhash
 
 from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cut, CutPart, Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.layout import unpack
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
-MAGIC = b"PLBOOKS1"
+MAGIC = b"PLBOOKS2"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
 
 class RankBook(msgspec.Struct, frozen=True, array_like=True):
-    """`tensors` is packed; see `layout.unpack`."""
+    """`tensors` is `TensorTable.packed`."""
 
     device: int
     token: str
@@ -56,6 +56,8 @@ class WpgBook(msgspec.Struct, frozen=True, array_like=True):
     """seq whose copies are kept for a seal."""
     sealed: list[int]
     ranks: list[RankBook]
+    rank_offset: int = 0
+    num_ranks: int = 0
 
 
 class VersionBook(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +90,7 @@ class CutPartBook(msgspec.Struct, frozen=True, array_like=True):
     extent: int
     num_bytes: int
     tensors: msgspec.Raw
+    checksums: bytes | None = None
 
 
 class CutBook(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +100,8 @@ class CutBook(msgspec.Struct, frozen=True, array_like=True):
     name: str
     seq: int
     parts: list[CutPartBook]
+    rank_offset: int = 0
+    num_ranks: int = 0
 
 
 class SealBook(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +149,7 @@ def books_of(  # noqa: PLR0917 - all that a node has
                         token=rank.token,
                         state=rank.state,
                         heap_bytes=rank.heap_bytes,
-                        tensors=msgspec.Raw(rank.packed_tensors),
+                        tensors=msgspec.Raw(rank.table.packed),
                         extent=rank.extent,
                         applied=rank.applied,
                         digest=rank.digest,
@@ -157,6 +162,8 @@ def books_of(  # noqa: PLR0917 - all that a node has
                     )
                     for rank in wpg.ranks
                 ],
+                rank_offset=wpg.rank_offset,
+                num_ranks=wpg.num_ranks,
             )
             for wpg in residency.alive()
         ],
@@ -164,7 +171,7 @@ def books_of(  # noqa: PLR0917 - all that a node has
             VersionBook(
                 key=version.key,
                 num_bytes=version.num_bytes,
-                tensors=msgspec.Raw(version.packed_tensors),
+                tensors=msgspec.Raw(version.table.packed),
                 digest=version.digest,
                 extent=version.extent,
                 incarnation=version.incarnation,
@@ -180,18 +187,36 @@ def books_of(  # noqa: PLR0917 - all that a node has
 
 def _book_of_cut(cut: Cut) -> CutBook:
     parts = [
-        CutPartBook(part.extent, part.num_bytes, msgspec.Raw(part.packed_tensors))
+        CutPartBook(part.extent, part.num_bytes, msgspec.Raw(part.table.packed), part.checksums)
         for part in cut.parts
     ]
-    return CutBook(cut.key, cut.incarnation, cut.operation, cut.name, cut.seq, parts)
+    return CutBook(
+        key=cut.key,
+        incarnation=cut.incarnation,
+        operation=cut.operation,
+        name=cut.name,
+        seq=cut.seq,
+        parts=parts,
+        rank_offset=cut.rank_offset,
+        num_ranks=cut.num_ranks,
+    )
 
 
 def cut_of(book: CutBook) -> Cut:
     parts = [
-        CutPart(part.extent, part.num_bytes, unpack(part.tensors), bytes(part.tensors))
+        CutPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
         for part in book.parts
     ]
-    return Cut(book.key, book.incarnation, book.operation, book.name, book.seq, parts)
+    return Cut(
+        key=book.key,
+        incarnation=book.incarnation,
+        operation=book.operation,
+        name=book.name,
+        seq=book.seq,
+        parts=parts,
+        rank_offset=book.rank_offset,
+        num_ranks=book.num_ranks,
+    )
 
 
 def _book_of(content: Content) -> ContentBook:
@@ -200,7 +225,7 @@ def _book_of(content: Content) -> ContentBook:
         owner=content.owner,
         applied=content.applied,
         num_bytes=content.num_bytes,
-        tensors=msgspec.Raw(content.packed_tensors),
+        tensors=msgspec.Raw(content.table.packed),
         digest=content.digest,
         extent=content.extent,
         is_immutable=content.is_immutable,
@@ -218,7 +243,7 @@ def content_of(book: ContentBook) -> Content:
         owner=book.owner,
         applied=book.applied,
         num_bytes=book.num_bytes,
-        packed_tensors=bytes(book.tensors),
+        table=TensorTable.read(book.tensors),
         digest=book.digest,
         extent=book.extent,
         is_immutable=book.is_immutable,

@@ -17,13 +17,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import CallerError, InternalError
+from phaseloom.common.errors import CallerError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import ContentState, TensorSlot
-from phaseloom.statemgr.core.layout import unpack
+from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.residency import (
     ON_NVME,
     TRANSITIONS,
+    InvalidTransition,
     Rank,
     State,
     Step,
@@ -64,7 +65,7 @@ class Content:
     applied: int
     """seq of the maker's state that these bytes are."""
     num_bytes: int
-    packed_tensors: bytes = field(repr=False)
+    table: TensorTable = field(repr=False)
     """The maker's layout."""
     digest: str
     """xxh3-128 in hex: what every load is verified by."""
@@ -86,7 +87,7 @@ class Content:
 
     @property
     def tensors(self) -> list[TensorSlot]:
-        return unpack(self.packed_tensors)
+        return self.table.tensors
 
     @property
     def tenants(self) -> set[str]:
@@ -132,7 +133,7 @@ class Contents:
             owner=rank.wpg.key,
             applied=rank.applied,
             num_bytes=rank.extent_bytes,
-            packed_tensors=rank.packed_tensors,
+            table=rank.table,
             digest=rank.digest,
             extent=extent,
             version=version,
@@ -201,10 +202,10 @@ class Contents:
         return list(self._contents.values())
 
     def step(self, content: Content, step: Step) -> None:
-        """Raises: InternalError: the table of transitions does not have it."""
+        """Raises: InvalidTransition: the table does not have it."""
         following = TRANSITIONS.get((content.state, step))
         if following is None:
-            raise InternalError(f"{content} is {content.state}: no {step!r} from there")
+            raise InvalidTransition(f"{content} is {content.state}: no {step!r} from there")
         content.state = following
 
     def spillable(self, after_s: float | None = None) -> list[Content]:

@@ -9,20 +9,25 @@ from dataclasses import dataclass, field
 
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.statemgr.core.layout import pack
+from phaseloom.common.tensortable import TensorTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CutPart:
     """The state of one rank."""
 
     extent: int
     num_bytes: int
-    tensors: list[TensorSlot]
-    packed_tensors: bytes = field(default=pack([]), repr=False)
+    table: TensorTable = field(repr=False)
+    checksums: bytes | None = field(default=None, repr=False)
+    """Of its blocks (`blockhash`), taken right after the cut; None: yet to be taken."""
+
+    @property
+    def tensors(self) -> list[TensorSlot]:
+        return self.table.tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     key: DeploymentKey
     incarnation: int
@@ -31,7 +36,20 @@ class Cut:
     """Of the checkpoint that it is for."""
     seq: int
     parts: list[CutPart]
-    """Of rank 0, 1, …"""
+    """Of this node's ranks, in order."""
+    rank_offset: int = 0
+    """Of the first of them."""
+    num_ranks: int = 0
+    """On all nodes."""
+
+    @property
+    def is_whole(self) -> bool:
+        """No other node has a part of it."""
+        return self.num_ranks <= len(self.parts)
+
+    @property
+    def has_checksums(self) -> bool:
+        return all(part.checksums is not None for part in self.parts)
 
     @property
     def extents(self) -> list[int]:

@@ -3,22 +3,67 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from operator import attrgetter
-
-import msgspec
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.statewire import RegisterHeap, TensorSlot
+from phaseloom.common.tensortable import ALIGNMENT_BYTES, TensorTable
 
-ALIGNMENT_BYTES = 64
 _OFFSET = attrgetter("offset")
+_MAX_KNOWN_BYTES = 256 * 1024 * 1024
+_SLOT_BYTES = 512
+"""About what a decoded slot takes in memory, its name aside."""
 
 
-def check_layout(tensors: list[TensorSlot], num_bytes: int) -> None:
+class Layouts:
+    """What ranks have sent of late: the same bytes are decoded, and checked, once.
+
+    Bounded; what falls out is decoded again when it comes again. What cannot be a layout is not
+    kept.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_KNOWN_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, TensorTable] = OrderedDict()
+        self.known_bytes = 0
+
+    def read(self, packed: bytes) -> TensorTable:
+        """Raises: CallerError: it is no table of tensors."""
+        known = self._known.get(packed)
+        if known is not None:
+            self._known.move_to_end(packed)
+            return known
+        table = TensorTable.read(packed)
+        if table.end is not None:
+            self._keep(table)
+        return table
+
+    def _keep(self, table: TensorTable) -> None:
+        self._known[table.packed] = table
+        self.known_bytes += _memory_of(table)
+        while self.known_bytes > self._max_bytes:
+            _, oldest = self._known.popitem(last=False)
+            self.known_bytes -= _memory_of(oldest)
+
+
+def _memory_of(table: TensorTable) -> int:
+    return len(table.packed) + _SLOT_BYTES * len(table)
+
+
+def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:
+    return tensors if isinstance(tensors, TensorTable) else TensorTable.of(tensors)
+
+
+def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> None:
     """Raises: CallerError: names twice, misaligned, overlapping or out of bounds; names the slot.
 
-    Cost: O(n log n) in tensors.
+    Cost: O(n log n) in tensors, of a table once.
     """
+    if isinstance(tensors, TensorTable):
+        if tensors.end is not None and tensors.end <= num_bytes:
+            return
+        tensors = tensors.tensors
     if num_bytes < 0:
         raise CallerError(f"{num_bytes} bytes", field="num_bytes", remedy="use zero or more")
     names = {slot.name for slot in tensors}
@@ -69,12 +114,3 @@ def check_identity(request: RegisterHeap) -> None:
 
 def _where(slot: TensorSlot) -> str:
     return f"tensors[{slot.name}]"
-
-
-def pack(tensors: list[TensorSlot]) -> bytes:
-    """As they stand in the books: made once a layout, for the books are recorded often."""
-    return msgspec.msgpack.encode(tensors)
-
-
-def unpack(packed: bytes | msgspec.Raw) -> list[TensorSlot]:
-    return msgspec.msgpack.decode(packed, type=list[TensorSlot])

@@ -46,6 +46,9 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     keep: int = 0
     """Of the `save_state`; 0: it stays, whatever is saved after it."""
     files: dict[str, FileSums] = {}
+    digests: list[str] = []
+    """Of each rank's state as it lay in memory when it was cut (`phaseloom.common.blockhash`): by
+    them a seal of the same bytes is known. None: its ranks were on several nodes."""
 
     def encode(self) -> bytes:
         """As it lies in its file: behind the last field a checksum of all before it."""
@@ -59,7 +62,7 @@ def decode_marker(text: bytes) -> Marker:
     is_signed = text.endswith(_signature(body))
     try:
         marker = msgspec.json.decode(body if is_signed else text, type=Marker)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not is_signed and (marker.number or _FIELD in text):
         raise ValueError("its checksum does not match")

@@ -1,7 +1,7 @@
 """Which deployments are on this node, which of them is in device memory, and whether a switch fits.
 
-Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; `TRANSITIONS`
-is the table of what may follow what. Invariants (`validate`): the heaps that are or are being moved
+Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; what may
+follow what is in `lives.py`. Invariants (`validate`): the heaps that are or are being moved
 in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
 is obeyed; a host copy that is being sealed is neither overwritten nor spilled; a lost deployment
 has no memory; all ranks of a life are lost together.
@@ -10,235 +10,42 @@ has no memory; all ranks of a life are lost together.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.ids import DeploymentKey, check_name
 from phaseloom.common.statewire import DeploymentState, TensorSlot, extent_bytes
+from phaseloom.common.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.core.arena import rounded
-from phaseloom.statemgr.core.layout import check_host_bytes, check_layout, pack
+from phaseloom.statemgr.core.layout import as_table, check_host_bytes, check_layout
+from phaseloom.statemgr.core.lives import (
+    OFFLOADED,
+    ON_DEVICE,
+    ON_NVME,
+    TRANSITIONS,
+    InvalidTransition,
+    PreparedSeal,
+    Rank,
+    State,
+    Step,
+    Wpg,
+    is_spillable,
+)
 
-if TYPE_CHECKING:
-    from phaseloom.statemgr.core.contents import Content
-
-
-class State(StrEnum):
-    AWAITING = "awaiting"
-    """The agent announced it; no rank has registered its heap."""
-    FILLING = "filling"
-    """The rank has its extent, which holds no state yet."""
-    HOST = "host"
-    """Offloaded: the host copy is whole and verified."""
-    LOADING = "loading"
-    RESIDENT = "resident"
-    """In device memory: the host copy, if any, is older."""
-    OFFLOADING = "offloading"
-    SPILLING = "spilling"
-    """In host memory, on its way to NVMe."""
-    SPILLED = "spilled"
-    """On NVMe only."""
-    LIFTING = "lifting"
-    """On NVMe, on its way to host memory."""
-    LOST = "lost"
-    """A rank of its life is gone, or it was fenced."""
-
-
-class Step(StrEnum):
-    HEAP_REGISTERED = "heap registered"
-    FILLED = "filled"
-    LOAD_BEGUN = "load begun"
-    LOAD_VERIFIED = "load verified"
-    LOAD_FAILED = "load failed"
-    OFFLOAD_BEGUN = "offload begun"
-    OFFLOAD_VERIFIED = "offload verified"
-    OFFLOAD_FAILED = "offload failed"
-    RELEASE_UNVERIFIED = "release unverified"
-    """Copied out, but the device memory was not given back: it is loaded again."""
-    SPILL_BEGUN = "spill begun"
-    SPILL_VERIFIED = "spill verified"
-    SPILL_FAILED = "spill failed"
-    DRAINED = "drained"
-    """It is on NVMe now, and stays in host memory while nothing needs the room."""
-    LIFT_BEGUN = "lift begun"
-    LIFT_VERIFIED = "lift verified"
-    LIFT_FAILED = "lift failed"
-
-
-TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.AWAITING, Step.HEAP_REGISTERED): State.FILLING,
-    (State.FILLING, Step.FILLED): State.HOST,
-    (State.HOST, Step.LOAD_BEGUN): State.LOADING,
-    (State.LOADING, Step.LOAD_VERIFIED): State.RESIDENT,
-    (State.LOADING, Step.LOAD_FAILED): State.HOST,
-    (State.RESIDENT, Step.OFFLOAD_BEGUN): State.OFFLOADING,
-    (State.OFFLOADING, Step.OFFLOAD_VERIFIED): State.HOST,
-    (State.OFFLOADING, Step.OFFLOAD_FAILED): State.RESIDENT,
-    (State.OFFLOADING, Step.RELEASE_UNVERIFIED): State.LOADING,
-    (State.HOST, Step.SPILL_BEGUN): State.SPILLING,
-    (State.SPILLING, Step.SPILL_VERIFIED): State.SPILLED,
-    (State.SPILLING, Step.SPILL_FAILED): State.HOST,
-    (State.SPILLING, Step.DRAINED): State.HOST,
-    (State.SPILLED, Step.LIFT_BEGUN): State.LIFTING,
-    (State.LIFTING, Step.LIFT_VERIFIED): State.HOST,
-    (State.LIFTING, Step.LIFT_FAILED): State.SPILLED,
-}
-ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
-ON_NVME = frozenset({State.SPILLED, State.LIFTING})
-"""What the host copy is whole in."""
-
-
-class InvalidTransition(InternalError):
-    """The shell reported a step that the table does not have; carries the deployment's history."""
-
-
-@dataclass(slots=True)
-class PreparedSeal:
-    """Host copies kept whole until they are on disk."""
-
-    seq: int
-    is_writing: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Rank:
-    """One process of a life: its heap on one device, and the host copy of it."""
-
-    wpg: Wpg
-    index: int
-    device: int
-    token: str
-    state: State = State.AWAITING
-    heap_bytes: int = 0
-    host_bytes: int = 0
-    """Of state that lives in host memory alone, behind the copy of the heap."""
-    tensors: list[TensorSlot] = field(default_factory=list)
-    packed_tensors: bytes = field(default=pack([]), repr=False)
-    extent: int | None = None
-    snapshot: int | None = None
-    """While a seal is prepared: an extent with what lives in host memory alone, as it was then."""
-    pins: bool = False
-    """It must be told before the extent's pages are given back."""
-    applied: int = 0
-    """Of the newest host copy."""
-    digest: str = ""
-    """Of the newest host copy; empty: it is dirty, or there is none that is whole."""
-    is_dirty: bool = False
-    """The newest host copy is whole, and its digest not taken yet."""
-    is_drained: bool = False
-    """The newest host copy is in host memory, and on NVMe too."""
-    num_copies: int = 0
-    """Of the heap that were begun: tells the newest host copy from those before."""
-    frozen: bool = False
-    """Its host copy is a content once it is whole; `extent` is only one that it is filling."""
-    model: str = ""
-    """See `RegisterHeap.model`."""
-    content: Content | None = None
-    held_version: tuple[VersionKey, int] | None = None
-    """What its heap is, and since which seq; to become its content once a seal is written."""
-    history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
-
-    @property
-    def source(self) -> int | None:
-        """The extent that its host copy is read from."""
-        return self.extent if self.content is None else self.content.extent
-
-    @property
-    def copy_state(self) -> State:
-        """Where its host copy is, whoever else it belongs to."""
-        return self.state if self.content is None else self.content.state
-
-    @property
-    def shares(self) -> bool:
-        """Others hold the same bytes."""
-        content = self.content
-        return content is not None and (len(content.users) > 1 or content.version is not None)
-
-    @property
-    def bytes_above(self) -> int:
-        """Host memory taken for it: of a frozen rank that writes, that of two copies."""
-        own = self.extent is not None and self.state not in ON_NVME
-        shared = self.content is not None and self.content.state not in ON_NVME
-        return self.extent_bytes * (own + shared)
-
-    @property
-    def has_memory(self) -> bool:
-        return bool(self.extents) or self.content is not None
-
-    @property
-    def extent_bytes(self) -> int:
-        """Of its host copy: what seals, files and digests of it are of."""
-        return extent_bytes(self.heap_bytes, self.host_bytes)
-
-    @property
-    def extents(self) -> list[int]:
-        return [extent for extent in (self.extent, self.snapshot) if extent is not None]
-
-    @property
-    def is_whole(self) -> bool:
-        """There is a host copy, whole as of `applied`."""
-        return self.is_dirty or self.digest != ""
-
-    def copied(self, applied: int, digest: str) -> None:
-        """There is a new host copy. Args: digest: empty: it is yet to be taken."""
-        self.applied, self.digest, self.is_dirty = applied, digest, not digest
-
-    def overwritten(self) -> None:
-        """What there was of a host copy is so no more."""
-        self.digest, self.is_dirty, self.is_drained = "", False, False
-        self.num_copies += 1
-
-    @property
-    def owner(self) -> str:
-        """As the name of its memory: without the incarnation, which is of no use to people."""
-        key = self.wpg.key
-        return str(key) if len(self.wpg.ranks) == 1 else f"{key} rank {self.index}"
-
-    def __str__(self) -> str:
-        if len(self.wpg.ranks) == 1:
-            return str(self.wpg)
-        return f"rank {self.index} of {self.wpg}"
-
-
-@dataclass(slots=True, eq=False)
-class Wpg:
-    """One life of a deployment on this node: it lives and dies whole."""
-
-    key: DeploymentKey
-    incarnation: int
-    seal_seq: int
-    ranks: list[Rank] = field(default_factory=list)
-    epoch: int = 0
-    prepared: PreparedSeal | None = None
-    sealed: set[int] = field(default_factory=set)
-    """Seals that this life has written."""
-    num_users: int = 0
-    """Switches, seals and moves upward that need its host copies to stay where they are."""
-    last_used: int = 0
-    """Count of the uses of this node's deployments at its last one."""
-    next_use_s: float | None = None
-    """When it is predicted to be used next, on the shell's clock; None: nobody said."""
-
-    @property
-    def is_lost(self) -> bool:
-        return self.ranks[0].state is State.LOST
-
-    @property
-    def devices(self) -> list[int]:
-        return [rank.device for rank in self.ranks]
-
-    @property
-    def heap_bytes(self) -> int:
-        return sum(rank.heap_bytes for rank in self.ranks)
-
-    @property
-    def on_device(self) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.state in ON_DEVICE]
-
-    def __str__(self) -> str:
-        return f"{self.key} (incarnation {self.incarnation})"
+__all__ = [
+    "ON_DEVICE",
+    "ON_NVME",
+    "TRANSITIONS",
+    "InvalidTransition",
+    "PreparedSeal",
+    "Rank",
+    "Residency",
+    "State",
+    "Step",
+    "SwitchPlan",
+    "Wpg",
+    "is_spillable",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +77,15 @@ class Residency:
         incarnation: int,
         devices: list[int],
         seal_seq: int,
+        *,
+        rank_offset: int = 0,
+        num_ranks: int = 0,
     ) -> Wpg | None:
         """Ranks with these tokens will come. Returns the older life, now lost, that it replaces.
 
         Registering the same life again changes nothing.
+
+        Args:   rank_offset: of the first of them. num_ranks: on all nodes; 0: these are all.
         Raises: CallerError: a bad name, device or token. ResourceError: ABORTED, fenced.
         """
         for name in (key.tenant, key.job, key.deployment):
@@ -306,6 +118,7 @@ class Residency:
             raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
         replaced = self._remove(known) if known is not None else None
         wpg = Wpg(key, incarnation, seal_seq)
+        wpg.rank_offset, wpg.num_ranks = rank_offset, num_ranks or len(devices)
         for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
             wpg.ranks.append(Rank(wpg, index, device, token))
             self._tokens[token] = wpg.ranks[-1]
@@ -396,14 +209,13 @@ class Residency:
         self,
         rank: Rank,
         heap_bytes: int,
-        tensors: list[TensorSlot],
+        tensors: TensorTable | list[TensorSlot],
         extent: int | None,
         host_bytes: int = 0,
     ) -> None:
         """It had this heap and this extent; where its state is, is not known before `resume`."""
-        rank.heap_bytes, rank.tensors, rank.extent = heap_bytes, tensors, extent
+        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
         rank.host_bytes = host_bytes
-        rank.packed_tensors = pack(tensors)
 
     def resume(self, rank: Rank, state: State) -> None:
         """Its rank is back and says where its state is. Raises: ResourceError: it is lost."""
@@ -417,7 +229,7 @@ class Residency:
         it has one of its own."""
         extent, rank.extent = rank.extent, None
         rank.history.append(f"{rank.state} → awaiting (begins again)")
-        rank.state, rank.heap_bytes, rank.tensors, rank.host_bytes = State.AWAITING, 0, [], 0
+        rank.state, rank.heap_bytes, rank.table, rank.host_bytes = State.AWAITING, 0, EMPTY, 0
         rank.overwritten()
         return extent
 
@@ -449,7 +261,11 @@ class Residency:
     # --- heaps and switches ---
 
     def check_heap(
-        self, rank: Rank, heap_bytes: int, tensors: list[TensorSlot], host_bytes: int = 0
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        host_bytes: int = 0,
     ) -> None:
         """Whether it can be registered.
 
@@ -468,7 +284,7 @@ class Residency:
         self,
         rank: Rank,
         heap_bytes: int,
-        tensors: list[TensorSlot],
+        tensors: TensorTable | list[TensorSlot],
         extent: int,
         host_bytes: int = 0,
     ) -> None:
@@ -521,13 +337,13 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; none: all are in host memory already.
+        """The ranks to offload; none: all are offloaded already, wherever their host copies are.
 
         Raises: as `plan_switch_in`.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        self._check_ready(wpg)
+        self._check_ready(wpg, or_in=OFFLOADED)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
@@ -607,7 +423,12 @@ class Residency:
         self._check_ready(wpg)
 
     def begin_copy(self, rank: Rank) -> None:
-        """The host copy of a resident rank is about to be renewed while it stays resident."""
+        """The host copy of a resident rank is about to be renewed while it stays resident.
+
+        Raises: ResourceError: it is gone.
+        """
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
         assert rank.state is State.RESIDENT
         assert rank.wpg.prepared is None
         if not rank.frozen:
@@ -724,8 +545,7 @@ class Residency:
     def _validate_rank(self, rank: Rank) -> None:
         assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
-        is_offloaded = rank.state in {State.HOST, State.SPILLING, *ON_NVME}
-        assert not is_offloaded or rank.is_whole, f"{rank}: no whole host copy"
+        assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
         assert not (rank.is_dirty and rank.digest)
         assert not rank.is_drained or rank.digest
         assert not (rank.is_dirty and rank.state in ON_NVME)
@@ -748,22 +568,17 @@ class Residency:
             )
         wpg.epoch = epoch
 
-    def _check_ready(self, wpg: Wpg) -> None:
+    def _check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
         if wpg.is_lost:
             raise _lost(wpg)
         for rank in wpg.ranks:
-            if rank.state not in {State.HOST, State.RESIDENT}:
+            if rank.state not in {State.HOST, State.RESIDENT, *or_in}:
                 raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
 
     def _check_room(self, wpg: Wpg, device: int, needed_bytes: int, used_bytes: int) -> None:
         budget = self.device_budget_bytes[device]
         if used_bytes + needed_bytes > budget:
             raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
-
-
-def is_spillable(wpg: Wpg) -> bool:
-    """Nothing needs its host copies to be in host memory."""
-    return not wpg.num_users and not wpg.on_device and wpg.prepared is None
 
 
 def _or_never(next_use_s: float | None) -> float:

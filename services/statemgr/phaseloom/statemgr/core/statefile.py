@@ -76,11 +76,23 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Likewise."""
     bases: list[str] = []
     """Names of the links to the files that hold what is not in this one."""
+    rank_offset: int = 0
+    """Of a seal: the first of the deployment's ranks that are in it,"""
+    num_ranks: int = 0
+    """of so many on all nodes; 0: these are all, or an older release did not say."""
+    part: str = ""
+    """Of a version that is written in parts: which one; empty: all of it, or its manifest."""
 
     @property
     def parts(self) -> list[Section]:
         whole = (self.num_bytes, self.tensors, self.digest, self.blocks, self.sources)
         return self.sections or [Section(*whole)]
+
+    def is_of(self, rank_offset: int, num_ranks: int) -> bool:
+        """Whether it is of the ranks from this one on, or does not say. Args: num_ranks: on all
+        nodes; 0: whichever they are."""
+        is_said = self.num_ranks and num_ranks
+        return not is_said or (self.rank_offset, self.num_ranks) == (rank_offset, num_ranks)
 
     def alone(self) -> StateHeader:
         """Of the same state in a file that has every block."""
@@ -126,13 +138,25 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         return replace(self, block_bytes=block_bytes, digest=digest, sections=sections)
 
 
-def seal_header(deployment: DeploymentKey, seq: int, sections: list[Section]) -> StateHeader:
-    """Args: sections: of every rank, rank 0 first."""
+def seal_header(
+    deployment: DeploymentKey,
+    seq: int,
+    sections: list[Section],
+    *,
+    rank_offset: int = 0,
+    num_ranks: int = 0,
+) -> StateHeader:
+    """Args: sections: of this node's ranks, in order. rank_offset: of the first of them.
+    num_ranks: on all nodes; 0: these are all."""
     if len(sections) == 1:
         (only,) = sections
-        return StateHeader("seal", deployment, seq, only.num_bytes, only.tensors, only.digest)
-    num_bytes = sum(section.num_bytes for section in sections)
-    return StateHeader("seal", deployment, seq, num_bytes, [], _of_sections(sections), sections)
+        header = StateHeader("seal", deployment, seq, only.num_bytes, only.tensors, only.digest)
+    else:
+        num_bytes, digest = sum(section.num_bytes for section in sections), _of_sections(sections)
+        header = StateHeader("seal", deployment, seq, num_bytes, [], digest, sections)
+    if num_ranks <= len(sections):
+        return header
+    return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)
 
 
 def _of_sections(sections: list[Section]) -> str:
@@ -140,8 +164,18 @@ def _of_sections(sections: list[Section]) -> str:
 
 
 def encode_header(header: StateHeader) -> bytes:
-    """Everything before the memory, padding included."""
+    """Everything before the memory, padding included.
+
+    Raises: ResourceError: RESOURCE_EXHAUSTED: it is longer than anybody would read again.
+    """
     payload = msgspec.msgpack.encode(header)
+    if len(payload) > MAX_HEADER_BYTES:
+        raise ResourceError(
+            f"the {header.kind} of {header.deployment} at {header.seq} needs a header of "
+            f"{len(payload)} bytes for its tensors, of {MAX_HEADER_BYTES}",
+            code=Code.RESOURCE_EXHAUSTED,
+            remedy="have fewer tensors on one node, or shorter names",
+        )
     start = _PREFIX.pack(MAGIC, len(payload), xxhash.xxh3_128_digest(payload)) + payload
     return start + bytes(-len(start) % DATA_ALIGNMENT_BYTES)
 
@@ -197,12 +231,24 @@ def check_restorable(
     heap_bytes: int,
     tensors: list[TensorSlot],
     file: str,
+    rank_offset: int = 0,
+    num_ranks_of_all: int = 0,
 ) -> Section:
     """The part of the seal that this rank's heap is filled from.
 
-    Raises: CallerError: FAILED_PRECONDITION, with the numbers: the deployment has another layout
-            than the sealed one.
+    Args:   rank: among the `num_ranks` of this node, of which the first is `rank_offset` among
+            those of all nodes.
+
+    Raises: ResourceError: DATA_LOSS: the file is of another node's ranks. CallerError:
+            FAILED_PRECONDITION, with the numbers: the deployment has another layout than the
+            sealed one.
     """
+    if not header.is_of(rank_offset, num_ranks_of_all):
+        raise data_loss(
+            file,
+            f"it holds ranks from {header.rank_offset} on, of {header.num_ranks}; here are those "
+            f"from {rank_offset} on, of {num_ranks_of_all}",
+        )
     parts = header.parts
     part = parts[rank] if len(parts) == num_ranks else None
     if part is not None and part.num_bytes == heap_bytes and is_same_memory(part.tensors, tensors):
@@ -257,18 +303,23 @@ class Place:
 
     def loss(self, why: str, start: int, end: int) -> ResourceError:
         """DATA_LOSS of the bytes from `start` to `end` of the part, with all their names."""
-        hit = [t for t in self.part.tensors if t.offset < end and start < t.offset + t.num_bytes]
-        named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"
-        more = f" and {len(hit) - _MAX_NAMED} more" if len(hit) > _MAX_NAMED else ""
+        named = names_within(self.part.tensors, start, end)
         return data_loss(
             self.file,
             f"{self.header.deployment} rank {self.index}, bytes {start} to {end} of its section "
-            f"({named}{more}): {why}",
+            f"({named}): {why}",
             deployment=str(self.header.deployment),
             section=str(self.index),
             offset=str(start),
             file_offset=str(self.offset + start),
         )
+
+
+def names_within(tensors: list[TensorSlot], start: int, end: int) -> str:
+    """The tensors that have a part in these bytes, for people."""
+    hit = [t for t in tensors if t.offset < end and start < t.offset + t.num_bytes]
+    named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"
+    return f"{named} and {len(hit) - _MAX_NAMED} more" if len(hit) > _MAX_NAMED else named
 
 
 def num_blocks(num_bytes: int, block_bytes: int) -> int:

@@ -2,7 +2,8 @@
 
 Invariants (`validate`): a version is readable only when committed; what is committed never changes;
 one that is in use (being read, sent or written to disk) keeps its memory until its last user is
-done, also after it was dropped.
+done, also after it was dropped. Of one that is written in parts the manifest stands under the
+version's key; a part is readable only where that is committed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot, VersionState
-from phaseloom.statemgr.core.layout import check_layout, pack
+from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.versionparts import is_manifest
+from phaseloom.statemgr.core.layout import as_table, check_layout
 from phaseloom.statemgr.core.residency import Wpg
 
 
@@ -20,7 +23,7 @@ from phaseloom.statemgr.core.residency import Wpg
 class Version:
     key: VersionKey
     num_bytes: int
-    tensors: list[TensorSlot]
+    table: TensorTable = field(repr=False)
     digest: str = ""
     """Empty until committed."""
     extent: int | None = None
@@ -30,21 +33,27 @@ class Version:
     is_on_disk: bool = False
     users: int = 0
     is_dropped: bool = False
+    is_bad: bool = False
+    """Its memory is not what was committed: nobody uses that again."""
     readers: set[Wpg] = field(default_factory=set, repr=False)
     """Lives whose ranks were given its memory, and have not let go of it."""
     num_openings: int = 0
     """How often it was given to one."""
-    packed_tensors: bytes = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.packed_tensors = pack(self.tensors)
 
     def __str__(self) -> str:
         return f"version {self.key}"
 
     @property
+    def tensors(self) -> list[TensorSlot]:
+        return self.table.tensors
+
+    @property
     def is_committed(self) -> bool:
         return self.digest != ""
+
+    @property
+    def is_manifest(self) -> bool:
+        return len(self.table) == 1 and is_manifest(self.tensors)
 
 
 @dataclass(slots=True)
@@ -56,19 +65,28 @@ class Versions:
     def find(self, key: VersionKey) -> Version | None:
         return self._versions.get(key)
 
+    def is_above(self, key: VersionKey) -> bool:
+        """Whether it is whole, and in host memory. Not of one in parts: a manifest does not say
+        which of them belong on this node."""
+        version = self._versions.get(key)
+        if version is None or version.is_manifest:
+            return False
+        return version.is_committed and version.extent is not None
+
     def begin(
         self,
         key: VersionKey,
         num_bytes: int,
-        tensors: list[TensorSlot],
+        tensors: TensorTable | list[TensorSlot],
         extent: int,
         incarnation: int | None = None,
     ) -> Version:
         """A version that is being filled. Raises: CallerError: bad layout; it is there already."""
-        check_layout(tensors, num_bytes)
+        table = as_table(tensors)
+        check_layout(table, num_bytes)
         if key in self._versions:
             raise CallerError(f"version {key} is here already", code=Code.ALREADY_EXISTS)
-        version = Version(key, num_bytes, tensors, extent=extent, incarnation=incarnation)
+        version = Version(key, num_bytes, table, extent=extent, incarnation=incarnation)
         self._versions[key] = version
         return version
 
@@ -76,7 +94,7 @@ class Versions:
         self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
     ) -> None:
         """A committed version found on disk at start."""
-        self._versions[key] = Version(key, num_bytes, tensors, digest, is_on_disk=True)
+        self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
 
     def adopt(self, version: Version) -> bool:
         """One in memory that the daemon before knew, verified; it may be on disk too.
@@ -91,8 +109,36 @@ class Versions:
         return True
 
     def parts_of(self, key: VersionKey) -> list[Version]:
-        """What is here of a version besides the whole."""
+        """What is here of a version besides the whole, or the manifest."""
         return [each for found, each in self._versions.items() if found.part and found.whole == key]
+
+    def is_readable(self, key: VersionKey) -> bool:
+        """Whether all of the version is committed, wherever it is: a part alone is nothing."""
+        if not key.part or key.is_copy:
+            return True
+        manifest = self._versions.get(key.whole)
+        return manifest is not None and manifest.is_committed and manifest.is_manifest
+
+    def pieces(self, key: VersionKey) -> list[Version]:
+        """All that is here of a version and must last as long as it: the whole; or manifest and
+        parts. Raises: CallerError: NOT_FOUND."""
+        found = self._versions.get(key)
+        if found is None or not found.is_committed:
+            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="versions")
+        parts = [each for each in self.parts_of(key) if each.is_committed and not each.key.is_copy]
+        return [found, *parts]
+
+    def stale_parts(self, policy: object, seq: int) -> list[Version]:
+        """What is left of versions before `seq` of which some part was never committed."""
+        return [
+            version
+            for key, version in self._versions.items()
+            if key.policy == policy
+            and key.seq < seq
+            and key.part
+            and not key.is_copy
+            and not self.is_readable(key)
+        ]
 
     def known(self) -> list[Version]:
         return list(self._versions.values())
@@ -118,14 +164,15 @@ class Versions:
         version.num_openings += 1
 
     def unused(self) -> list[Version]:
-        """Whole ones in memory that nothing here uses; ranks may have them mapped."""
+        """Those in memory that nothing here uses; ranks may have them mapped."""
         return [
             version
             for key, version in self._versions.items()
             if version.is_committed
             and version.extent is not None
             and not version.users
-            and not key.part
+            and not key.is_copy
+            and not version.is_manifest
         ]
 
     def leave_memory(self, version: Version) -> int:
@@ -155,14 +202,19 @@ class Versions:
         return version, self._reap(version)
 
     def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
-        """Those that this life of a policy was still writing."""
+        """Those that this life of a policy was still writing, and parts of such."""
         return [
             key
             for key, version in self._versions.items()
             if key.policy == policy
             and version.incarnation == incarnation
-            and not version.is_committed
+            and not (version.is_committed and self.is_readable(key))
         ]
+
+    def num_written(self, policy: object, incarnation: int) -> int:
+        """By this life of a policy, and here still."""
+        written = (v for k, v in self._versions.items() if k.policy == policy)
+        return sum(version.incarnation == incarnation for version in written)
 
     def committed(self) -> list[VersionKey]:
         return sorted(key for key, version in self._versions.items() if version.is_committed)

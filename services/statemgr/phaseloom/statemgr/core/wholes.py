@@ -15,6 +15,9 @@ from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.statewire import Role, TensorSlot
 from phaseloom.statemgr.core.safetensors import item_bytes, tensor_bytes
 
+Box = tuple[tuple[int, int], ...]
+"""(from, up to) along each axis"""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -70,7 +73,7 @@ def wholes(ranks: Sequence[Sequence[TensorSlot]]) -> list[Whole]:
 def _whole(name: str, held: list[tuple[int, TensorSlot]]) -> Whole:
     first = held[0][1]
     shape = global_shape(first)
-    boxes: dict[tuple[tuple[int, int], ...], tuple[int, TensorSlot]] = {}
+    boxes: dict[Box, tuple[int, TensorSlot]] = {}
     for rank, slot in held:
         same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
         if not same or not is_sound(slot):
@@ -79,7 +82,7 @@ def _whole(name: str, held: list[tuple[int, TensorSlot]]) -> Whole:
             boxes.setdefault(_box(slot), (rank, slot))
     if sum(math.prod(slot.shape) for _, slot in boxes.values()) != math.prod(shape):
         raise _contradiction(name, "its slices do not make a whole")
-    if any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
+    if _some_overlap(list(boxes)):
         raise _contradiction(name, "its slices overlap")
     return Whole(name, first.role, first.dtype, shape, list(boxes.values()))
 
@@ -101,12 +104,28 @@ def is_sound(slot: TensorSlot) -> bool:
         return False
 
 
-def _box(slot: TensorSlot) -> tuple[tuple[int, int], ...]:
+def _box(slot: TensorSlot) -> Box:
     start = slot.start or [0] * len(slot.shape)
     return tuple((at, at + size) for at, size in zip(start, slot.shape, strict=True))
 
 
-def _overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> bool:
+def _some_overlap(boxes: list[Box]) -> bool:
+    """Cost: O(n log n) where they are cut along one axis."""
+    if len(boxes) < 2:
+        return False
+    axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
+    boxes = sorted(boxes, key=lambda box: box[axis])
+    for number, box in enumerate(boxes):
+        for following in range(number + 1, len(boxes)):
+            other = boxes[following]
+            if other[axis][0] >= box[axis][1]:
+                break
+            if _overlap(box, other):
+                return True
+    return False
+
+
+def _overlap(a: Box, b: Box) -> bool:
     return all(
         low < other_high and other_low < high
         for (low, high), (other_low, other_high) in zip(a, b, strict=True)

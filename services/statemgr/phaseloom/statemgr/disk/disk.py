@@ -16,6 +16,7 @@ import xxhash
 
 from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.hugepages import make_huge
 from phaseloom.common.statewire import DiskPath
 from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
 from phaseloom.statemgr.disk.blockfile import BlockFile
@@ -86,7 +87,7 @@ class Disk:
         """
         part = place.part
         check_blocks(place)
-
+        make_huge(memory[: part.num_bytes])
         in_flight = threading.Semaphore(DEPTH)
         block_bytes = place.header.block_bytes or BLOCK_BYTES
 

@@ -2,10 +2,10 @@
 
 The bytes go as `disk` finds that they go best.
 
-`<directory>/<tenant>/<job>/<deployment>/seal-<seq>.state`, `version-<seq>.state`, and
-`spill-<incarnation>-<rank>.state`, the host copy of one rank. A file appears
-under its name whole and fsynced, or not at all; what a crash left half-written is a `.partial`,
-removed at the next start.
+`<directory>/<tenant>/<job>/<deployment>/seal-<seq>.state`, `version-<seq>.state` (of a part
+`version-<seq>-2of4.state`), and `spill-<incarnation>-<rank>.state`, the host copy of one rank. A
+file appears under its name whole and fsynced, or not at all; what a crash left half-written is a
+`.partial`, removed at the next start.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.versionparts import check_part
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Place,
@@ -43,7 +44,7 @@ from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})\.state\Z")
+_NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
 _CONTENTS = ".contents"
 """No tenant's name: contents may be of several."""
 _BASE = re.compile(r"seal-[0-9]+\.[0-9a-f]+\.base\Z")
@@ -64,7 +65,15 @@ class StateDirectory:
         return self._path("seal", key, seq)
 
     def version(self, key: VersionKey) -> Path:
-        return self._path("version", key.policy, key.seq)
+        """Of all of it, of its manifest, or of a part."""
+        part = check_part(key.part, "version.part") if key.part else ""
+        return self._path("version", key.policy, key.seq, part)
+
+    def parts(self, key: VersionKey) -> list[str]:
+        """Names of the parts of a version that are here."""
+        pattern = f"version-{key.seq:d}-*of*.state"
+        found = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
+        return sorted(name[3].removeprefix("-") for name in found if name)
 
     def spill(self, key: DeploymentKey, incarnation: int, rank: int) -> Path:
         return self._directory(key) / f"spill-{incarnation:d}-{rank:d}.state"
@@ -74,14 +83,15 @@ class StateDirectory:
 
     def contents(self) -> set[Path]:
         """Those that are here, whole, of whatever life."""
-        return set((self._root / _CONTENTS).glob("content-*.state"))
+        return {p for p in (self._root / _CONTENTS).glob("content-*.state") if p.is_file()}
 
     def spilled(self) -> set[Path]:
         """The host copies that are here, whole, of whatever life."""
-        return {path for path in self._root.glob("*/*/*/*.state") if _SPILL.match(path.name)}
+        every = self._root.glob("*/*/*/*.state")
+        return {path for path in every if _SPILL.match(path.name) and path.is_file()}
 
-    def _path(self, kind: str, key: DeploymentKey, seq: int) -> Path:
-        return self._directory(key) / f"{kind}-{seq:d}.state"
+    def _path(self, kind: str, key: DeploymentKey, seq: int, part: str = "") -> Path:
+        return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
 
     def _directory(self, key: DeploymentKey) -> Path:
         """Raises: CallerError: a name that is no plain file name."""
@@ -91,31 +101,39 @@ class StateDirectory:
         return path
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
-        """Every readable state file; unreadable ones are left alone and logged."""
-        for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
-            for half_written in self._root.glob(pattern):
-                half_written.unlink()
-        for link in self._root.glob(f"*/*/*/*{BASE_SUFFIX}"):
-            if link.name not in _bases_named(link.with_name(f"{link.name.split('.')[0]}.state")):
-                link.unlink()
-        for probe in self._root.glob(f"{PROBE_PREFIX}*"):
-            shutil.rmtree(probe)
-        # Only now, when no writer can be about to use one.
-        for depth in ("*/*/*", "*/*", "*"):
-            for directory in self._root.glob(f"{depth}/"):
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
+        """Every readable state file; what cannot be read, and what has the name of a file and is
+        none, is left alone and logged."""
+        self._clear_left_behind()
         for path in sorted(self._root.glob("*/*/*/*.state")):
-            if not _NAME.match(path.name):
+            if not _NAME.match(path.name) or not _is_file(path):
                 continue
             try:
                 header = find_parts(path)[0].header
-                if path != self._path(header.kind, header.deployment, header.seq):
+                if path != self._path(header.kind, header.deployment, header.seq, header.part):
                     raise data_loss(str(path), "its header names another file")
             except PhaseloomError as error:
                 log.warning("left out: %s", error)
                 continue
             yield path, header
+
+    def _clear_left_behind(self) -> None:
+        """What a crash left."""
+        for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
+            for half_written in filter(_is_file, self._root.glob(pattern)):
+                half_written.unlink()
+        for link in filter(_is_file, self._root.glob(f"*/*/*/*{BASE_SUFFIX}")):
+            if link.name not in bases_named(link.with_name(f"{link.name.split('.')[0]}.state")):
+                link.unlink()
+        for probe in self._root.glob(f"{PROBE_PREFIX}*"):
+            if probe.is_dir():
+                shutil.rmtree(probe)
+            else:
+                log.warning("left out: %s is no directory", probe)
+        # Only now, when no writer can be about to use one.
+        for depth in ("*/*/*", "*/*", "*"):
+            for directory in self._root.glob(f"{depth}/"):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
 
     def write(
         self,
@@ -203,9 +221,9 @@ class StateDirectory:
                 half_written.rename(path)
             except BaseException:
                 half_written.unlink(missing_ok=True)
-                self._unlink_bases(path, kept=_bases_named(path))
+                self.unlink_bases(path, kept=bases_named(path))
                 raise
-            self._unlink_bases(path, kept={base.names[s - 1] for s in _sources(written)})
+            self.unlink_bases(path, kept={base.names[s - 1] for s in _sources(written)})
             sync_directory(path.parent)
         except OSError as error:
             raise unwritable(path, header, error) from error
@@ -213,6 +231,11 @@ class StateDirectory:
 
     def _base(self, header: StateHeader, memories: list[memoryview], before: Path) -> Base | None:
         """What the new file may refer to; None: write it whole."""
+        base = self.base_before(header, before)
+        return base if base is not None and base.has_some(header, memories) else None
+
+    def base_before(self, header: StateHeader, before: Path) -> Base | None:
+        """What a file with this header could refer to of the seal `before`; None: of nothing."""
         try:
             found = find_parts(before)[0].header
             files = {0: before}
@@ -224,9 +247,9 @@ class StateDirectory:
             log.warning("%s; the next seal refers to nothing of it", error)
             return None
         base = Base(found, files)
-        return base if base.is_like(header) and base.has_some(header, memories) else None
+        return base if base.is_like(header) else None
 
-    def _unlink_bases(self, path: Path, kept: set[str]) -> None:
+    def unlink_bases(self, path: Path, kept: set[str]) -> None:
         for link in path.parent.glob(f"{path.stem}.*{BASE_SUFFIX}"):
             if link.name not in kept:
                 link.unlink(missing_ok=True)
@@ -234,13 +257,21 @@ class StateDirectory:
     def remove(self, path: Path) -> None:
         """And the links that are its."""
         path.unlink(missing_ok=True)
-        self._unlink_bases(path, kept=set())
+        self.unlink_bases(path, kept=set())
+
+    def discard(self, *paths: Path) -> None:
+        """Remove files that nobody needs any more; one that the disk keeps is in nobody's way."""
+        for path in paths:
+            try:
+                self.remove(path)
+            except OSError as error:
+                log.warning("%s stays: %s", path, error)
 
     def clear(self, key: DeploymentKey) -> None:
         """Remove every state file of a deployment, readable or not."""
         directory = self._directory(key)
         if directory.is_dir():
-            for path in directory.iterdir():
+            for path in filter(Path.is_file, directory.iterdir()):
                 if any(known.match(path.name) for known in (_NAME, _SPILL, _BASE)):
                     self.remove(path)
 
@@ -265,6 +296,9 @@ class StateDirectory:
         end = offsets[-1] + header.parts[-1].num_bytes
         # What is left out takes no room: how much that is, is not known yet.
         with contextlib.closing(self.disk.create(half_written, end if base is None else 0)) as file:
+            if base is not None:
+                # File systems write one block at a time where each makes the file longer.
+                os.truncate(half_written, end)
             blocks = [
                 self._write_part(file, Place(str(path), header, index, at), memory, cancelled, base)
                 for index, (at, memory) in enumerate(zip(offsets, memories, strict=True))
@@ -302,12 +336,20 @@ class StateDirectory:
             sync_directory(made.parent)
 
 
+def _is_file(path: Path) -> bool:
+    """Something else may never be read to its end, as a pipe, or removed."""
+    if path.is_file():
+        return True
+    log.warning("left out: %s is no file", path)
+    return False
+
+
 def _sources(header: StateHeader) -> set[int]:
     """Those beside the file itself."""
     return {source for part in header.parts for source in part.sources} - {0}
 
 
-def _bases_named(path: Path) -> set[str]:
+def bases_named(path: Path) -> set[str]:
     """The links that this seal refers to, if it is there and can be read."""
     try:
         return set(find_parts(path)[0].header.bases)
@@ -335,6 +377,8 @@ def unwritable(path: Path, header: StateHeader, error: OSError) -> ResourceError
 
 def find_parts(path: Path) -> list[Place]:
     """The parts of a state file, whose header is checked. Raises: ResourceError: DATA_LOSS."""
+    if path.exists() and not path.is_file():
+        raise data_loss(str(path), "it is no file")
     try:
         with path.open("rb") as file:
             prefix = file.read(PREFIX_BYTES)

@@ -7,16 +7,17 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-from phaseloom.common.blockhash import CHECKSUM_BYTES
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES
 from phaseloom.common.errors import ResourceError
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     StateHeader,
     encode_header,
+    num_blocks,
     part_offsets,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.files import StateDirectory, sync_directory, unwritable
+from phaseloom.statemgr.disk.files import StateDirectory, bases_named, sync_directory, unwritable
 
 
 def page_buffer(num_bytes: int) -> memoryview:
@@ -25,27 +26,64 @@ def page_buffer(num_bytes: int) -> memoryview:
 
 
 class Receiving:
-    """Write every block, then `finish`; or `abandon` it. Blocking: call it in a thread.
+    """Write every block that is `missing`, then `finish`; or `abandon` it. Blocking: call it in a
+    thread.
 
-    What it writes is as its header says: blocks are checked before they are given to it.
+    What it writes is as its header says: blocks are checked before they are given to it. Where a
+    seal before has blocks with the same checksums, the file refers to these through links of its
+    own, as one that is written here does.
     """
 
-    def __init__(self, directory: StateDirectory, path: Path, header: StateHeader) -> None:
-        """Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room; UNAVAILABLE."""
+    def __init__(
+        self,
+        directory: StateDirectory,
+        path: Path,
+        header: StateHeader,
+        before: Path | None = None,
+    ) -> None:
+        """Args:   before: a seal that is here; None: every block is missing.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room; UNAVAILABLE.
+        """
+        self._directory = directory
         self._path = path
         self._partial = path.with_suffix(".partial")
         self._header = header
-        self._start = encode_header(header)
-        self._offsets = part_offsets(header, len(self._start) - PREFIX_BYTES)
-        self._end = self._offsets[-1] + header.parts[-1].num_bytes
         self._file: BlockFile | None = None
         try:
             with self._typed():
                 directory.make_directory(path.parent)
-                self._file = directory.disk.create(self._partial, self._end)
+                if before is not None:
+                    self._refer(before)
+                self._start = encode_header(self._header)
+                self._offsets = part_offsets(header, len(self._start) - PREFIX_BYTES)
+                self._end = self._offsets[-1] + header.parts[-1].num_bytes
+                # What is referred to takes no room.
+                is_whole = not self._header.bases
+                self._file = directory.disk.create(self._partial, self._end if is_whole else 0)
         except ResourceError:
             self.abandon()
             raise
+
+    def _refer(self, before: Path) -> None:
+        base = self._directory.base_before(self._header, before)
+        if base is None or self._header.block_bytes != BLOCK_BYTES:
+            return
+        base.link(self._path)
+        sources = [base.sources(i, part.blocks) for i, part in enumerate(self._header.parts)]
+        if any(any(of_part) for of_part in sources):
+            self._header = self._header.referring(base.names, sources)
+        sync_directory(self._path.parent)
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """(part, block) of all that no file here has."""
+        size = self._header.block_bytes
+        return [
+            (index, block)
+            for index, part in enumerate(self._header.parts)
+            for block in range(num_blocks(part.num_bytes, size))
+            if part.source_of(block) == 0
+        ]
 
     def size_of(self, part: int, block: int) -> int:
         """Bytes of a block."""
@@ -70,6 +108,9 @@ class Receiving:
             self._file.close()
             self._file = None
             self._partial.rename(self._path)
+            used = {source for part in self._header.parts for source in part.sources} - {0}
+            kept = {self._header.bases[source - 1] for source in used}
+            self._directory.unlink_bases(self._path, kept=kept)
             sync_directory(self._path.parent)
 
     def abandon(self) -> None:
@@ -77,6 +118,8 @@ class Receiving:
             self._file.close()
             self._file = None
         self._partial.unlink(missing_ok=True)
+        if self._path.parent.is_dir():
+            self._directory.unlink_bases(self._path, kept=bases_named(self._path))
 
     @contextlib.contextmanager
     def _typed(self) -> Iterator[None]:

@@ -13,20 +13,27 @@ a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from phaseloom.common import certificates
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common import certificates, metrics
+from phaseloom.common.contained import contained
+from phaseloom.common.errors import (
+    CallerError,
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+)
 from phaseloom.common.framing import accept
 
 log = logging.getLogger(__name__)
@@ -48,7 +55,8 @@ _MAX_WELCOME_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _SPOILED = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"
 _BLOCKED = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_FAILURES = (OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, PhaseloomError)
+_GARBAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_FAILURES = (OSError, TimeoutError, *_GARBAGE, PhaseloomError)
 _REMEDY = "give both nodes certificates of one authority: `phaseloom certs`"
 
 
@@ -179,7 +187,7 @@ class Stream:
         while done < len(memory) and not self._is_ended:
             count = self._take(memory[done : done + _INLINE_BYTES])
             if count == _INLINE_BYTES:
-                count += await _apart(partial(self._take, memory[done + count :]))
+                count += await apart(self._take, memory[done + count :])
             done += count
             if done < len(memory) and not self._is_ended:
                 await self._until_ready()
@@ -205,7 +213,7 @@ class Stream:
         while done < len(memory):
             count = self._put(memory[done : done + _INLINE_BYTES])
             if count == _INLINE_BYTES:
-                count += await _apart(partial(self._put, memory[done + count :]))
+                count += await apart(self._put, memory[done + count :])
             done += count
             if done < len(memory):
                 await self._until_ready()
@@ -248,14 +256,23 @@ class Stream:
             unwatch(self._fd)
 
 
-async def _apart(work: Callable[[], T]) -> T:
-    """In a thread, so that streams decrypt side by side. It is never left behind at work."""
-    working = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
+async def apart(work: Callable[[memoryview], T], memory: memoryview) -> T:
+    """Work on memory in a thread, so that streams decrypt side by side.
+
+    However often it is cancelled, it ends after the thread, and the view is released then: nobody
+    is at the memory any more, which may be freed or somebody else's next.
+    """
+    with memory:
+        working = asyncio.get_running_loop().run_in_executor(None, work, memory)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            while not working.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([working])
+            # Its failure says nothing that the cancellation does not.
+            working.exception()
+            raise
 
 
 async def connect(endpoint: str, service: str, identity: Identity, timeout_s: float) -> Stream:
@@ -356,6 +373,11 @@ class Server:
                 task.add_done_callback(lambda done: self._unproven.pop(done, None))
 
     async def _host(self, sock: socket.socket) -> None:
+        # Logged and counted there: a session keeps no books, so that it can end alone.
+        with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "peer"):
+            await self._talk(sock)
+
+    async def _talk(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(False)
             self._configure(sock)

@@ -35,9 +35,10 @@ class DeviceCopies:
         self._copies: dict[VersionKey, DeviceCopy] = {}
         """The oldest first."""
 
-    def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> None:
+    def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> bool:
         """Hold it where it has room beside what is there; the descriptors are this one's now.
 
+        Returns: whether it has.
         Raises: CallerError: not one descriptor, or not this policy's version.
         """
         if len(fds) != 1 or key.policy != rank.wpg.key or rank.index:
@@ -51,10 +52,11 @@ class DeviceCopies:
         if num_bytes > room:
             log.info("version %s has no room on device %d beside its policy", key, rank.device)
             close_fds(fds)
-            return
+            return False
         while self.used_bytes(rank.device) + num_bytes > room:
             self._drop_oldest(rank.device)
         self._copies[key] = DeviceCopy(rank.device, num_bytes, fds[0])
+        return True
 
     def find(self, rank: Rank, key: VersionKey) -> int | None:
         """The descriptor, for one on the same device.

@@ -64,7 +64,9 @@ class Digests:
     async def _run(self, rank: Rank, memory: memoryview, ended: asyncio.Future[None]) -> None:
         copy = rank.num_copies
         try:
-            digest = await asyncio.to_thread(self._digest, memory)
+            checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
+            # What it returns when stopped is not all of them.
+            digest = "" if self._stopped.is_set() else combined(checksums)
             # Of a lost one there is nothing to say; one that was written meanwhile has its own,
             # and may have been loaded and copied out again since.
             is_same = rank.is_dirty and rank.num_copies == copy
@@ -76,11 +78,12 @@ class Digests:
             ended.set_result(None)
             self.begin([rank])
 
-    def _digest(self, memory: memoryview) -> str:
-        """Empty: stopped."""
-        checksums = []
-        for start in range(0, len(memory), BLOCK_BYTES):
-            if self._stopped.is_set():
-                return ""
-            checksums.append(checksum(memory[start : start + BLOCK_BYTES]))
-        return combined(b"".join(checksums))
+
+def checksums_of(memory: memoryview, stopped: threading.Event) -> bytes:
+    """Of its blocks; once it is stopped, of no more of them. Long: run it in a thread."""
+    checksums = []
+    for start in range(0, len(memory), BLOCK_BYTES):
+        if stopped.is_set():
+            break
+        checksums.append(checksum(memory[start : start + BLOCK_BYTES]))
+    return b"".join(checksums)

@@ -14,20 +14,10 @@ import mmap
 import os
 
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.hugepages import map_file, place_file
 from phaseloom.statemgr.core.arena import Arena, rounded
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MAP_FIXED = 0x10
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
 _MAX_NAME = 200
 """The kernel takes 249 bytes; names are only shown in /proc."""
 
@@ -65,7 +55,7 @@ class Extent:
         self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         self.fd = fd
         self._num_bytes = rounded(num_bytes)
-        self._map: mmap.mmap | None = None
+        self._map: tuple[mmap.mmap, int] | None = None
         self._read_only_map: mmap.mmap | None = None
 
     @property
@@ -83,23 +73,27 @@ class Extent:
         return True
 
     def readable(self, num_bytes: int) -> memoryview:
-        """The first `num_bytes`, read-only."""
+        """The first `num_bytes`, to read only: what is written there, nobody else sees."""
         if self._read_only_map is None:
-            fd, access = self.read_only_fd, mmap.ACCESS_READ
-            self._read_only_map = mmap.mmap(fd, self._num_bytes, access=access)
+            # Private: ctypes takes the address of writable mappings only, as `copy` does.
+            fd, flags = self.read_only_fd, mmap.MAP_PRIVATE
+            self._read_only_map = mmap.mmap(fd, self._num_bytes, flags=flags)
         return memoryview(self._read_only_map)[:num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes`, writable."""
+        whole, start = self._mapped()
+        return memoryview(whole)[start : start + num_bytes]
+
+    def _mapped(self) -> tuple[mmap.mmap, int]:
         if self._map is None:
-            self._map = mmap.mmap(self.fd, self._num_bytes)
-        return memoryview(self._map)[:num_bytes]
+            self._map = map_file(self.fd, self._num_bytes)
+        return self._map
 
     def vacate(self) -> None:
         """Free the memory under this and every other process's mapping; it reads as zeroes."""
-        if self._map is None:
-            self._map = mmap.mmap(self.fd, self._num_bytes)
-        self._map.madvise(mmap.MADV_REMOVE)
+        whole, start = self._mapped()
+        whole.madvise(mmap.MADV_REMOVE, start, self._num_bytes)
 
     def close(self) -> None:
         """Give the memory up, once the last view on it is gone."""
@@ -134,6 +128,7 @@ class HostMemory:
                 raise ResourceError(
                     f"{num_bytes} bytes of host memory for {what} cannot be had: {error.strerror}",
                     code=Code.RESOURCE_EXHAUSTED,
+                    remedy="lower the node's host memory budget, or free memory on its machine",
                 ) from error
         return grant.extent
 
@@ -202,18 +197,9 @@ def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -
     # Whoever drops it last unmaps what is placed into it too.
     whole = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(whole))
-    _place(address, first.fd, first_bytes)
-    _place(address + first_bytes, second.fd, rounded(second_bytes))
+    place_file(address, first.fd, first_bytes)
+    place_file(address + first_bytes, second.fd, rounded(second_bytes))
     return memoryview(whole)[: first_bytes + second_bytes]
-
-
-def _place(address: int, fd: int, num_bytes: int) -> None:
-    """Map a file's beginning over what is mapped there."""
-    if not num_bytes:
-        return
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def copy(target: memoryview, source: memoryview) -> None:

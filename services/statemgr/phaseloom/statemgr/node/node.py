@@ -10,22 +10,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from phaseloom.common import metrics
+from phaseloom.common.contained import contained
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import NodeId
+from phaseloom.common.ids import NodeId, VersionKey
 from phaseloom.common.statewire import (
     Copied,
     CopyAside,
     CopyFrom,
     CopyIn,
     CopyOut,
+    LetGo,
     StateMessage,
+    StillMapped,
     Unpin,
 )
 from phaseloom.statemgr.core.books import books_of
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
+from phaseloom.statemgr.core.layout import Layouts
 from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
@@ -34,6 +38,8 @@ from phaseloom.statemgr.node.keeping import Keeper
 from phaseloom.statemgr.node.memory import HostMemory
 
 log = logging.getLogger(__name__)
+
+_LET_GO_TIMEOUT_S = 5.0
 
 
 class Node:
@@ -51,6 +57,7 @@ class Node:
         self.name = name
         self.residency = Residency(device_budget_bytes)
         self.versions = Versions()
+        self.layouts = Layouts()
         self.device_copies = DeviceCopies(self.residency)
         self.contents = Contents(frozen_bases or {})
         self.cuts = Cuts()
@@ -97,11 +104,15 @@ class Node:
         Args:   fds: where it is not its own extent: the memory to copy to or from.
         Raises: ResourceError: it is lost, or it failed and rolled back.
         """
-        # Now: while the books are kept, the memory may be given up, and its number be another's.
-        kept = [os.dup(fd) for fd in fds]
+        kept: list[int] = []
         try:
-            await self.keeper.record()
-            return await self._ask(rank, message, kept)
+            with contained(metrics.UNFORESEEN, "request"):
+                # Now: while the books are kept, the memory may be given up, and its number be
+                # another's.
+                for fd in fds:
+                    kept.append(os.dup(fd))
+                await self.keeper.record()
+                return await self._ask(rank, message, kept)
         finally:
             close_fds(kept)
 
@@ -154,20 +165,39 @@ class Node:
                 f"{rank} did not unpin its host copy in time", code=Code.DEADLINE_EXCEEDED
             ) from None
 
+    async def let_go(self, rank: Rank) -> list[VersionKey] | None:
+        """Let a rank unmap what it only keeps for reuse: pages stay while somebody maps them.
+
+        Returns: the versions that it uses; None: it is gone, or does not say.
+        """
+        peer = self.ranks.get(rank)
+        if peer is None:
+            return None
+        try:
+            async with asyncio.timeout(_LET_GO_TIMEOUT_S):
+                answer = await answer_of(peer, LetGo())
+        except (PhaseloomError, TimeoutError) as error:
+            log.warning("%s does not let go of host memory: %r", rank, error)
+            return None
+        return answer.versions if isinstance(answer, StillMapped) else None
+
     @asynccontextmanager
     async def holding(self, devices: Callable[[], set[int]]) -> AsyncIterator[None]:
         """Keep other switches away from these devices; what they are may change while waiting.
 
         Taken in the order of their numbers, so that two never wait for each other.
         """
-        while True:
-            wanted = devices()
-            async with AsyncExitStack() as stack:
-                for device in sorted(wanted):
-                    await stack.enter_async_context(self.device_locks[device])
-                if devices() <= wanted:
-                    yield
-                    return
+        try:
+            while True:
+                wanted = devices()
+                async with AsyncExitStack() as stack:
+                    for device in sorted(wanted):
+                        await stack.enter_async_context(self.device_locks[device])
+                    if devices() <= wanted:
+                        yield
+                        return
+        finally:
+            self.announce()
 
     def retire(self, wpg: Wpg, reason: str) -> None:
         """This life is over: cut its ranks off and free what it held. Idempotent."""
@@ -244,7 +274,8 @@ class Node:
         or, where this daemon wrote it, to versions of the same policy.
         """
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
-        if not version.is_committed or (version.incarnation is not None and writer is None):
+        is_nobodys = version.incarnation is not None and writer is None
+        if not version.is_committed or version.is_bad or is_nobodys:
             self.memory.free(extent)
         else:
             self.memory.park(extent, pool_of(writer) if writer else str(version.key.policy))

@@ -1,9 +1,10 @@
 """Fetches a state file from other nodes' state managers onto this node's disk.
 
-A few streams to one source take block after block; each is verified by the checksum that the file's
-header has of it, and written where it belongs. A broken stream is opened again, a source that has
-not the file whole is followed by the next; what is verified stays. The file has its name once all
-of it is on the disk. Memory: a block a stream.
+What the newest seal here has is not fetched: the new file refers to it, as one that is written here
+does. A few streams to one source take block after block of the rest; each is verified by the
+checksum that the file's header has of it, and written where it belongs. A broken stream is opened
+again, a source that has not the file whole is followed by the next; what is verified stays. The
+file has its name once all of it is on the disk. Memory: a block a stream.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from phaseloom.common.blockhash import CHECKSUM_BYTES, checksum
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.messages import FilesTicket
+from phaseloom.common.versionparts import check_part
 from phaseloom.statemgr.core.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
@@ -36,6 +39,8 @@ from phaseloom.statemgr.seals.filewire import (
     FileRefused,
     FileSame,
     Found,
+    Listed,
+    ListParts,
     TakeBlock,
     Taken,
 )
@@ -74,6 +79,10 @@ class FileFetching:
     identity: Identity
     timeout_s: float
     """Of each step; and for so long all sources are tried again though nothing comes."""
+    ranks: tuple[int, int] = (0, 0)
+    """Whose it is to be: see `StateHeader.is_of`."""
+    before: Path | None = None
+    """A seal that is here: what it has is not fetched."""
     num_bytes: int = 0
     """That came over the wire."""
     _receiving: Receiving | None = None
@@ -96,22 +105,13 @@ class FileFetching:
                         errors.append(error)
                 is_late = time.monotonic() - self._progress_s > self.timeout_s
                 if is_late or all(error.info.code in _NOT_THERE for error in errors):
-                    raise self._given_up(errors)
+                    raise _given_up(self.name, errors)
                 await asyncio.sleep(_PAUSE_S)
         except _LocalFailure as failure:
             raise failure.error from None
         finally:
             if self._receiving is not None:
                 self._receiving.abandon()
-
-    def _given_up(self, errors: list[PhaseloomError]) -> ResourceError:
-        is_lost = all(error.info.code in _NOT_THERE for error in errors)
-        why = "; ".join(str(error) for error in errors) or "no node has it"
-        return ResourceError(
-            f"{self.name} could not be brought: {why}",
-            code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
-            remedy="bring the nodes back that have it",
-        )
 
     async def _from(self, source: str) -> StateHeader:
         """All that is missing. Raises: PhaseloomError: this source cannot bring it."""
@@ -137,7 +137,8 @@ class FileFetching:
         known = "" if self._header is None else self._header.digest
         stream = await tls.connect(source, SERVICE, self.identity, self.timeout_s)
         try:
-            found = await self._ask(stream, source, FetchFile(self.name, self.ticket, known))
+            asked = FetchFile(self.name, self.ticket, known)
+            found: Found = await _ask(stream, source, asked, Found, self.timeout_s)
             match found:
                 case FileRefused(error):
                     raise to_exception(error)
@@ -150,39 +151,27 @@ class FileFetching:
             raise
         return stream
 
-    async def _ask(self, stream: Stream, source: str, asked: FetchFile) -> Found:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                await stream.send(asked)
-                payload = await stream.receive(MAX_REPLY_BYTES)
-            found: Found = msgspec.msgpack.decode(payload, type=Found)
-        except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise tls.explained(error, source, self.timeout_s) from error
-        return found
-
     async def _begin(self, header: StateHeader) -> None:
         """What to fetch is known. Raises: ResourceError: DATA_LOSS: it is another file than the one
         that was begun, or none."""
-        is_meant = (header.kind, header.deployment, header.seq) == (
-            self.name.kind,
-            self.name.deployment,
-            self.name.seq,
-        )
+        is_meant = self.name == FileName(header.kind, header.deployment, header.seq, header.part)
         sizes = [num_blocks(part.num_bytes, header.block_bytes) for part in header.parts]
         has_checksums = all(
             len(part.blocks) == CHECKSUM_BYTES * count
             for part, count in zip(header.parts, sizes, strict=True)
         )
+        if not header.is_of(*self.ranks):
+            raise ResourceError(f"its {self.name} is of other ranks", code=Code.DATA_LOSS)
         if not (is_meant and header.block_bytes and has_checksums):
             raise ResourceError(f"it sent something else than {self.name}", code=Code.DATA_LOSS)
         if self._header is not None:
             raise ResourceError(f"its {self.name} is another one", code=Code.DATA_LOSS)
         path = path_of(self.directory, self.name)
-        self._receiving = await _locally(Receiving, self.directory, path, header)
+        # What the source's file refers to is there, and not here.
+        whole = header.alone()
+        self._receiving = await _locally(Receiving, self.directory, path, whole, self.before)
         self._header = header
-        self._missing = deque(
-            (part, block) for part, count in enumerate(sizes) for block in range(count)
-        )
+        self._missing = deque(self._receiving.missing)
 
     async def _stream(self, source: str, stream: Stream | None) -> None:
         """Until nothing is missing. Raises: PhaseloomError: it broke once too often."""
@@ -240,6 +229,67 @@ class FileFetching:
         await _locally(self._receiving.write, part, number, view)
         self.num_bytes += size
         self._progress_s = time.monotonic()
+
+
+@dataclass
+class PartListing:
+    """Which parts of a weights version there are, by the first source that has it."""
+
+    name: FileName
+    ticket: FilesTicket
+    identity: Identity
+    timeout_s: float
+    """Of each step; and for so long all sources are asked again."""
+
+    async def ask(self, sources: list[str]) -> list[str]:
+        """Raises: as `FileFetching.bring`."""
+        started_s = time.monotonic()
+        while True:
+            errors: list[PhaseloomError] = []
+            for source in sources:
+                try:
+                    return await self._ask(source)
+                except PhaseloomError as error:
+                    log.warning("parts of %s from %s: %s", self.name, source, error)
+                    errors.append(error)
+            is_late = time.monotonic() - started_s > self.timeout_s
+            if is_late or all(error.info.code in _NOT_THERE for error in errors):
+                raise _given_up(self.name, errors)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _ask(self, source: str) -> list[str]:
+        stream = await tls.connect(source, SERVICE, self.identity, self.timeout_s)
+        try:
+            asked = ListParts(self.name, self.ticket)
+            listed: Listed = await _ask(stream, source, asked, Listed, self.timeout_s)
+        finally:
+            stream.close()
+        if isinstance(listed, FileRefused):
+            raise to_exception(listed.error)
+        return [check_part(part, "part") for part in listed.parts]
+
+
+async def _ask(
+    stream: Stream, source: str, asked: FetchFile | ListParts, answer: Any, timeout_s: float
+) -> Any:
+    """Raises: ResourceError: it breaks off, or says nothing."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.send(asked)
+            payload = await stream.receive(MAX_REPLY_BYTES)
+        return msgspec.msgpack.decode(payload, type=answer)
+    except (OSError, TimeoutError, msgspec.DecodeError) as error:
+        raise tls.explained(error, source, timeout_s) from error
+
+
+def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
+    is_lost = all(error.info.code in _NOT_THERE for error in errors)
+    why = "; ".join(str(error) for error in errors) or "no node has it"
+    return ResourceError(
+        f"{name} could not be brought: {why}",
+        code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
+        remedy="bring the nodes back that have it",
+    )
 
 
 async def _locally(work: Callable[..., T], *args: object) -> T:

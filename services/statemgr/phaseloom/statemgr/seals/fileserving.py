@@ -31,6 +31,8 @@ from phaseloom.statemgr.seals.filewire import (
     FileWaiting,
     First,
     KeepFiles,
+    ListParts,
+    PartsListed,
     TakeBlock,
 )
 from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
@@ -109,6 +111,9 @@ class FileServer:
                 case FetchFile():
                     self._gate.check(first.ticket, first.name.deployment, stream.node)
                     await self._serve(stream, first)
+                case ListParts():
+                    self._gate.check(first.ticket, first.name.deployment, stream.node)
+                    await self._send(stream, PartsListed(await self._parts(first.name)))
                 case KeepFiles():
                     self._gate.check(first.ticket, first.deployment, self._node.name)
                     await self._keep_for(stream, first)
@@ -146,6 +151,12 @@ class FileServer:
         if not path.exists():
             raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
         return await asyncio.to_thread(find_parts, path), self._directory.read_block
+
+    async def _parts(self, name: FileName) -> list[str]:
+        if not path_of(self._directory, name).exists():
+            raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
+        key = VersionKey(name.deployment, name.seq)
+        return await asyncio.to_thread(self._directory.parts, key)
 
     async def _next(self, stream: Stream, places: list[Place]) -> tuple[Place, int] | None:
         """What the client wants next; None: it has left. It may be silent as long as it lives."""
@@ -188,5 +199,5 @@ def path_of(directory: StateDirectory, name: FileName) -> Path:
         case "seal":
             return directory.seal(name.deployment, name.seq)
         case "version":
-            return directory.version(VersionKey(name.deployment, name.seq))
+            return directory.version(VersionKey(name.deployment, name.seq, name.part))
     raise CallerError(f"there are no files of kind {name.kind!r}", field="name.kind")

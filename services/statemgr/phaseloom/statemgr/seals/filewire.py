@@ -3,6 +3,7 @@
     client → FetchFile → server → FileFound | FileSame | FileRefused
     then, as often as the client likes: client → TakeBlock → server → BlockFollows and its bytes
                                                                       | FileRefused
+    client → ListParts → server → PartsListed | FileRefused
     client → KeepFiles → server → FileWaiting, as often as it takes → FilesKept | FileRefused
 
 A file crosses as its header and the blocks that this names, each with the checksum that the header
@@ -29,9 +30,12 @@ class FileName(msgspec.Struct, frozen=True):
     """`seal` or `version`"""
     deployment: DeploymentKey
     seq: int
+    part: str = ""
+    """Of a version that is written in parts; empty: all of it, or its manifest."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.seq} of {self.deployment}"
+        part = f" part {self.part}" if self.part else ""
+        return f"{self.kind} {self.seq}{part} of {self.deployment}"
 
 
 class FetchFile(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +56,16 @@ class KeepFiles(msgspec.Struct, frozen=True, tag=True):
     source: str
     """Endpoint of the client."""
     ticket: FilesTicket
+    rank_offset: int = 0
+    num_ranks: int = 0
+    """The seal is of these ranks: see `StateHeader.is_of`."""
+
+
+class ListParts(msgspec.Struct, frozen=True, tag=True):
+    """Which parts of a weights version are on the server's disk?"""
+
+    name: FileName
+    ticket: FilesTicket
 
 
 class TakeBlock(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +79,12 @@ class FileFound(msgspec.Struct, frozen=True, tag=True):
 
 class FileSame(msgspec.Struct, frozen=True, tag=True):
     """It is the file that the client knows."""
+
+
+class PartsListed(msgspec.Struct, frozen=True, tag=True):
+    """None: it was written whole."""
+
+    parts: list[str]
 
 
 class BlockFollows(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +103,8 @@ class FileRefused(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-First = FetchFile | KeepFiles
+First = FetchFile | KeepFiles | ListParts
 Found = FileFound | FileSame | FileRefused
+Listed = PartsListed | FileRefused
 Taken = BlockFollows | FileRefused
 Kept = FileWaiting | FilesKept | FileRefused

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.messages import FilesTicket
 from phaseloom.common.statewire import BringState, WriteSeal
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.filefetching import FileFetching
+from phaseloom.statemgr.seals.filefetching import FileFetching, PartListing
 from phaseloom.statemgr.seals.fileserving import path_of
 from phaseloom.statemgr.seals.filewire import (
     MAX_REPLY_BYTES,
@@ -57,56 +57,95 @@ class Replicator:
         self._identity = identity
         self._timeout_s = timeout_s
         self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
-        self._elsewhere: dict[DeploymentKey, tuple[list[str], FilesTicket]] = {}
+        self._elsewhere: dict[DeploymentKey, BringState] = {}
         """Where each deployment's files may be had, as was said last."""
         sealer.bring_again = self._bring_again
 
     async def bring(self, request: BringState) -> None:
-        """Have what is asked for on this node's disk.
+        """Have what is asked for here: on this disk, or in host memory where it is kept there.
 
         Raises: ResourceError: as `FileFetching.bring`.
         """
+        _check_key(request.deployment)
+        await self._bring_files(self._lacking(request))
+        if request.keeps is not None:
+            await self._weights.keep(request.keeps, request.sources)
+        if request.holds is not None:
+            await self._bring_held(request)
+
+    def _lacking(self, request: BringState) -> BringState:
+        """Without what is in host memory."""
+        key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
+        versions = self._node.versions
+        is_kept = self._sealer.is_kept(key, request.seal_seq, ranks)
+        return msgspec.structs.replace(
+            request,
+            seal_seq=0 if is_kept else request.seal_seq,
+            versions=[s for s in request.versions if not versions.is_above(VersionKey(key, s))],
+        )
+
+    async def _bring_files(self, request: BringState) -> None:
         key = request.deployment
-        _check_key(key)
         if request.ticket is not None and request.sources:
-            self._elsewhere[key] = (request.sources, request.ticket)
+            self._elsewhere[key] = request
         if request.seal_seq:
             await self._have(FileName("seal", key, request.seal_seq), request)
         for seq in request.versions:
             await self._have_unless_released(FileName("version", key, seq), request)
-        if request.holds is not None:
-            await self._bring_held(request)
 
     async def _have_unless_released(self, name: FileName, request: BringState) -> None:
         """A version may be released everywhere while it is being asked for."""
         try:
-            await self._have(name, request)
+            await self._have_version(name, request)
         except ResourceError as error:
             if error.info.code is not Code.DATA_LOSS:
                 raise
             log.warning("%s", error)
 
+    async def _have_version(self, name: FileName, request: BringState) -> None:
+        """The parts that a source has come before the manifest: where that is, they are, too."""
+        if await self._is_here(name):
+            return
+        if request.ticket is not None and request.sources:
+            listing = PartListing(name, request.ticket, self._identity, self._timeout_s)
+            for part in await listing.ask(request.sources):
+                await self._have(msgspec.structs.replace(name, part=part), request)
+        await self._have(name, request)
+
     async def _have(self, name: FileName, request: BringState) -> None:
         lock = self._bringing.setdefault(name, asyncio.Lock())
         async with lock:
-            if await self._is_here(name):
-                return
-            await self._fetch(name, request.sources, request.ticket)
+            ranks = (request.rank_offset, request.num_ranks)
+            if not await self._is_here(name, ranks):
+                await self._fetch(name, request, self._before(name))
 
-    async def _is_here(self, name: FileName) -> bool:
-        """Its header is good; its blocks are verified when they are read."""
+    def _before(self, name: FileName) -> Path | None:
+        """Of a seal: the newest one here, whose blocks may be its own."""
+        return self._sealer.newest(name.deployment) if name.kind == "seal" else None
+
+    async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
+        """Its header is good; its blocks are verified when they are read. Args: ranks: as of
+        `StateHeader.is_of`."""
         path = path_of(self._directory, name)
         try:
-            await asyncio.to_thread(find_parts, path)
+            places = await asyncio.to_thread(find_parts, path)
         except PhaseloomError:
             return False
-        return True
+        return places[0].header.is_of(*ranks)
 
-    async def _fetch(self, name: FileName, sources: list[str], ticket: FilesTicket | None) -> None:
-        if ticket is None or not sources:
+    async def _fetch(self, name: FileName, request: BringState, before: Path | None = None) -> None:
+        if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
-        fetching = FileFetching(name, ticket, self._directory, self._identity, self._timeout_s)
-        header = await fetching.bring(sources)
+        fetching = FileFetching(
+            name,
+            request.ticket,
+            self._directory,
+            self._identity,
+            self._timeout_s,
+            (request.rank_offset, request.num_ranks),
+            before,
+        )
+        header = await fetching.bring(request.sources)
         log.info("%s came: %d bytes", name, fetching.num_bytes)
         self._found(name, header)
 
@@ -114,7 +153,8 @@ class Replicator:
         if name.kind == "seal":
             self._sealer.found(header, str(path_of(self._directory, name)))
             return
-        version = self._node.versions.find(VersionKey(name.deployment, name.seq))
+        key = VersionKey(name.deployment, name.seq, name.part)
+        version = self._node.versions.find(key)
         if version is None:
             self._weights.found(header)
         elif version.digest == header.digest:
@@ -133,9 +173,10 @@ class Replicator:
         self._elsewhere.pop(key, None)
 
     async def _bring_again(self, key: DeploymentKey, seq: int) -> None:
-        """Of a seal that is bad here. Raises: PhaseloomError: there is no good one either."""
-        sources, ticket = self._elsewhere.get(key, ([], None))
-        await self._fetch(FileName("seal", key, seq), sources, ticket)
+        """Of a seal that is bad here, each block of it, for any may be. Raises: PhaseloomError:
+        there is no good one either."""
+        nowhere = BringState(key, seq, [], [])
+        await self._fetch(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
 
     # --- copies for other nodes ------------------------------------------------------------------
 
@@ -143,8 +184,16 @@ class Replicator:
         """Be a copy of another node's state. Raises: ResourceError: as `bring`."""
         key = asked.deployment
         _check_key(key)
-        request = BringState(key, asked.seal_seq, asked.versions, [asked.source], asked.ticket)
-        await self.bring(request)
+        request = BringState(
+            key,
+            asked.seal_seq,
+            asked.versions,
+            [asked.source],
+            asked.ticket,
+            rank_offset=asked.rank_offset,
+            num_ranks=asked.num_ranks,
+        )
+        await self._bring_files(request)
         await self._sealer.remove_superseded(key, asked.seal_seq, asked.committed)
 
     async def replicate(self, request: WriteSeal) -> None:
@@ -160,6 +209,7 @@ class Replicator:
     async def _hand_over(self, endpoint: str, request: WriteSeal) -> None:
         if request.ticket is None:
             raise CallerError("replicas without a ticket", field="ticket")
+        wpg = self._node.residency.current(request.deployment, request.incarnation)
         asked = KeepFiles(
             request.deployment,
             request.seq,
@@ -167,6 +217,8 @@ class Replicator:
             request.committed,
             self._node.endpoint,
             request.ticket,
+            wpg.rank_offset,
+            wpg.num_ranks,
         )
         stream = await tls.connect(endpoint, SERVICE, self._identity, self._timeout_s)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
@@ -37,6 +38,7 @@ class Sealer:
         self._hierarchy = hierarchy
         self._directory = directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
+        self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
         self.bring_again: Callable[[DeploymentKey, int], Awaitable[None]] = _nowhere_else
         """Replaces a seal that is bad here by another node's copy. Raises: PhaseloomError: none."""
 
@@ -112,10 +114,14 @@ class Sealer:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
         node.residency.begin_write(wpg, request.seq)
+        # A life before this one may be writing still: under one name only one writes at a time.
+        writing = self._writing.setdefault(wpg.key, asyncio.Lock())
         try:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             write = self._keep if is_kept else self._write
-            sealed = await write(wpg, request.seq)
+            async with writing:
+                self._check_newest(wpg)
+                sealed = await write(wpg, request.seq)
         finally:
             node.residency.end_seal(wpg)
             node.settle(wpg)
@@ -124,6 +130,15 @@ class Sealer:
         await self.remove_superseded(wpg.key, request.seq, request.committed)
         wpg.sealed &= self._seals.get(wpg.key, {}).keys()
         return sealed
+
+    def _check_newest(self, wpg: Wpg) -> None:
+        """What a life before has made does not replace what the one after it has.
+
+        Raises: ResourceError: ABORTED.
+        """
+        current = self._node.residency.find(wpg.key)
+        if current not in {None, wpg}:
+            raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
 
     async def restore(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its life starts from.
@@ -142,6 +157,7 @@ class Sealer:
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
+            self._drop_kept(wpg.key, wpg.seal_seq)
             await self._fill(rank)
 
     async def _fill(self, rank: Rank) -> None:
@@ -159,6 +175,8 @@ class Sealer:
             heap_bytes=rank.extent_bytes,
             tensors=rank.tensors,
             file=str(path),
+            rank_offset=wpg.rank_offset,
+            num_ranks_of_all=wpg.num_ranks,
         )
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
@@ -177,6 +195,8 @@ class Sealer:
             heap_bytes=rank.extent_bytes,
             tensors=rank.tensors,
             file=kept.name,
+            rank_offset=wpg.rank_offset,
+            num_ranks_of_all=wpg.num_ranks,
         )
         assert rank.extent is not None
         target = memory[rank.extent].view(part.num_bytes)
@@ -200,10 +220,10 @@ class Sealer:
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
         path = self._directory.seal(wpg.key, seq)
         sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
-        header = seal_header(wpg.key, seq, sections)
+        header = _header(wpg, seq, sections)
         memories = [self._sealed(rank) for rank in wpg.ranks]
         written, num_bytes = await asyncio.to_thread(
-            self._directory.write_seal, path, header, memories, self._newest(wpg.key)
+            self._directory.write_seal, path, header, memories, self.newest(wpg.key)
         )
         for rank, part in zip(wpg.ranks, written.parts, strict=True):
             if rank.is_dirty and rank.state is State.HOST:
@@ -214,7 +234,7 @@ class Sealer:
         """In host memory, where the agent's handles keep it."""
         node = self._node
         sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
-        header = seal_header(wpg.key, seq, sections)
+        header = _header(wpg, seq, sections)
         num_bytes = image_bytes(header)
         extent = await self._hierarchy.reserve(num_bytes, f"seal {seq} of {wpg.key}")
         kept = HostSeal(wpg.key, seq, extent, num_bytes)
@@ -238,7 +258,7 @@ class Sealer:
         if kept is not None:
             self._node.memory.free(kept.extent)
 
-    def _newest(self, key: DeploymentKey) -> Path | None:
+    def newest(self, key: DeploymentKey) -> Path | None:
         """The seal whose blocks are most likely what the next one's are."""
         on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
         return self._directory.seal(key, max(on_disk)) if on_disk else None
@@ -254,28 +274,12 @@ class Sealer:
 
     async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
         """Versions: to disk, or kept in host memory, where committed ones are."""
-        if not is_kept:
-            await self._persist_versions(wpg, seqs)
-            return
         for seq in seqs:
-            version = self._node.versions.find(VersionKey(wpg.key, seq))
-            if version is None or not version.is_committed:
-                raise CallerError(
-                    f"version {seq} of {wpg.key} is not here",
-                    code=Code.NOT_FOUND,
-                    field="versions",
-                )
-
-    async def _persist_versions(self, wpg: Wpg, seqs: list[int]) -> None:
-        node = self._node
-        for seq in seqs:
-            key = VersionKey(wpg.key, seq)
-            version = node.versions.find(key)
-            if version is None or not version.is_committed:
-                raise CallerError(
-                    f"version {key} is not here", code=Code.NOT_FOUND, field="versions"
-                )
-            await self._hierarchy.versions.persist(version)
+            pieces = self._node.versions.pieces(VersionKey(wpg.key, seq))
+            # The manifest last: what has one on disk has its parts there.
+            for piece in reversed(pieces):
+                if not is_kept:
+                    await self._hierarchy.versions.persist(piece)
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
         kept = {seal.seq for seal in self._node.seals.of(key)}
@@ -295,14 +299,36 @@ class Sealer:
             return None
         return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
 
+    def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
+        """Whether it is in host memory; its blocks are verified when they are read.
+
+        Args: ranks: as of `StateHeader.is_of`.
+        """
+        try:
+            header = self._kept_header(key, seq)
+        except ResourceError as error:
+            log.error("%s", error)
+            return False
+        return header is not None and header.is_of(*ranks)
+
     def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
         """One in host memory, which the daemon before wrote."""
+        header = self._kept_header(key, seq)
+        if header is None:
+            return None
+        return Sealed("", header.digest, header.num_bytes, header.num_bytes)
+
+    def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
+        """Raises: ResourceError: DATA_LOSS."""
         kept = self._node.seals.find(key, seq)
         if kept is None:
             return None
         image = self._node.memory[kept.extent].view(kept.num_bytes)
-        header = find_image_parts(image, kept.name)[0].header
-        return Sealed("", header.digest, header.num_bytes, header.num_bytes)
+        return find_image_parts(image, kept.name)[0].header
+
+
+def _header(wpg: Wpg, seq: int, sections: list[Section]) -> StateHeader:
+    return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
 
 
 async def _nowhere_else(key: DeploymentKey, seq: int) -> None:

@@ -9,25 +9,23 @@ So that nobody has to wait for a disk, what is needed last is written ahead in t
 less than the configured share of host memory is free or can be had at once (*draining*): the copy
 stays, and its memory is given back when something needs it.
 
-Invariant: at most one move of a host copy is under way. Who needs it elsewhere cancels a spill, and
-joins a move upward.
+How moves meet one another: `moves.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from phaseloom.common import metrics
+from phaseloom.common.contained import contained
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.statewire import Prefetch
 from phaseloom.statemgr.core.arena import rounded
@@ -38,6 +36,8 @@ from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.contentmoves import ContentMoves
+from phaseloom.statemgr.tiers.moves import Direction, Move, Moves
+from phaseloom.statemgr.tiers.touching import Touching
 from phaseloom.statemgr.tiers.versionmoves import VersionMoves
 
 log = logging.getLogger(__name__)
@@ -45,24 +45,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Victim = Rank | Content | Version
 """What may make room."""
-
-
-def _future() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
-@dataclass(slots=True)
-class Move:
-    """A host copy on its way down, or up."""
-
-    rank: Rank
-    is_up: bool
-    is_hint: bool = False
-    """Nobody waits for it: a withdrawn hint, or need of its memory, cancels it."""
-    is_drain: bool = False
-    """Down, and in host memory all the same."""
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    done: asyncio.Future[None] = field(default_factory=_future)
 
 
 class Hierarchy:
@@ -83,30 +65,36 @@ class Hierarchy:
         self._drain: asyncio.Task[None] | None = None
         self._node = node
         self._directory = directory
-        self._moves: dict[Rank, Move] = {}
+        self._moves: Moves[Rank] = Moves(node, directory, self._left_behind)
         self._tasks: asyncio.TaskGroup
         node.on_retired = self._give_up
         node.reserve_frozen = self._reserve_frozen
         self.contents = ContentMoves(node, directory)
         self.versions = VersionMoves(node, directory)
+        self.touching = Touching(node, self._is_moving)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self.contents.start(tasks)
+        self._moves.start(tasks)
+        self.contents.moves.start(tasks)
+        self.touching.start(tasks)
         if self._spare_bytes:
             self._drain = tasks.create_task(self._keep_draining())
 
     def stop(self) -> None:
         if self._drain is not None:
             self._drain.cancel()
-        self.contents.stop()
-        for move in self._moves.values():
-            move.cancelled.set()
+        self.touching.stop()
+        self.contents.moves.stop()
+        self._moves.stop()
 
     @property
     def num_moves(self) -> int:
         """Under way."""
-        return len(self._moves) + len(self.contents.under_way)
+        return len(self._moves) + len(self.contents.moves)
+
+    def _is_moving(self) -> bool:
+        return bool(self.num_moves) or any(lock.locked() for lock in self._node.device_locks)
 
     # --- what the other parts ask for ---
 
@@ -148,7 +136,7 @@ class Hierarchy:
         for rank in wpg.ranks:
             if rank.is_drained and rank.state in ON_DEVICE:
                 rank.is_drained = False
-                await asyncio.to_thread(self._directory.remove, self._path(rank))
+                await self._moves.discard(self._path(rank))
 
     # --- ahead of need ---
 
@@ -159,7 +147,7 @@ class Hierarchy:
             try:
                 while (rank := self._to_drain()) is not None:
                     self._check_nvme(rank)
-                    await self._move(Move(rank, is_up=False, is_drain=True))
+                    await self._down(rank, Direction.DRAIN)
             except PhaseloomError as error:
                 # Tried again when somebody uses host memory next.
                 log.info("nothing more is drained: %s", error)
@@ -169,7 +157,7 @@ class Hierarchy:
         arena, residency = self._node.memory.arena, self._node.residency
         if arena.free_bytes + residency.drained_bytes() >= self._spare_bytes:
             return None
-        return next((rank for rank in residency.spillable() if not rank.is_drained), None)
+        return next((rank for rank in self._spillable() if not rank.is_drained), None)
 
     async def _reserve_frozen(self, num_bytes: int, what: str, after_s: float | None = None) -> int:
         """Memory that can be made immutable."""
@@ -180,15 +168,9 @@ class Hierarchy:
         for rank in wpg.ranks:
             if rank.content is not None:
                 await self.contents.lift(rank.content, self._reserve_frozen)
-            while (move := self._moves.get(rank)) is not None:
-                if move.is_up:
-                    move.is_hint = False
-                else:
-                    move.cancelled.set()
-                with contextlib.suppress(PhaseloomError):
-                    await asyncio.shield(move.done)
+            await self._moves.settled(rank)
             if rank.state is State.SPILLED:
-                await self._move(Move(rank, is_up=True))
+                await self._moves.do(rank, Direction.LIFT, self._lift)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction; moves begin in the background."""
@@ -201,22 +183,17 @@ class Hierarchy:
         for content in {rank.content for rank in wpg.ranks if rank.content is not None}:
             self.contents.hint(content, reserve, is_wanted=hint.in_s is not None)
         for rank in wpg.ranks:
-            move = self._moves.get(rank)
-            if hint.in_s is not None and move is None and rank.state is State.SPILLED:
-                self._begin(Move(rank, is_up=True, is_hint=True))
-            elif hint.in_s is None and move is not None and move.is_hint:
-                move.cancelled.set()
+            if hint.in_s is None:
+                self._moves.withdraw(rank)
+            elif rank.state is State.SPILLED:
+                self._moves.hint(rank, self._lift)
 
     def sweep(self) -> asyncio.Task[None]:
         """Remove the spilled files that belong to no host copy, once what was is taken over."""
         ranks = [rank for wpg in self._node.residency.alive() for rank in wpg.ranks]
         kept = {self._path(rank) for rank in ranks if rank.state in ON_NVME}
         stale = (self._directory.spilled() - kept) | self.contents.sweep()
-        return self._tasks.create_task(asyncio.to_thread(self._remove, stale))
-
-    def _remove(self, paths: set[Path]) -> None:
-        for path in paths:
-            self._directory.remove(path)
+        return self._tasks.create_task(asyncio.to_thread(self._directory.discard, *stale))
 
     def is_spilled(self, rank: Rank, digest: str) -> bool:
         """Whether a whole file of this content is there; its blocks are verified when it is read.
@@ -269,20 +246,26 @@ class Hierarchy:
 
         Versions for which ranks or a disk must be waited for go last, and for no hint.
         """
-        node = self._node
         copies: list[Rank | Content] = []
-        copies += node.residency.spillable(after_s)
+        copies += self._spillable(after_s)
         copies += self.contents.spillable(after_s)
         last = self.versions.unread(at_once=False) if after_s is None else []
         return [*self.versions.unread(at_once=True), *sorted(copies, key=_need), *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
-        """What is on its way down, and the end of that."""
+        """What is on its way down, or has come up a moment ago and can go again; its end."""
+        ranks = self._moves.making_room(self._node.residency.spillable())
+        contents = self.contents.moves.making_room(self._node.contents.spillable())
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
-        going.update({m.rank: m.done for m in self._moves.values() if not m.is_up})
-        going.update({m.content: m.done for m in self.contents.under_way if not m.is_up})
+        going.update({each: end for each, end in ranks.items()})
+        going.update({each: end for each, end in contents.items()})
         return going
+
+    def _spillable(self, after_s: float | None = None) -> list[Rank]:
+        """What can go: not before the end of its last move is booked."""
+        ranks = self._node.residency.spillable(after_s)
+        return [rank for rank in ranks if self._moves.end_of(rank) is None]
 
     async def _send_down(self, victim: Victim) -> None:
         """Raises: PhaseloomError: it stays."""
@@ -293,7 +276,7 @@ class Hierarchy:
         if isinstance(victim, Content):
             await self.contents.spill(victim)
         else:
-            await self._move(Move(victim, is_up=False))
+            await self._down(victim, Direction.SPILL)
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
@@ -307,6 +290,8 @@ class Hierarchy:
 
     def _check_nvme(self, copy: Rank | Content) -> None:
         used = self._node.nvme_used_bytes()
+        if isinstance(copy, Rank) and copy.is_drained:
+            return  # it is there, and counted
         if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.extent_bytes} bytes of NVMe: {used} of "
@@ -314,44 +299,17 @@ class Hierarchy:
                 code=Code.RESOURCE_EXHAUSTED,
             )
 
-    async def _move(self, move: Move) -> None:
-        """Begin it and wait; the move goes on where the caller is cancelled."""
-        self._begin(move)
-        await asyncio.shield(move.done)
-
-    def _begin(self, move: Move) -> None:
-        assert move.rank not in self._moves
-        self._moves[move.rank] = move
+    async def _down(self, rank: Rank, direction: Direction) -> None:
         # Before the first await: no two that look for room choose the same one.
-        if not move.is_up:
-            self._node.residency.step(move.rank, Step.SPILL_BEGUN)
-        self._tasks.create_task(self._run(move))
+        self._node.residency.step(rank, Step.SPILL_BEGUN)
+        await self._moves.do(rank, direction, self._spill)
 
-    async def _run(self, move: Move) -> None:
-        node = self._node
-        labels = {"node": node.name, "direction": _direction(move)}
-        failure: PhaseloomError | None = None
-        try:
-            with metrics.timed(metrics.TRANSFER_DURATION, **labels):
-                await (self._lift(move) if move.is_up else self._spill(move))
-            metrics.count(metrics.TRANSFER_MOVED, move.rank.extent_bytes, **labels)
-        except PhaseloomError as error:
-            log.info("the %s of %s ended: %s", labels["direction"], move.rank, error)
-            failure = error
-        if move.rank.state is State.LOST:
-            await asyncio.to_thread(self._directory.remove, self._path(move.rank))
-        # Only now: whoever waits for its end finds the next move free to begin.
-        del self._moves[move.rank]
-        if failure is None:
-            move.done.set_result(None)
-        else:
-            move.done.set_exception(failure)
-            # Of a hint nobody waits for it.
-            move.done.exception()
-        node.announce()
+    def _left_behind(self, rank: Rank) -> Path | None:
+        return self._path(rank) if rank.state is State.LOST else None
 
-    async def _spill(self, move: Move) -> None:
-        node, rank = self._node, move.rank
+    async def _spill(self, move: Move[Rank]) -> None:
+        node, rank = self._node, move.what
+        is_drain = move.direction is Direction.DRAIN
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         header = StateHeader(
@@ -359,37 +317,39 @@ class Hierarchy:
         )
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
-            if not rank.is_drained:
-                header = await asyncio.to_thread(
-                    self._directory.write, self._path(rank), header, [memory], move.cancelled
-                )
-            if not move.is_drain:
-                await node.unpin(rank)
+            with contained(metrics.UNFORESEEN, "move"):
+                if not rank.is_drained:
+                    header = await asyncio.to_thread(
+                        self._directory.write, self._path(rank), header, [memory], move.cancelled
+                    )
+                if not is_drain:
+                    await node.unpin(rank)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 node.retire(rank.wpg, "its host copy is bad")
             elif rank.state is not State.LOST:
                 node.residency.step(rank, Step.SPILL_FAILED)
             raise
-        node.residency.step(rank, Step.DRAINED if move.is_drain else Step.SPILL_VERIFIED)
+        node.residency.step(rank, Step.DRAINED if is_drain else Step.SPILL_VERIFIED)
         rank.copied(rank.applied, header.digest)
-        rank.is_drained = move.is_drain
+        rank.is_drained = is_drain
         await node.keeper.record()
-        if move.is_drain:
+        if is_drain:
             return
         if rank.state is State.LOST or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         node.memory.vacate(rank.extent)
 
-    async def _lift(self, move: Move) -> None:
-        node, rank = self._node, move.rank
+    async def _lift(self, move: Move[Rank]) -> None:
+        node, rank = self._node, move.what
         after_s = rank.wpg.next_use_s if move.is_hint else None
         await self._with_room(lambda: self._occupy(move), after_s)
         node.residency.step(rank, Step.LIFT_BEGUN)
         assert rank.extent is not None
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
-            await asyncio.to_thread(self._read, rank, memory, move.cancelled)
+            with contained(metrics.UNFORESEEN, "move"):
+                await asyncio.to_thread(self._read, rank, memory, move.cancelled)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 node.retire(rank.wpg, f"its state on NVMe is bad: {error}")
@@ -399,14 +359,15 @@ class Hierarchy:
             raise
         node.residency.step(rank, Step.LIFT_VERIFIED)
         await node.keeper.record()
-        await asyncio.to_thread(self._directory.remove, self._path(rank))
+        await self._moves.discard(self._path(rank))
 
-    def _occupy(self, move: Move) -> None:
-        if move.rank.state is not State.SPILLED or move.rank.extent is None:
-            raise ResourceError(f"{move.rank} was lost meanwhile")
+    def _occupy(self, move: Move[Rank]) -> None:
+        rank = move.what
+        if rank.state is not State.SPILLED or rank.extent is None:
+            raise ResourceError(f"{rank} was lost meanwhile")
         if move.cancelled.is_set():
             raise ResourceError("the hint was withdrawn", code=Code.ABORTED)
-        self._node.memory.occupy(move.rank.extent, f"the host copy of {move.rank.owner}")
+        self._node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
 
     def _read(self, rank: Rank, memory: memoryview, cancelled: threading.Event) -> None:
         """From its file, or from a seal of the same content. Raises: the first refusal."""
@@ -434,11 +395,8 @@ class Hierarchy:
     def _give_up(self, wpg: Wpg) -> None:
         """Its life is over: what is moving ends, what is on NVMe goes."""
         for rank in wpg.ranks:
-            move = self._moves.get(rank)
-            if move is not None:
-                move.cancelled.set()
-            else:
-                self._directory.remove(self._path(rank))
+            if not self._moves.cancel(rank):
+                self._directory.discard(self._path(rank))
 
     def _path(self, rank: Rank) -> Path:
         return self._directory.spill(rank.wpg.key, rank.wpg.incarnation, rank.index)
@@ -453,12 +411,6 @@ def _need(copy: Rank | Content) -> tuple[float, int]:
     user = copy if isinstance(copy, Content) else copy.wpg
     next_use_s = math.inf if user.next_use_s is None else user.next_use_s
     return -next_use_s, user.last_used
-
-
-def _direction(move: Move) -> str:
-    if move.is_up:
-        return "lift"
-    return "drain" if move.is_drain else "spill"
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:

@@ -19,19 +19,18 @@ from blake3 import blake3
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import Copied, CopyOut, LetGo
+from phaseloom.common.statewire import Copied, CopyOut
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.node.node import Node, answer_of
+from phaseloom.statemgr.node.node import Node
 
 log = logging.getLogger(__name__)
 
 _MOVING = frozenset({State.SPILLING, State.LIFTING})
 _HASHED_BYTES = 16 * 1024 * 1024
 """Between looks at whether to stop."""
-_LET_GO_TIMEOUT_S = 5.0
 _FREEZE_TRIES = 20
 _FREEZE_PAUSE_S = 0.05
 """A rank's thread may hold its mapping a moment longer than its answer is under way."""
@@ -91,6 +90,14 @@ async def copy_out(node: Node, rank: Rank, *, release: bool) -> Copied:
     Raises: ResourceError: no memory for what it has written; as `Node.ask`.
     """
     _take_held_version(node, rank)
+    rank.is_copying = True
+    try:
+        return await _copied_out(node, rank, release=release)
+    finally:
+        rank.is_copying = False
+
+
+async def _copied_out(node: Node, rank: Rank, *, release: bool) -> Copied:
     order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
     copied = await node.ask(rank, order)
     if not copied.changed:
@@ -105,6 +112,8 @@ async def copy_out(node: Node, rank: Rank, *, release: bool) -> Copied:
         if not copied.digest:
             node.retire(rank.wpg, "it copied out without a digest")
             raise ResourceError(f"{rank} broke the protocol and was cut off")
+        if rank.state is State.LOST:
+            raise ResourceError(f"{rank} was lost as it had copied out")
     except PhaseloomError:
         drop_copy(node, rank)
         raise
@@ -124,7 +133,8 @@ def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
     """The heap of a frozen rank is what this version is: its memory becomes the host copy.
 
     Not where the version has another layout, or is gone: then it is copied out as anything else.
-    While a seal is prepared the host copy stays what it was; the version is taken after that.
+    While a seal is prepared, or a copy is under way, the host copy stays what it was; the version
+    is taken after that, if it is what the heap holds then.
 
     Raises: CallerError: PERMISSION_DENIED: the version is of another job; no seq.
     """
@@ -137,7 +147,7 @@ def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
 
 
 def _take_held_version(node: Node, rank: Rank) -> None:
-    if rank.held_version is None or rank.wpg.prepared is not None:
+    if rank.held_version is None or rank.wpg.prepared is not None or rank.is_copying:
         return
     (key, applied), rank.held_version = rank.held_version, None
     version = node.versions.find(key)
@@ -157,7 +167,7 @@ def _take_held_version(node: Node, rank: Rank) -> None:
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
     """Whether a rank that has this version could have its bytes for its host copy."""
-    return (version.num_bytes, version.tensors) == (rank.extent_bytes, rank.tensors)
+    return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
 async def let_go(node: Node, ranks: Iterable[Rank]) -> None:
@@ -166,14 +176,7 @@ async def let_go(node: Node, ranks: Iterable[Rank]) -> None:
     One that does not answer keeps it until it loads again, or is gone.
     """
     for rank in ranks:
-        peer = node.ranks.get(rank)
-        if peer is None:
-            continue
-        try:
-            async with asyncio.timeout(_LET_GO_TIMEOUT_S):
-                await answer_of(peer, LetGo())
-        except (PhaseloomError, TimeoutError) as error:
-            log.warning("%s does not let go of its host copy: %r", rank, error)
+        await node.let_go(rank)
 
 
 class Sharing:

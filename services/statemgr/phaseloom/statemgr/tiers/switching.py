@@ -72,26 +72,30 @@ async def switch_in(node: Node, hierarchy: Hierarchy, request: SwitchIn) -> Swit
 
 
 async def switch_out(node: Node, hierarchy: Hierarchy, request: SwitchOut) -> Switched:
-    """Offload a deployment without another coming in. Raises: as `switch_in`."""
+    """Offload a deployment without another coming in; one on NVMe stays there.
+
+    Raises: as `switch_in`.
+    """
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)
-    async with hierarchy.in_host(wpg), node.holding(lambda: own):
-        ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
-        if not ranks:
-            return Switched(0.0, 0.0, 0, 0, [])
-        offloaded: Moved = {}
-        started = time.monotonic()
-        try:
-            await _offload(node, ranks, Context(), offloaded)
-        except PhaseloomError:
-            await _undo(node, offloaded, {}, Context())
-            raise
-        finally:
-            node.digests.begin(ranks)
-        num_bytes = sum(rank.heap_bytes for rank in ranks)
-        took_s = time.monotonic() - started
-        return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
+    with hierarchy.using(wpg):
+        async with node.holding(lambda: own):
+            ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
+            if not ranks:
+                return Switched(0.0, 0.0, 0, 0, [])
+            offloaded: Moved = {}
+            started = time.monotonic()
+            try:
+                await _offload(node, ranks, Context(), offloaded)
+            except PhaseloomError:
+                await _undo(node, offloaded, {}, Context())
+                raise
+            finally:
+                node.digests.begin(ranks)
+            num_bytes = sum(rank.heap_bytes for rank in ranks)
+            took_s = time.monotonic() - started
+            return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
 
 
 async def _offload(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
@@ -178,12 +182,28 @@ async def _copy_in(node: Node, rank: Rank) -> float:
             # Its memory holds something else than was asked for, and it did not notice.
             node.retire(rank.wpg, "it loaded another content than it was told to")
             raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
-    except PhaseloomError:
+    except PhaseloomError as error:
+        if error.info.code is Code.DATA_LOSS:
+            raise _bad_copy(node, rank, error) from error
         if rank.state is not State.LOST:
             node.residency.step(rank, Step.LOAD_FAILED)
         raise
     node.residency.step(rank, Step.LOAD_VERIFIED)
     return copied.duration_s
+
+
+def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
+    """No load of it can succeed any more, so the lives that have it are over: what follows them
+    begins from a seal."""
+    lost = [rank.wpg] if rank.content is None else rank.content.wpgs
+    for wpg in lost:
+        node.retire(wpg, f"its host copy is bad: {error.info.message}")
+    return ResourceError(
+        f"the host copy of {rank} is bad: {error.info.message}",
+        code=Code.DATA_LOSS,
+        remedy="start a new incarnation, from its last seal",
+        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+    )
 
 
 async def _undo(node: Node, offloaded: Moved, loaded: Moved, trace: Context) -> None:

@@ -11,18 +11,15 @@ import asyncio
 import logging
 from weakref import WeakValueDictionary
 
-from phaseloom.common.errors import PhaseloomError, ResourceError
+from phaseloom.common.errors import ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import LetGo, StillMapped
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node, answer_of
+from phaseloom.statemgr.node.node import Node
 
 log = logging.getLogger(__name__)
-
-_LET_GO_TIMEOUT_S = 5.0
 
 
 class VersionMoves:
@@ -88,6 +85,7 @@ class VersionMoves:
         header = StateHeader(
             *("version", key.policy, key.seq, version.num_bytes),
             *(version.tensors, version.digest),
+            part=key.part,
         )
         memory = node.memory[version.extent].view(version.num_bytes)
         path = self._directory.version(key)
@@ -110,16 +108,10 @@ class VersionMoves:
 
     async def _lets_go(self, wpg: Wpg, version: Version) -> bool:
         for rank in wpg.ranks:
-            peer = self._node.ranks.get(rank)
-            if peer is None:
+            used = await self._node.let_go(rank)
+            if used is None:
                 return wpg.is_lost
-            try:
-                async with asyncio.timeout(_LET_GO_TIMEOUT_S):
-                    answer = await answer_of(peer, LetGo())
-            except (PhaseloomError, TimeoutError) as error:
-                log.warning("%s does not let go of version %s: %r", rank, version.key, error)
-                return False
-            if not isinstance(answer, StillMapped) or version.key in answer.versions:
+            if version.key in used:
                 return False
         return True
 

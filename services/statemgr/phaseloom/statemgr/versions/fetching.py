@@ -62,13 +62,30 @@ class Fetching:
     """When the last block came, on the monotonic clock."""
     from_source_bytes: int = 0
     relayed_bytes: int = 0
+    relays: set[str] = field(default_factory=set)
+    """Neighbours that brought some of it."""
 
     async def bring(self, source: str) -> str:
         """Everything that is still missing; returns the version's digest.
 
+        What is not the version in the end comes once more, where the source has found that its
+        memory was bad, and mended it.
+
         Raises: ResourceError: out of reach, broken off, or DATA_LOSS; `place`'s refusal.
                 CallerError: NOT_FOUND there, or PERMISSION_DENIED; a bad endpoint.
         """
+        digest = await self._come(source)
+        if digest is None and await self._is_sound(source):
+            digest = await self._come(source)
+        if digest is None:
+            raise ResourceError(
+                f"version {self.version} from {source} does not match its digest",
+                code=Code.DATA_LOSS,
+            )
+        return digest
+
+    async def _come(self, source: str) -> str | None:
+        """None: all of it came, and it is something else."""
         connection = await Connection.open(source, self.version, self.ticket, self.home)
         try:
             incoming = await self._placed(source, connection.description)
@@ -77,13 +94,23 @@ class Fetching:
         finally:
             connection.close()
         digest = await asyncio.to_thread(digest_of, incoming.memory)
-        if digest != connection.description.digest:
-            incoming.forget()
-            raise ResourceError(
-                f"version {self.version} from {source} does not match its digest",
-                code=Code.DATA_LOSS,
-            )
-        return digest
+        if digest == connection.description.digest:
+            return digest
+        incoming.forget()
+        return None
+
+    async def _is_sound(self, source: str) -> bool:
+        """Let all who brought something verify their memory; whether the source's is good now."""
+        sound = set()
+        for endpoint in [source, *self.relays]:
+            try:
+                await _doubt(endpoint, self.version, self.ticket, self.home)
+            except PhaseloomError as error:
+                log.warning("version %s at %s: %s", self.version, endpoint, error)
+            else:
+                sound.add(endpoint)
+        self.relays.clear()
+        return source in sound
 
     @property
     def may_resume(self) -> bool:
@@ -265,6 +292,7 @@ class _Round:
                     raise ConnectionError("it answered something else")
                 size = await self._receive(connection, reply)
                 self._fetching.relayed_bytes += size
+                self._fetching.relays.add(endpoint)
                 blocks.popleft()
         except _FAILURES as error:
             log.warning("version %s by way of %s: %r", self._fetching.version, endpoint, error)
@@ -378,6 +406,29 @@ class Connection:
         if isinstance(answer, wire.Refusal):
             raise to_exception(answer.error)
         return answer
+
+
+async def _doubt(endpoint: str, version: VersionKey, ticket: Ticket | None, home: Home) -> None:
+    """Have a state manager verify what it gives away.
+
+    Raises: ResourceError: out of reach, or DATA_LOSS. CallerError: refused there.
+    """
+    stream = await connect(endpoint, wire.SERVICE, home.identity, home.timeout_s)
+    request = wire.FetchRequest(version, ticket, home.endpoint, home.site, "", False, doubted=True)
+    try:
+        async with asyncio.timeout(home.timeout_s):
+            await stream.send(request)
+        answer: wire.Waiting | wire.Sound | wire.Refusal = wire.Waiting()
+        while isinstance(answer, wire.Waiting):
+            async with asyncio.timeout(home.timeout_s):
+                payload = await stream.receive(wire.MAX_REPLY_BYTES)
+            answer = msgspec.msgpack.decode(payload, type=wire.Waiting | wire.Sound | wire.Refusal)
+        if isinstance(answer, wire.Refusal):
+            raise to_exception(answer.error)
+    except (OSError, TimeoutError, msgspec.DecodeError) as error:
+        raise _typed(error, version, endpoint, home.timeout_s) from error
+    finally:
+        stream.close()
 
 
 def _typed(

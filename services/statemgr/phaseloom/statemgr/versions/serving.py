@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
 
 import msgspec
 
@@ -24,11 +25,15 @@ from phaseloom.statemgr.versions.incoming import Readable
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MAX_STREAMS = 64
 _MAX_DEALS = 64
 _WORDS_PER_TIMEOUT = 3
-"""How often who waits for a block hears that it is still coming."""
+"""How often who waits hears that something is still coming, or being reckoned."""
 
+Mend = Callable[[VersionKey], Awaitable[None]]
+"""Verify a version, or a part, that is here, because who got it found it bad."""
 OpenVersion = Callable[[VersionKey, bool], AbstractAsyncContextManager[Readable]]
 """(which, whether also one that is still coming)."""
 
@@ -37,11 +42,18 @@ class VersionServer:
     """Serves versions to peers whose tickets say that they may have them."""
 
     def __init__(
-        self, gate: Gate, timeout_s: float, open_version: OpenVersion, *, site: str = ""
+        self,
+        gate: Gate,
+        timeout_s: float,
+        open_version: OpenVersion,
+        mend: Mend,
+        *,
+        site: str = "",
     ) -> None:
         self._gate = gate
         self._timeout_s = timeout_s
         self._open_version = open_version
+        self._mend = mend
         self._site = site
         self._deals: OrderedDict[tuple[VersionKey, str, str], Deal] = OrderedDict()
         """By version, content and group; the oldest go, which costs at worst another copy."""
@@ -52,7 +64,11 @@ class VersionServer:
             payload = await stream.receive(MAX_REQUEST_BYTES)
         request = msgspec.msgpack.decode(payload, type=wire.FetchRequest)
         try:
-            self._gate.check(request.ticket, request.version, stream.node)
+            self._gate.check(request.ticket, request.version.whole, stream.node)
+            if request.doubted:
+                await while_waiting(stream, self._timeout_s, self._mend(request.version))
+                await self._send(stream, wire.Sound())
+                return
             async with self._open_version(request.version, request.is_relay) as readable:
                 await self._send(stream, readable.description)
                 await self._answer_all(stream, request, readable)
@@ -125,6 +141,22 @@ class VersionServer:
             case wire.Take(block):
                 _check(block, deal)
                 return wire.Part(block, "", 0, [])
+
+
+async def while_waiting(stream: Stream, timeout_s: float, work: Awaitable[T]) -> T:
+    """What it comes to; who asked for it hears meanwhile that it is under way.
+
+    Raises: as the work; OSError, TimeoutError: who asked is gone.
+    """
+    doing = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([doing], timeout=timeout_s / _WORDS_PER_TIMEOUT))[0]:
+            async with asyncio.timeout(timeout_s):
+                await stream.send(wire.Waiting())
+    finally:
+        await asyncio.wait([doing])  # it reads memory
+        doing.exception()  # known, also where nobody is left to tell
+    return doing.result()
 
 
 def _check(block: int, deal: Deal) -> None:

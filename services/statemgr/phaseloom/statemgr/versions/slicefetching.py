@@ -48,7 +48,7 @@ class SliceFetching:
     """For each step; and so long without a batch a source that fails is tried again."""
     memory: memoryview
     digests: dict[str, str] = field(default_factory=dict)
-    """By part, as its sources say."""
+    """By part: as the version's manifest says; of one without any, as its sources say."""
     fetched_bytes: int = 0
     _queues: dict[str, deque[Batch]] = field(default_factory=dict)
     _left: int = 0
@@ -84,6 +84,24 @@ class SliceFetching:
                         group.create_task(self._pull(source, confirms=number == 0))
         if self._failure is not None:
             raise self._failure
+
+    def again(self) -> SliceFetching:
+        """The same once more, from the beginning."""
+        return SliceFetching(
+            *(self.version, self.ticket, self.identity, self.timeout_s),
+            *(self.memory, dict(self.digests)),
+        )
+
+    def check(self, part: str, digest: str, where: str) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: what is there is not what it should be."""
+        if self.digests.setdefault(part, digest) != digest:
+            raise CallerError(
+                f"version {self.version} is another at {where}: "
+                f"part {part or 'all'} has digest {digest}, not {self.digests[part]}",
+                code=Code.FAILED_PRECONDITION,
+                field="sources",
+                remedy="name sources that hold the same version",
+            )
 
     @property
     def _is_over(self) -> bool:
@@ -137,15 +155,7 @@ class SliceFetching:
             if not isinstance(holding, wire.Holding):
                 raise ConnectionError("it answered something else")
             for part in source.parts:
-                digest = holding.digests.get(part, "")
-                if self.digests.setdefault(part, digest) != digest:
-                    raise CallerError(
-                        f"version {self.version} is another at {source.endpoint}: "
-                        f"part {part or 'all'} has digest {digest}, not {self.digests[part]}",
-                        code=Code.FAILED_PRECONDITION,
-                        field="sources",
-                        remedy="name sources that hold the same version",
-                    )
+                self.check(part, holding.digests.get(part, ""), source.endpoint)
         except BaseException:
             stream.close()
             raise

@@ -7,7 +7,7 @@ asked for stay; whether one still is what was committed is reckoned once a strea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
@@ -23,12 +23,11 @@ from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.serving import Mend, while_waiting
 
 _FEW_BYTES = 64 * 1024
 """Shorter runs are copied together before they are sent."""
 _MAX_PARTS = 4096
-_WORDS = 3
-"""How often within the timeout who waits hears that a digest is being taken."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,24 @@ def gathered(part: OpenPart, box: Box) -> list[memoryview]:
 
 
 OpenPartOf = Callable[[VersionKey], AbstractAsyncContextManager[OpenPart]]
+DigestsOf = Callable[[VersionKey], Awaitable[dict[str, str]]]
 
 
 class SliceServer:
-    def __init__(self, gate: Gate, timeout_s: float, open_part_of: OpenPartOf) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        timeout_s: float,
+        open_part_of: OpenPartOf,
+        digests_of: DigestsOf,
+        mend: Mend,
+    ) -> None:
+        """Args: digests_of: of the parts of a version that are here."""
         self._gate = gate
         self._timeout_s = timeout_s
         self._open_part_of = open_part_of
+        self._digests_of = digests_of
+        self._mend = mend
 
     async def session(self, stream: Stream) -> None:
         """One stream, until the client closes it."""
@@ -78,6 +88,9 @@ class SliceServer:
         request = msgspec.msgpack.decode(payload, type=wire.SlicesRequest)
         try:
             self._gate.check(request.ticket, request.version, stream.node)
+            if not request.parts:
+                await self._send(stream, wire.Holding(await self._digests_of(request.version)))
+                return
             if len(request.parts) > _MAX_PARTS:
                 raise CallerError(f"{len(request.parts)} parts", field="parts")
             async with AsyncExitStack() as stack:
@@ -119,18 +132,15 @@ class SliceServer:
                 await stream.send_bytes(memory, self._timeout_s)
 
     async def _confirm(self, stream: Stream, part: OpenPart) -> None:
-        """Raises: ResourceError: DATA_LOSS."""
-        taking = asyncio.create_task(asyncio.to_thread(digest_of, part.memory))
-        try:
-            while not (await asyncio.wait([taking], timeout=self._timeout_s / _WORDS))[0]:
-                await self._send(stream, wire.Waiting())
-        finally:
-            await asyncio.wait([taking])  # it reads the memory
-        if taking.result() != part.version.digest:
-            raise ResourceError(
-                f"version {part.version.key} does not match its digest any more",
-                code=Code.DATA_LOSS,
-            )
+        """Raises: ResourceError: DATA_LOSS: what was sent is bad; by now it may be whole again."""
+        taking = asyncio.to_thread(digest_of, part.memory)
+        if await while_waiting(stream, self._timeout_s, taking) == part.version.digest:
+            return
+        await while_waiting(stream, self._timeout_s, self._mend(part.version.key))
+        raise ResourceError(
+            f"version {part.version.key} does not match its digest any more",
+            code=Code.DATA_LOSS,
+        )
 
     async def _send(self, stream: Stream, message: msgspec.Struct) -> None:
         async with asyncio.timeout(self._timeout_s):

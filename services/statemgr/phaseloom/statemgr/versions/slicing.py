@@ -19,6 +19,8 @@ from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import COPY_PREFIX, VersionKey
 from phaseloom.common.statewire import OpenSlices, VersionExtent
+from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.versionparts import part_of
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.slices import Batch, batches, slots_of
 from phaseloom.statemgr.core.versions import Version
@@ -26,11 +28,14 @@ from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.mending import discard_if_bad
 from phaseloom.statemgr.versions.slicefetching import SliceFetching, copy_here
 from phaseloom.statemgr.versions.sliceserving import OpenPart, open_part
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
+
+_TRIES = 2
 
 
 class Slices:
@@ -55,25 +60,30 @@ class Slices:
         """Memory with exactly these slices.
 
         Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life; a bad
-                slice; sources that differ. ResourceError: nobody could deliver some, DATA_LOSS, or
-                no host memory.
+                slice; NOT_FOUND: of a part, and its version's manifest is not here; sources that
+                have something else. ResourceError: nobody could deliver some, DATA_LOSS, or no
+                host memory.
         """
         key = request.version
         check_reader(wpg, key, request.ticket)
-        slots_of(request.slices, request.num_bytes)
-        mine = msgspec.structs.replace(key, part=_name_of(request))
+        # Tens of thousands of slices: others are answered meanwhile.
+        slots, name = await asyncio.to_thread(_described, request)
+        mine = part_of(key, name)
         lock = self._bringing.setdefault(mine, asyncio.Lock())
         async with lock:
             version = self._node.versions.find(mine)
+            if version is not None and request.doubted:
+                bad = await discard_if_bad(self._node, version)
+                version = None if bad is not None else version
             if version is None:
-                version = await self._bring(mine, request)
+                version = await self._bring(mine, request, slots)
         self._forget_unused()
         assert version.extent is not None
         return (
             VersionExtent(
                 version=mine,
                 num_bytes=version.num_bytes,
-                tensors=version.tensors,
+                tensors=version.table.packed,
                 digest=version.digest,
                 exists=True,
                 content=self._contents.get(mine, ""),
@@ -93,12 +103,11 @@ class Slices:
             memory = self._node.memory[version.extent].view(version.num_bytes)
             yield open_part(version, memory)
 
-    async def _bring(self, mine: VersionKey, request: OpenSlices) -> Version:
+    async def _bring(self, mine: VersionKey, request: OpenSlices, slots: TensorTable) -> Version:
         node = self._node
         extent = await self._hierarchy.reserve(
             request.num_bytes, f"slices of version {request.version}", str(mine.policy)
         )
-        slots = slots_of(request.slices, request.num_bytes)
         try:
             version = node.versions.begin(mine, request.num_bytes, slots, extent)
         except CallerError:
@@ -123,23 +132,35 @@ class Slices:
     async def _fill(self, request: OpenSlices, memory: memoryview) -> str:
         """Returns: what the parts are that it came from."""
         key = request.version
-        fetching = SliceFetching(key, request.ticket, self._identity, self._peer_timeout_s, memory)
+        by_part: dict[str, list[Batch]] = {}
+        for batch in await asyncio.to_thread(batches, request.slices):
+            by_part.setdefault(batch.part, []).append(batch)
+        digests = await self._weights.committed_digests(key, [part for part in by_part if part])
+        fetching = SliceFetching(
+            key, request.ticket, self._identity, self._peer_timeout_s, memory, digests
+        )
         away: list[Batch] = []
         here_bytes = 0
-        by_part: dict[str, list[Batch]] = {}
-        for batch in batches(request.slices):
-            by_part.setdefault(batch.part, []).append(batch)
+        sources = {each.part: each.endpoints for each in request.sources}
         for part, mine in by_part.items():
             try:
-                async with self.reading(msgspec.structs.replace(key, part=part)) as found:
-                    here_bytes += await asyncio.to_thread(copy_here, found, mine, memory)
-                    fetching.digests[part] = found.version.digest
+                here_bytes += await self._copy_here(fetching, part, mine, sources.get(part, []))
             except PhaseloomError as error:
                 if error.info.code is not Code.NOT_FOUND:
                     raise
                 away += mine
-        sources = {each.part: each.endpoints for each in request.sources}
-        await fetching.bring(away, sources)
+        try:
+            await fetching.bring(away, sources)
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            # A source that found its memory bad has mended it, or has that part no more.
+            log.warning("%s; once more", error)
+            fetching = fetching.again()
+            try:
+                await fetching.bring(away, sources)
+            except PhaseloomError as failed:
+                raise error from failed
         log.info(
             "slices of version %s came: %d bytes from other nodes, %d from here",
             *(key, fetching.fetched_bytes, here_bytes),
@@ -148,10 +169,34 @@ class Slices:
             msgspec.msgpack.encode(sorted(fetching.digests.items())), digest_size=16
         ).hexdigest()
 
+    async def _copy_here(
+        self, fetching: SliceFetching, part: str, batches: list[Batch], sources: list[str]
+    ) -> int:
+        """Slices of a part that is on this node, which is verified: nobody does so later.
+
+        Raises: CallerError: NOT_FOUND: it is not. ResourceError: DATA_LOSS: it is bad, and to be
+                had nowhere.
+        """
+        key = part_of(fetching.version, part)
+        for _ in range(_TRIES):
+            async with self.reading(key) as found:
+                fetching.check(part, found.version.digest, "this node")
+                num_bytes = await asyncio.to_thread(copy_here, found, batches, fetching.memory)
+                if await asyncio.to_thread(digest_of, found.memory) == found.version.digest:
+                    return num_bytes
+            await self._weights.mend(key, sources, fetching.ticket)
+        raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)
+
     def _forget_unused(self) -> None:
         """Names of copies that went with their versions."""
         for key in [k for k in self._contents if self._node.versions.find(k) is None]:
             del self._contents[key]
+
+
+def _described(request: OpenSlices) -> tuple[TensorTable, str]:
+    """The layout of the reader's memory, and a name. Raises: CallerError: a bad slice."""
+    slots = slots_of(request.slices, request.num_bytes)
+    return TensorTable.of(slots), _name_of(request)
 
 
 def _name_of(request: OpenSlices) -> str:

@@ -1,24 +1,34 @@
-"""Weights versions: made by a policy's rank, read by ranks of its job, brought from other nodes."""
+"""Weights versions: made by a policy's ranks, read by ranks of its job, brought from other nodes.
+
+What several ranks write is in parts. Each is a version of its own under a key of its own, and goes
+the same ways; the version itself is the manifest that says what they are, and is committed last.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import (
+    CommitParts,
     CommitVersion,
     CreateVersion,
     OpenVersion,
-    TensorSlot,
     VersionExtent,
+)
+from phaseloom.common.versionparts import (
+    check_part,
+    encode_manifest,
+    part_of,
 )
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.residency import Wpg
@@ -31,13 +41,17 @@ from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.versions.fetching import Fetching, Home
 from phaseloom.statemgr.versions.incoming import Incoming, Readable, Whole
+from phaseloom.statemgr.versions.manifests import Manifests
+from phaseloom.statemgr.versions.mending import BadCopy, discard_if_bad, lost
 from phaseloom.statemgr.versions.wire import VersionDescription
 
 log = logging.getLogger(__name__)
 
+MAX_VERSIONS_OF_A_RANK = 128
+"""With parts and manifests: far beyond what syncs need, and far below what descriptors allow."""
 _RESUME_PAUSE_S = 0.2
-_PART = re.compile(r"(0|[1-9][0-9]{0,5})of[1-9][0-9]{0,5}\Z")
-_PARTS = "count parts from 0: `2of4` is the third of four"
+_NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
+"""All sources answer, and none has it."""
 
 
 class Weights:
@@ -54,6 +68,7 @@ class Weights:
         self._node = node
         self._directory = directory
         self._hierarchy = hierarchy
+        self._manifests = Manifests(node, hierarchy)
         self._identity = identity
         self._peer_timeout_s = peer_timeout_s
         self._site = site
@@ -62,7 +77,7 @@ class Weights:
 
     def found(self, header: StateHeader) -> None:
         """A version that was on disk at start."""
-        key = VersionKey(header.deployment, header.seq)
+        key = VersionKey(header.deployment, header.seq, header.part)
         self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
@@ -76,9 +91,11 @@ class Weights:
             raise CallerError(
                 f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
             )
-        if key.part and not _PART.match(key.part):
-            raise CallerError(f"{key.part!r} is no part", field="version.part", remedy=_PARTS)
-        check_layout(request.tensors, request.num_bytes)
+        if key.part:
+            check_part(key.part, "version.part")
+        table = node.layouts.read(request.tensors)
+        check_layout(table, request.num_bytes)
+        await self._drop_stale(key, wpg)
         version = node.versions.find(key)
         if version is not None and not version.is_committed:
             # A version that was begun and never committed, by this life or by a fetch.
@@ -87,19 +104,41 @@ class Weights:
             node.drop_version(version)
             version = None
         if version is not None:
-            return _description(version, tensors=[]), []
+            return _description(version, tensors=b""), []
+        self._check_number(wpg)
         extent = await self._hierarchy.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
         try:
             if wpg.is_lost:
                 raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
-            version = node.versions.begin(
-                key, request.num_bytes, request.tensors, extent, wpg.incarnation
-            )
+            version = node.versions.begin(key, request.num_bytes, table, extent, wpg.incarnation)
         except PhaseloomError:
             node.memory.free(extent)
             raise
         node.versions.opened(version, wpg)
-        return _description(version, tensors=[]), [node.memory[extent].fd]
+        return _description(version, tensors=b""), [node.memory[extent].fd]
+
+    async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
+        """Parts of versions that were never committed: of those before, and of this one what an
+        earlier life wrote, which another's parts may not fit."""
+        versions = self._node.versions
+        stale = versions.stale_parts(key.policy, key.seq)
+        mine = versions.find(key)
+        if mine is not None and mine.is_committed and not versions.is_readable(key):
+            stale += [mine] if mine.incarnation != wpg.incarnation else []
+        for version in stale:
+            await self._drop(version)
+
+    def _check_number(self, wpg: Wpg) -> None:
+        """Raises: ResourceError: RESOURCE_EXHAUSTED: it makes versions without end."""
+        number = self._node.versions.num_written(wpg.key, wpg.incarnation)
+        limit = MAX_VERSIONS_OF_A_RANK * len(wpg.ranks)
+        if number >= limit:
+            raise ResourceError(
+                f"{wpg} has written {number} weights versions, and parts of such, that are here",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy=f"at most {limit} are held: drop what nothing needs",
+                details={"num_versions": str(number), "limit": str(limit)},
+            )
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Verify what the rank has written; it is immutable from now on. Idempotent.
@@ -128,24 +167,134 @@ class Weights:
         finally:
             node.release_version(version)
 
+    async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
+        """All parts are committed, here and elsewhere. Idempotent.
+
+        Raises: CallerError: PERMISSION_DENIED: not this policy's; ALREADY_EXISTS: something else;
+                FAILED_PRECONDITION: a part that is here is another one. ResourceError: no room.
+        """
+        key = request.version
+        if key.policy != wpg.key or key.seq < 1 or key.part:
+            raise CallerError(
+                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        lock = self._bringing.setdefault(key, asyncio.Lock())
+        async with lock:
+            self._manifests.check(key, request.manifest)
+            content = encode_manifest(request.manifest)
+            version = self._node.versions.find(key)
+            is_same = version is not None and version.digest == digest_of(memoryview(content))
+            if version is not None and not is_same:
+                if version.incarnation == wpg.incarnation or not version.is_manifest:
+                    raise CallerError(
+                        f"version {key} is committed with another content",
+                        code=Code.ALREADY_EXISTS,
+                        field="manifest",
+                    )
+                # An earlier life's, which came to other bits.
+                await self._drop(version)
+                version = None
+            if version is None:
+                self._check_number(wpg)
+                version = await self._manifests.write(wpg, key, content)
+            return _description(version, tensors=b"")
+
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
-        """A version to read, from here or from the first source that has it.
+        """A version to read, from here or from the first source that has it; or its manifest, and
+        who has the parts.
 
         Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life.
-                NOT_FOUND: no source has it.
+                NOT_FOUND: no source has it, or some part of it.
                 ResourceError: no source could deliver it, or no host memory.
         """
         key = request.version
         check_reader(wpg, key, request.ticket)
-        version = await self._bring(key, request.sources, request.ticket)
-        assert version.extent is not None
+        self._check_readable(key)
+        version = await self._bring(
+            key, request.sources, request.ticket, request.digest, is_doubted=request.doubted
+        )
+        extent = version.extent
+        assert extent is not None
         self._node.versions.opened(version, wpg)
-        return _description(version), [self._node.memory[version.extent].read_only_fd]
+        described = _description(version)
+        if version.is_manifest:
+            async with self._used(key):
+                holders = await self._manifests.holders(
+                    version, request.sources, request.ticket, self._home()
+                )
+            described = msgspec.structs.replace(described, sources=holders)
+        return described, [self._node.memory[extent].read_only_fd]
+
+    async def mend(
+        self, key: VersionKey, sources: list[str] | None = None, ticket: Ticket | None = None
+    ) -> None:
+        """Who got it from here found it bad: verify it, and bring it anew where it is.
+
+        Raises: ResourceError: DATA_LOSS: it was bad, is here no more, and to be had nowhere.
+        """
+        await self._until_settled()
+        try:
+            await self._bring(key, sources or [], ticket, is_doubted=True)
+        finally:
+            await self._node.keeper.record()
 
     async def bring(self, ticket: Ticket, sources: list[str]) -> None:
-        """Have a version in host memory. Raises: as `open`."""
-        check_name(ticket.version.policy.deployment, "ticket.version.policy")
-        await self._bring(ticket.version, sources, ticket)
+        """Have a version in host memory, with all of its parts. Raises: as `open`."""
+        key = ticket.version
+        check_name(key.policy.deployment, "ticket.version.policy")
+        version = await self._bring(key, sources, ticket)
+        if version.is_manifest:
+            async with self._used(key):
+                digests = self._digests_in(version)
+                for part in await self._manifests.holders(version, sources, ticket, self._home()):
+                    mine, digest = part_of(key, part.part), digests[part.part]
+                    await self._bring(mine, part.endpoints, ticket, digest)
+
+    async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
+        """Of these parts, as the manifest says, which must be here.
+
+        Raises: CallerError: NOT_FOUND: it is not, or names no such part.
+        """
+        if not parts:
+            return {}
+        known = {}
+        async with self.held(key) as version:
+            if version.is_manifest:
+                known = self._digests_in(version)
+        for part in parts:
+            if part not in known:
+                raise _not_here(part_of(key, part))
+        return {part: known[part] for part in parts}
+
+    def _digests_in(self, manifest: Version) -> dict[str, str]:
+        return {part.part: part.digest for part in self._manifests.read(manifest).parts}
+
+    async def digests_of(self, key: VersionKey) -> dict[str, str]:
+        """By part, what of a version in parts this node can give away.
+
+        Raises: CallerError: NOT_FOUND: none of it is here.
+        """
+        await self._until_settled()
+        _, *parts = self._node.versions.pieces(key)
+        return {part.key.part: part.digest for part in parts}
+
+    def _check_readable(self, key: VersionKey) -> None:
+        """Raises: CallerError: NOT_FOUND: a part of what is not committed as a whole."""
+        if not self._node.versions.is_readable(key):
+            raise CallerError(
+                f"version {key.whole} is not here, or not all of it is committed",
+                code=Code.NOT_FOUND,
+                field="version",
+                remedy="open the version, then its parts",
+            )
+
+    async def keep(self, ticket: Ticket, sources: list[str]) -> None:
+        """Have a version here and on the disk. Raises: as `open`; what the disk says."""
+        await self.bring(ticket, sources)
+        # The manifest last: what has one on disk has its parts there.
+        for piece in reversed(self._node.versions.pieces(ticket.version)):
+            async with self.held(piece.key) as version:
+                await self._hierarchy.versions.persist(version)
 
     @asynccontextmanager
     async def reading(self, key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
@@ -156,6 +305,7 @@ class Weights:
                 is here.
         """
         await self._until_settled()
+        self._check_readable(key)
         incoming = self._incoming.get(key) if may_be_incoming else None
         async with self._used(key) if incoming else self.held(key) as version:
             assert version.extent is not None
@@ -171,6 +321,7 @@ class Weights:
                 is here.
         """
         await self._until_settled()
+        self._check_readable(key)
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
             # It may be on its way here: whoever brings it may be the one who asks.
@@ -203,37 +354,74 @@ class Weights:
     async def drop(self, keys: list[VersionKey]) -> None:
         """Nothing needs these any more, in memory or on disk."""
         for key in keys:
-            for part in self._node.versions.parts_of(key):
-                self._node.drop_version(part)
+            # The manifest first: without it no part can be read.
             version = self._node.versions.find(key)
-            self._node.drop_version(version)
-            if version is not None and version.is_on_disk:
-                await asyncio.to_thread(self._directory.remove, self._directory.version(key))
+            for each in [*([version] if version else []), *self._node.versions.parts_of(key)]:
+                await self._drop(each)
+
+    async def _drop(self, version: Version) -> None:
+        """From memory and from disk."""
+        self._node.drop_version(version)
+        if version.is_on_disk:
+            await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
 
     def forget(self, policy: DeploymentKey) -> None:
         """Its job is over: drop every version of it from memory."""
         for version in self._node.versions.known():
             if version.key.policy == policy:
                 self._node.drop_version(version)
+        self._node.memory.drop_pool(str(policy))
 
-    async def _bring(self, key: VersionKey, sources: list[str], ticket: Ticket | None) -> Version:
+    async def _bring(
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None,
+        digest: str = "",
+        *,
+        is_doubted: bool = False,
+    ) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch."""
         lock = self._bringing.setdefault(key, asyncio.Lock())
         async with lock:
             version = self._node.versions.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
-            if version is not None and version.extent is None:
-                try:
-                    await self._read(version)
-                except PhaseloomError as error:
-                    if not (version.is_dropped and sources):
-                        raise
-                    log.warning("%s; bringing it from another node", error)
-                    version = None
-            if version is not None:
-                return version
-            return await self._fetch_from_any(key, sources, ticket)
+            bad: BadCopy | None = None
+            # A manifest is small, and read here before its reader could doubt it.
+            if version is not None and (is_doubted or version.is_manifest):
+                bad = await discard_if_bad(self._node, version)
+            if bad is not None:
+                # Host copies of its bytes are to go on with the same.
+                digest = digest or bad.version.digest
+            try:
+                version = await self._had(key, sources, ticket, digest)
+            except PhaseloomError as error:
+                if bad is not None:
+                    bad.give_up()
+                if (bad or is_doubted) and error.info.code in _NOWHERE:
+                    raise lost(key, error) from error
+                raise
+            if bad is not None:
+                bad.replace(version)
+            return version
+
+    async def _had(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
+    ) -> Version:
+        """From memory, else from disk, else from another node."""
+        version = self._node.versions.find(key)
+        if version is not None and version.extent is None:
+            try:
+                await self._read(version)
+            except PhaseloomError as error:
+                if not (version.is_dropped and sources):
+                    raise
+                log.warning("%s; bringing it from another node", error)
+                version = None
+        if version is not None:
+            return version
+        return await self._fetch_from_any(key, sources, ticket, digest)
 
     async def _read(self, version: Version) -> None:
         """From disk into an extent."""
@@ -261,7 +449,7 @@ class Weights:
             raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
 
     async def _fetch_from_any(
-        self, key: VersionKey, sources: list[str], ticket: Ticket | None
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> Version:
         if not sources:
             raise _not_here(key)
@@ -270,6 +458,12 @@ class Weights:
 
         async def place(description: VersionDescription) -> Incoming:
             nonlocal version
+            if digest not in {"", description.digest}:
+                raise CallerError(
+                    f"it has digest {description.digest}, not {digest}",
+                    code=Code.FAILED_PRECONDITION,
+                    field="sources",
+                )
             version = await self._begin(key, description)
             assert version.extent is not None
             memory = node.memory[version.extent].view(version.num_bytes)
@@ -278,11 +472,11 @@ class Weights:
 
         fetching = Fetching(key, ticket, home, place)
         try:
-            digest = await _bring_from_any(fetching, sources)
+            came = await _bring_from_any(fetching, sources)
             assert version is not None
             if version.is_dropped:
                 raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-            node.versions.commit(version, digest)
+            node.versions.commit(version, came)
         except BaseException:
             if version is not None and not version.is_dropped:
                 node.drop_version(version)
@@ -348,11 +542,11 @@ def _not_here(key: VersionKey) -> CallerError:
     return CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")
 
 
-def _description(version: Version, tensors: list[TensorSlot] | None = None) -> VersionExtent:
+def _description(version: Version, tensors: bytes | None = None) -> VersionExtent:
     return VersionExtent(
         version=version.key,
         num_bytes=version.num_bytes,
-        tensors=version.tensors if tensors is None else tensors,
+        tensors=version.table.packed if tensors is None else tensors,
         digest=version.digest,
         exists=version.is_committed,
     )

@@ -1,6 +1,7 @@
 """What state managers say to one another of weights versions, over a stream of `mesh`.
 
     client → FetchRequest → server → VersionDescription | Refusal
+                                     Waiting, then Sound | Refusal, where it doubts what came
     then, as often as the client likes: client → Next | Again | Take
                                         server → Part and its bytes | Elsewhere | Over | Refusal
                                                  Waiting, before any of them
@@ -42,12 +43,18 @@ class FetchRequest(msgspec.Struct, frozen=True):
     """All streams of one fetch say the same."""
     is_relay: bool
     """It asks for blocks that the server may only be about to get."""
+    doubted: bool = False
+    """What came was not the version: the server is to verify its own. Answer: Sound, no more."""
 
 
 class VersionDescription(msgspec.Struct, frozen=True, tag="version"):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
+
+
+class Sound(msgspec.Struct, frozen=True, tag="sound"):
+    """The server's memory is what was committed, or is so again."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -109,11 +116,12 @@ class SlicesRequest(msgspec.Struct, frozen=True):
     version: VersionKey
     ticket: Ticket | None
     parts: list[str]
+    """None: it asks what there is."""
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     digests: dict[str, str]
-    """By part, of all that were asked for."""
+    """By part, of all that were asked for, or that are there."""
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):

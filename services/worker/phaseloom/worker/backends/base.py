@@ -30,6 +30,7 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
+from phaseloom.common.resharding import Sharding
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.devicememory import DeviceMemory
 
@@ -42,7 +43,13 @@ class RankGroup:
     world_size: int = 1
     store_path: str = ""
     """Of a file that does not exist yet, the same for all ranks and for this incarnation only: how
-    they find each other. Unused where there is one rank."""
+    they find each other. Unused where there is one rank, or where `store_address` is said."""
+    store_address: str = ""
+    """host:port of a TCP store, for ranks on several nodes."""
+    store_fd: int = -1
+    """On rank 0: the socket that listens there, to be served by it."""
+    life: str = ""
+    """Tells this incarnation's ranks from any others that come to that address."""
     timeout_s: float = 300.0
     """A collective that some rank does not join for so long fails on the others."""
 
@@ -92,7 +99,9 @@ class Backend(Protocol):
     version_slots: list[TensorSlot]
     """What lies where in a weights version: whole tensors from offset 0 at 64-byte offsets, sorted
     by name, the same for every layout and backend; its size is the last one's end, rounded up to
-    the next 64."""
+    the next 64. Where ranks hold different weights each writes a part of its own instead."""
+    sharding: Sharding
+    """What of these tensors each rank holds."""
 
     config: dict[str, Any]
     """Of the model, as `config.json` has it beside its weights."""
@@ -148,17 +157,6 @@ class Backend(Protocol):
 
     def weights_sha256(self) -> str:
         """Collective. Of the whole weights, the same on all ranks and for every layout."""
-        ...
-
-    def write_weights(self, buffer: memoryview | None) -> None:
-        """Collective. Fill a version laid out as `version_slots` with the whole weights.
-
-        Args: buffer: on rank 0; elsewhere None. The gaps between tensors are zeroed.
-        """
-        ...
-
-    def read_weights(self, buffer: memoryview) -> None:
-        """Replace this rank's weights by its part of a version laid out as `version_slots`."""
         ...
 
     def weights_changed(self) -> None:

@@ -26,6 +26,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
+from phaseloom.common.resharding import Sharding
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
@@ -114,11 +116,11 @@ class FsdpBackend:
         self._ranks = ranks
         self._shapes = parameter_shapes(spec.model)
         self._layout = _layout(spec, self._shapes, ranks)
-        self._version = plan(self._shapes, trainable=False).weights
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        self.version_slots = [*self._version.slots.values()]
+        self.version_slots = plan(self._shapes, trainable=False).slots
+        self.sharding = Sharding(spec.layout, 1, fsdp=ranks.world_size)
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()
@@ -224,27 +226,6 @@ class FsdpBackend:
             _exhaust(tensors)
         dist.broadcast(digest, src=0)
         return bytes(digest.tolist()).hex()
-
-    @_collective
-    def write_weights(self, buffer: memoryview | None) -> None:
-        tensors = self._whole(self._layout.weights)
-        if buffer is None:
-            _exhaust(tensors)
-            return
-        end = 0
-        for name, tensor in tensors:
-            slot = self._version.slots[name]
-            buffer[end : slot.offset] = bytes(slot.offset - end)
-            end = slot.offset + slot.num_bytes
-            buffer[slot.offset : end] = tensor.contiguous().cpu().numpy().data.cast("B")
-        buffer[end:] = bytes(self._version.stop - end)
-
-    def read_weights(self, buffer: memoryview) -> None:
-        for name, slot in self._layout.weights.slots.items():
-            whole = self._version.slots[name]
-            rows = shard(self._shapes[name], self._ranks).rows
-            start = whole.offset + whole.num_bytes // whole.shape[0] * rows.start
-            self._tensors.read_in(slot.offset, buffer[start : start + slot.num_bytes])
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights: FSDP2 re-shards after every pass."""
@@ -364,21 +345,17 @@ def _does_not_generate() -> CallerError:
 def _join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -> None:
     """Make the process's group if there is none yet; `joined` ends what this makes.
 
-    A store in a file needs no port that could collide.
+    A store in a file needs no port that could collide; ranks on several nodes have a port that is
+    open already.
 
     Raises: GroupBroken: the other ranks did not come.
     """
     if ranks.world_size == 1 and dist.is_initialized():
         return
-    if ranks.world_size == 1:
-        directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
-        store = Path(directory) / "store"
-    else:
-        store = Path(ranks.store_path).absolute()
     try:
         dist.init_process_group(
             "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl",
-            init_method=store.as_uri(),
+            store=_store(ranks, joined),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=ranks.timeout_s),
@@ -387,6 +364,27 @@ def _join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -
         # Of the store, of gloo's or of the rendezvous: they have no class in common.
         raise GroupBroken(f"not all {ranks.world_size} ranks came: {error}") from error
     joined.callback(dist.destroy_process_group)
+
+
+def _store(ranks: RankGroup, joined: ExitStack) -> Store:
+    """Where the ranks meet. Raises: RuntimeError: rank 0's node cannot be reached."""
+    if ranks.store_address:
+        host, _, port = ranks.store_address.rpartition(":")
+        is_served = ranks.rank == 0
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=is_served,
+            timeout=timedelta(seconds=ranks.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=ranks.store_fd if is_served else None,
+        )
+        # Whoever else comes to this port, of a life before or after, uses other names.
+        return PrefixStore(ranks.life, store)
+    if ranks.world_size == 1:
+        directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
+        return FileStore(str(Path(directory) / "store"), 1)
+    return FileStore(str(Path(ranks.store_path).absolute()), ranks.world_size)
 
 
 def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:

@@ -124,20 +124,6 @@ class HeapTensors:
     def views(self, region: Region) -> dict[str, torch.Tensor]:
         return {name: self.view(slot) for name, slot in region.slots.items()}
 
-    def read_in(self, offset: int, source: memoryview) -> None:
-        """Bytes over those of the heap from `offset` on."""
-        target = self._bytes[offset : offset + source.nbytes]
-        if target.is_cuda:
-            target.copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
-        else:
-            target.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
-
-    def write_out(self, offset: int, target: memoryview) -> None:
-        """The heap's bytes from `offset` on over others."""
-        torch.frombuffer(target, dtype=torch.uint8).copy_(
-            self._bytes[offset : offset + target.nbytes]
-        )
-
     def flat(self, region: Region) -> torch.Tensor:
         """The region as one float32 vector, the zero padding between tensors included."""
         return self._between(region.start, region.stop).view(torch.float32)

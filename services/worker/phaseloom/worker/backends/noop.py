@@ -29,6 +29,8 @@ from phaseloom.common.messages import (
     OptimStepResult,
     Sequence,
 )
+from phaseloom.common.messages import Layout as ParallelLayout
+from phaseloom.common.resharding import Sharding
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.devicememory import DeviceMemory
@@ -48,10 +50,10 @@ class NoopBackend:
                 remedy="use a pool of emulated devices, or another backend",
             )
         self._buffer = heap.buffer
-        self._rank = ranks.rank
         self._seconds = spec.model.config.get("seconds", {})
         self.slots = _layout(spec).slots
         self.version_slots = self.slots
+        self.sharding = Sharding(ParallelLayout(dp=ranks.world_size), 1)
         self.host_bytes = 0
         self.config: dict[str, Any] = {}
         self.kinds = MUTATING_KINDS | READING_KINDS
@@ -104,13 +106,6 @@ class NoopBackend:
 
     def weights_sha256(self) -> str:
         return hashlib.sha256(self._buffer).hexdigest()
-
-    def write_weights(self, buffer: memoryview | None) -> None:
-        if buffer is not None:
-            buffer[:] = self._buffer
-
-    def read_weights(self, buffer: memoryview) -> None:
-        self._buffer[:] = buffer
 
     def weights_changed(self) -> None:
         """Nothing is derived."""

@@ -34,6 +34,7 @@ from phaseloom.common.messages import (
     SamplingParams,
     Sequence,
 )
+from phaseloom.common.resharding import Sharding
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
@@ -68,11 +69,11 @@ class SamplerBackend:
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
-        self._rank = ranks.rank
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.version_slots = self.slots
+        self.sharding = Sharding(spec.layout, 1)
         self.host_bytes = 0
         self.kinds = KINDS
         self._token_texts = spec.model.token_texts
@@ -157,13 +158,6 @@ class SamplerBackend:
 
     def weights_sha256(self) -> str:
         return weights_sha256(as_little_endian(self._tensors.views(self._layout.weights).items()))
-
-    def write_weights(self, buffer: memoryview | None) -> None:
-        if buffer is not None:
-            self._tensors.write_out(0, buffer)
-
-    def read_weights(self, buffer: memoryview) -> None:
-        self._tensors.read_in(0, buffer)
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights: every call reads them from the heap."""

@@ -12,10 +12,14 @@ Source: CUDA Driver API, "Virtual Memory Management" and "Memory Management".
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from typing import Any, Final, Protocol
+
+log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 
@@ -37,6 +41,12 @@ _HAS_VIRTUAL_MEMORY = 102
 _HAS_DESCRIPTORS = 103
 
 _NO_DEVICE = 100
+_STUB_LIBRARY = 34
+_OUT_OF_MEMORY = 2
+
+QUIET_CHECK = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""A variable of the environment where processes fork, and its value: with it torch tells whether
+there is a GPU without the driver, which no child could use once it runs in the parent."""
 
 
 class Location(ctypes.Structure):
@@ -121,6 +131,10 @@ class CudaError(RuntimeError):
         super().__init__(f"{call}: {name} ({code}): {text}")
         self.code = code
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.code == _OUT_OF_MEMORY
+
 
 class CudaUnavailable(RuntimeError):
     """There is no driver, no such device, or the device cannot do it; says which."""
@@ -203,10 +217,20 @@ class Driver(Protocol):
         ...
 
 
-class LibCuda:
-    """`Driver` on the machine's own."""
+class Library(Protocol):
+    """The driver's functions, as ctypes has them."""
 
-    def __init__(self, library: ctypes.CDLL, device: int) -> None:
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class LibCuda:
+    """`Driver` on the machine's own.
+
+    Each call is made with the context current: torch makes its context current in its own threads
+    only.
+    """
+
+    def __init__(self, library: Library, device: int) -> None:
         """Raises: CudaUnavailable, CudaError."""
         self._library = library
         for name, arguments in _SIGNATURES.items():
@@ -218,6 +242,8 @@ class LibCuda:
         except CudaError as error:
             if error.code == _NO_DEVICE:
                 raise CudaUnavailable("the CUDA driver finds no device") from error
+            if error.code == _STUB_LIBRARY:
+                raise CudaUnavailable(f"{LIBRARY} is a stub to link with") from error
             raise
         count, ordinal, context = c_int(), c_int(), c_void_p()
         self._call("cuDeviceGetCount", byref(count))
@@ -228,84 +254,72 @@ class LibCuda:
         self._ordinal = ordinal.value
         if not self._attribute(_HAS_VIRTUAL_MEMORY):
             raise CudaUnavailable(f"device {device} has no virtual memory management")
-        self.can_share = bool(self._attribute(_HAS_DESCRIPTORS))
         # Never released: torch shares it, and both live as long as the process.
         self._call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal)
         self._context = context
-        granularity = c_size_t()
-        self._call(
-            "cuMemGetAllocationGranularity",
-            byref(granularity),
-            byref(self._properties()),
-            _MINIMUM_GRANULARITY,
-        )
-        self.granularity_bytes = granularity.value
+        self.can_share = bool(self._attribute(_HAS_DESCRIPTORS))
+        self.granularity_bytes = self._granularity()
+        self.can_share = self.can_share and self._exports()
 
     def reserve(self, num_bytes: int) -> int:
         address = _Pointer()
-        self._call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
+        self._do("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
         return address.value
 
     def unreserve(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemAddressFree", address, num_bytes)
+        self._do("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> int:
         handle = _Pointer()
-        self._call("cuMemCreate", byref(handle), num_bytes, byref(self._properties()), 0)
+        self._do("cuMemCreate", byref(handle), num_bytes, byref(self._properties()), 0)
         return handle.value
 
     def release(self, handle: int) -> None:
-        self._call("cuMemRelease", handle)
+        self._do("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+        self._do("cuMemMap", address, num_bytes, 0, handle, 0)
         access = AccessDescription(Location(_ON_DEVICE, self._ordinal), _READ_WRITE)
         try:
-            self._call("cuMemSetAccess", address, num_bytes, byref(access), 1)
+            self._do("cuMemSetAccess", address, num_bytes, byref(access), 1)
         except CudaError:
-            self._call("cuMemUnmap", address, num_bytes)
+            self._do("cuMemUnmap", address, num_bytes)
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemUnmap", address, num_bytes)
+        self._do("cuMemUnmap", address, num_bytes)
 
     def export(self, handle: int) -> int:
         fd = c_int(-1)
-        self._call("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_DESCRIPTOR, 0)
+        self._do("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_DESCRIPTOR, 0)
         return fd.value
 
     def import_(self, fd: int) -> int:
         handle = _Pointer()
         # The descriptor itself stands where the pointer would.
-        self._call("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR)
+        self._do("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_DESCRIPTOR)
         return handle.value
 
     def register(self, address: int, num_bytes: int) -> None:
-        with self._current():
-            self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
+        self._do("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
 
     def unregister(self, address: int) -> None:
-        with self._current():
-            self._call("cuMemHostUnregister", address)
+        self._do("cuMemHostUnregister", address)
 
     def create_stream(self) -> int:
         stream = c_void_p()
-        with self._current():
-            self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        self._do("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
         assert stream.value is not None
         return stream.value
 
     def destroy_stream(self, stream: int) -> None:
-        with self._current():
-            self._call("cuStreamDestroy_v2", stream)
+        self._do("cuStreamDestroy_v2", stream)
 
     def synchronize(self, stream: int) -> None:
-        with self._current():
-            self._call("cuStreamSynchronize", stream)
+        self._do("cuStreamSynchronize", stream)
 
     def synchronize_all(self) -> None:
-        with self._current():
-            self._call("cuCtxSynchronize")
+        self._do("cuCtxSynchronize")
 
     def order(self, first: int, then: int) -> None:
         event = c_void_p()
@@ -319,36 +333,62 @@ class LibCuda:
                 self._call("cuEventDestroy_v2", event)
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None:
-        with self._current():
-            self._call("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
+        self._do("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
 
     def copy_out(self, host_address: int, address: int, num_bytes: int, stream: int) -> None:
-        with self._current():
-            self._call("cuMemcpyDtoHAsync_v2", host_address, address, num_bytes, stream)
+        self._do("cuMemcpyDtoHAsync_v2", host_address, address, num_bytes, stream)
 
     def copy_within(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        with self._current():
-            self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+        self._do("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
 
     def clear(self, address: int, num_bytes: int, stream: int) -> None:
-        with self._current():
-            self._call("cuMemsetD8Async", address, 0, num_bytes, stream)
+        self._do("cuMemsetD8Async", address, 0, num_bytes, stream)
 
     def free_bytes(self) -> int:
         free, total = c_size_t(), c_size_t()
-        with self._current():
-            self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        self._do("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        with self._current():
+            self._call(name, *arguments)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """In whatever thread: torch has made its context current in its own ones only."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
             before = c_void_p()
             self._call("cuCtxPopCurrent_v2", byref(before))
+
+    def _granularity(self) -> int:
+        granularity = c_size_t()
+        self._do(
+            "cuMemGetAllocationGranularity",
+            byref(granularity),
+            byref(self._properties()),
+            _MINIMUM_GRANULARITY,
+        )
+        return granularity.value
+
+    def _exports(self) -> bool:
+        """Tried, for a sandbox may refuse what the device has.
+
+        A device that is full leaves no room to try; then it is believed.
+        """
+        try:
+            handle = self.create(self.granularity_bytes)
+        except CudaError as error:
+            return error.is_out_of_memory
+        try:
+            os.close(self.export(handle))
+        except CudaError as error:
+            log.warning("device memory cannot be shared: %s", error)
+            return False
+        finally:
+            self.release(handle)
+        return True
 
     def _properties(self) -> AllocationProperties:
         return AllocationProperties(

@@ -55,7 +55,7 @@ class DeviceRange:
     def adopt(self, fd: int) -> None:
         """Memory that another range of this size has exported; `fd` stays the caller's.
 
-        Raises: CudaError: it is none of this device, or of another size.
+        Raises: CudaError: it is none of this device, or smaller than this.
         """
         self._map(self._driver.import_(fd))
 
@@ -125,12 +125,16 @@ class CudaHeap:
         self.unpinned_because = "nothing was given to pin"
         """Why copies go through the driver's own buffers, which is slower; empty: they do not."""
         self._driver = driver
-        self._range = DeviceRange(driver, num_bytes)
-        self._stream = driver.create_stream()
         self._pinned: PinnedMemory | None = None
         self._tensor: torch.Tensor | None = None
-        self._range.populate()
-        self._clear()
+        self._range = DeviceRange(driver, num_bytes)
+        self._stream = driver.create_stream()
+        try:
+            self._range.populate()
+            self._clear()
+        except CudaError:
+            self.close()
+            raise
 
     @property
     def address(self) -> int:
@@ -247,7 +251,7 @@ class CudaHeap:
 
         Args:   num_bytes: as the other one said.
                 parts: from where there, to where here, how many bytes.
-        Raises: CudaError: it is none of this device, or of another size; nothing has changed.
+        Raises: CudaError: it is none of this device, or smaller; nothing has changed.
         """
         shared = DeviceRange(self._driver, num_bytes)
         try:
@@ -257,8 +261,15 @@ class CudaHeap:
             shared.close()
 
     def release(self) -> None:
-        """Give the memory back: nothing may look there until `copy_in`."""
+        """Give the memory back: nothing may look there until `copy_in`.
+
+        And what torch keeps of the device for its own later use, which counts for others too.
+        """
         self._range.vacate()
+        if self._tensor is not None:
+            from phaseloom.worker.cuda.tensors import return_cached_memory
+
+            return_cached_memory()
 
     def resident_bytes(self) -> int:
         """Device memory taken now, whole granules."""

@@ -1,16 +1,18 @@
-"""The second process of the proof that device memory is shared: reads, writes, or makes some.
+"""The other processes of the proofs. The one with which device memory is shared:
 
     python -m phaseloom.worker.cuda.peer <read | make> <socket descriptor> <device> <bytes> <seed>
 
-It says each step in a word on the socket and then waits to be killed.
+It says each step in a word on the socket and then waits to be killed. And the one that is forked.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -64,6 +66,20 @@ def make(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
     fd = made.export()
     socket.send_fds(end, [b"."], [fd])
     os.close(fd)
+
+
+def in_fork(sender: Connection, device: int, num_bytes: int) -> None:
+    """Offload and load a pattern; tell how many words differ then."""
+    torch.cuda.set_device(device)
+    heap = CudaHeap(num_bytes, load(device))
+    extent = memoryview(mmap.mmap(-1, num_bytes))
+    heap.pin(extent)
+    fill(heap.tensor(), 17)
+    heap.copy_out(extent)
+    heap.release()
+    heap.copy_in(extent)
+    sender.send_bytes(num_differing(heap.tensor(), 17).to_bytes(8, "little"))
+    heap.close()
 
 
 def main(role: str, descriptor: str, device: str, num_bytes: str, seed: str) -> None:

@@ -86,3 +86,8 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
     )
     tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(block, b"dltensor", None))
     return tensor
+
+
+def return_cached_memory() -> None:
+    """What torch has of the devices and no tensor uses goes back to them."""
+    torch.cuda.empty_cache()

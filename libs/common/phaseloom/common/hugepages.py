@@ -1,0 +1,94 @@
+"""Memory files on huge pages, where the system gives them.
+
+A disk takes memory of ordinary pages in pieces of a page each, and moves half as much a second for
+it. Whether the system gives huge pages to memory files by itself is its administrator's choice
+(`shmem_enabled`); asked for a range (MADV_COLLAPSE, Linux 6.1), it gives them without. All of it is
+best effort: without huge pages everything works, only more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+HUGE_BYTES = 2 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_file(fd: int, num_bytes: int) -> tuple[mmap.mmap, int]:
+    """A file's beginning, shared and writable, where huge pages can be.
+
+    Args:    num_bytes: whole pages.
+    Returns: a mapping, and where in it the file begins. Unmapped when the last reference is gone.
+    Raises:  OSError: the system maps no more.
+    """
+    if num_bytes < HUGE_BYTES:
+        return mmap.mmap(fd, num_bytes), 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=flags)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    start = -address % HUGE_BYTES
+    place_file(address + start, fd, num_bytes)
+    return whole, start
+
+
+def place_file(address: int, fd: int, num_bytes: int) -> None:
+    """Map a file's beginning over what is mapped there. Raises: OSError."""
+    if not num_bytes:
+        return
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def make_huge(memory: memoryview) -> bool:
+    """Have as much of what `map_file` mapped as possible on huge pages; its content stays.
+
+    Memory that was never touched is touched so. Long, the first time: run it in a thread.
+
+    Returns: False where there is too little of it, or the system does not give all that it would
+             take.
+    """
+    if memory.readonly or len(memory) < HUGE_BYTES:
+        return False
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first = -address % HUGE_BYTES
+    num_bytes = (len(memory) - first) // HUGE_BYTES * HUGE_BYTES
+    if num_bytes <= 0:
+        return False
+    for start in range(first, first + num_bytes, HUGE_BYTES):
+        # The system does not take a range of which nothing is there. To read is to touch.
+        memory[start]
+    done: int = _libc.madvise(address + first, num_bytes, _MADV_COLLAPSE)
+    return done == 0
+
+
+def touch(memory: memoryview) -> bool:
+    """Have all of what `map_file` mapped there, on huge pages where these are given; its content
+    stays. Long: run it in a thread.
+
+    Args:    memory: writable, from a whole page on.
+    Returns: False where the system does not do that (before Linux 5.14), or has no memory.
+    """
+    if not len(memory):
+        return True
+    is_huge = make_huge(memory)
+    # What lies beside whole huge pages, too.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    done: int = _libc.madvise(address, len(memory), _MADV_POPULATE_WRITE)
+    return is_huge or done == 0

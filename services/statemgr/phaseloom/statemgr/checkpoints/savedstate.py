@@ -1,0 +1,320 @@
+"""A checkpoint that `shards.py` wrote, or another program: into the memory of any layout.
+
+Of each file only the blocks are read that hold something of what is wanted; each is verified.
+Blocking: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.checkpoints.chunks import (
+    CHUNK_BYTES,
+    DEPTH,
+    MODEL,
+    TRAINING,
+    Piece,
+    address,
+    checksums,
+    staging,
+    sums_of,
+)
+from phaseloom.statemgr.core.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker, decode_marker
+from phaseloom.statemgr.core.safetensors import (
+    LENGTH_BYTES,
+    Entry,
+    Index,
+    decode_header,
+    header_bytes,
+    index_name,
+)
+from phaseloom.statemgr.core.wholes import global_shape, is_sound, slot_runs
+from phaseloom.statemgr.disk.blockfile import BlockFile
+from phaseloom.statemgr.disk.disk import Cancelled, Disk
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    num_bytes: int
+    sums: FileSums | None
+    """None: an older release wrote it, or another program."""
+    entries: list[Entry] = field(default_factory=list)
+
+
+class SavedState:
+    """A checkpoint that was opened: its index and headers are read and verified."""
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        """Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model."""
+        self._disk = disk
+        self._directory = directory
+        self.marker = self._marker()
+        self._files: dict[str, _File] = {}
+        self._weights = self._tensors(MODEL)
+        self._training = self._tensors(TRAINING)
+        if not self._weights:
+            raise CallerError(
+                f"checkpoint {directory.name!r} holds no model",
+                code=Code.NOT_FOUND,
+                field="args.name",
+                remedy="name one that save_state has written",
+            )
+
+    def check_fits(self, slots: Iterable[TensorSlot]) -> None:
+        """Whether it is of the model whose state this is; args: of all ranks.
+
+        Raises: CallerError: FAILED_PRECONDITION.
+        """
+        held = list(slots)
+        if unsound := next((slot.name for slot in held if not is_sound(slot)), None):
+            raise CallerError(
+                f"{unsound}: its shape, place and size contradict one another",
+                code=Code.FAILED_PRECONDITION,
+                field=f"tensors[{unsound}]",
+            )
+        weights, training = _described(held)
+        _check_same(MODEL, self._weights, weights)
+        if training and self._training:
+            _check_same(TRAINING, self._training, training)
+
+    def fill(
+        self, slots: Iterable[TensorSlot], memory: memoryview, cancelled: threading.Event
+    ) -> None:
+        """Put a rank's slices where they belong; all else of its memory becomes zeroes.
+
+        So does training state where the checkpoint has none.
+        Raises: ResourceError: DATA_LOSS, naming file and tensor; ABORTED: cancelled.
+        """
+        wanted: dict[str, list[Piece]] = {}
+        for slot in slots:
+            group = self._weights if slot.role is Role.WEIGHT else self._training
+            if slot.name not in group:
+                continue
+            file, entry = group[slot.name]
+            wanted.setdefault(file, []).extend(
+                Piece(
+                    entry.offset + run.whole_offset, memory[run.offset : run.offset + run.num_bytes]
+                )
+                for run in slot_runs(0, slot)
+            )
+        ctypes.memset(address(memory), 0, len(memory))
+        with ThreadPoolExecutor(DEPTH, "checkpoint") as threads, staging() as buffers:
+            for name, pieces in wanted.items():
+                self._fill_from(self._files[name], pieces, threads, buffers, cancelled)
+
+    def _fill_from(
+        self,
+        file: _File,
+        pieces: list[Piece],
+        threads: ThreadPoolExecutor,
+        buffers: queue.SimpleQueue[memoryview],
+        cancelled: threading.Event,
+    ) -> None:
+        by_chunk = _by_chunk(sorted(pieces, key=lambda piece: piece.file_offset))
+        with self._opened(file) as opened:
+
+            def read(start: int, chunk: list[Piece]) -> None:
+                if cancelled.is_set():
+                    raise Cancelled
+                buffer = buffers.get()
+                try:
+                    base = address(buffer)
+                    self._read_chunk(file, opened, start, _span(start, chunk), buffer)
+                    for piece in chunk:
+                        source = base + piece.file_offset - start
+                        ctypes.memmove(address(piece.memory), source, len(piece.memory))
+                finally:
+                    buffers.put(buffer)
+
+            reads = [threads.submit(read, start, chunk) for start, chunk in by_chunk.items()]
+            try:
+                for each in reads:
+                    each.result()
+            finally:
+                for each in reads:
+                    each.cancel()
+                wait(reads)
+
+    def _read_chunk(
+        self,
+        file: _File,
+        opened: BlockFile,
+        start: int,
+        blocks: tuple[int, int],
+        buffer: memoryview,
+    ) -> None:
+        """Fill the buffer, which begins at `start` of the file, with these blocks, verified."""
+        begin, end = blocks[0], min(blocks[1], file.num_bytes)
+        chunk = buffer[begin - start : end - start]
+        try:
+            count = opened.read(chunk, begin)
+        except OSError as error:
+            raise self._loss(file, error.strerror or repr(error), begin, end) from error
+        if count < len(chunk):
+            raise self._loss(file, "it ends early", begin + count, end)
+        if file.sums is None:
+            return
+        for number, checksum in enumerate(checksums(chunk), start=begin // BLOCK_BYTES):
+            if checksum != file.sums.of_block(number):
+                at = number * BLOCK_BYTES
+                raise self._loss(file, "its checksum does not match", at, at + BLOCK_BYTES)
+
+    @contextmanager
+    def _opened(self, file: _File) -> Iterator[BlockFile]:
+        try:
+            opened = self._disk.open(file.path)
+        except OSError as error:
+            raise self._loss(file, error.strerror or repr(error), 0, file.num_bytes) from error
+        with contextlib.closing(opened):
+            yield opened
+
+    def _marker(self) -> Marker | None:
+        path = self._directory / MARKER_FILE
+        try:
+            return decode_marker(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise _data_loss(path, str(error)) from error
+
+    def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
+        """By name: its file, and its place there; none: there are no such files."""
+        single = f"{stem}.safetensors"
+        index = self._directory / index_name(stem)
+        known = self.marker.files if self.marker else {}
+        if single in known or (not known and (self._directory / single).is_file()):
+            return {entry.name: (single, entry) for entry in self._entries(single)}
+        if index.name not in known and not index.is_file():
+            return {}
+        try:
+            places = msgspec.json.decode(self._small(index), type=Index).weight_map
+        except msgspec.DecodeError as error:
+            raise _data_loss(index, str(error)) from error
+        found: dict[str, tuple[str, Entry]] = {}
+        for name in sorted(set(places.values())):
+            if Path(name).name != name:
+                raise _data_loss(index, f"it names a file elsewhere: {name!r}")
+            found |= {entry.name: (name, entry) for entry in self._entries(name)}
+        if found.keys() != places.keys():
+            raise _data_loss(index, "it names other tensors than its files have")
+        return found
+
+    def _small(self, path: Path) -> bytes:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _data_loss(path, error.strerror or repr(error)) from error
+        sums = self.marker.files.get(path.name) if self.marker else None
+        if sums is not None and sums != sums_of(content):
+            raise _data_loss(path, "its checksum does not match")
+        return content
+
+    def _entries(self, name: str) -> list[Entry]:
+        path = self._directory / name
+        sums = self.marker.files.get(name) if self.marker else None
+        try:
+            file = _File(path, path.stat().st_size, sums)
+        except OSError as error:
+            raise _data_loss(path, error.strerror or repr(error)) from error
+        if sums is not None and sums.num_bytes != file.num_bytes:
+            raise _data_loss(path, f"it has {file.num_bytes} bytes, not {sums.num_bytes}")
+        try:
+            with path.open("rb") as opened:
+                length = header_bytes(opened.read(LENGTH_BYTES))
+                file.entries.extend(decode_header(opened.read(length), file.num_bytes))
+        except (OSError, ValueError) as error:
+            raise _data_loss(path, str(error)) from error
+        self._verify(file, LENGTH_BYTES + length)
+        self._files[name] = file
+        return file.entries
+
+    def _verify(self, file: _File, end: int) -> None:
+        """The blocks up to there; now that it is known which tensors they hold."""
+        last = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, file.num_bytes)
+        with self._opened(file) as opened:
+            for start in range(0, last, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, last)
+                buffer = memoryview(bytearray(stop - start))
+                self._read_chunk(file, opened, start, (start, stop), buffer)
+
+    def _loss(self, file: _File, why: str, start: int, end: int) -> ResourceError:
+        hit = [entry.name for entry in file.entries if entry.offset < end and start < entry.end]
+        if start < min((entry.offset for entry in file.entries), default=file.num_bytes):
+            hit.insert(0, "its header")
+        named = ", ".join(hit[:3])
+        more = f" and {len(hit) - 3} more" if len(hit) > 3 else ""
+        return _data_loss(file.path, f"{named}{more}, bytes {start} to {end}: {why}", offset=start)
+
+
+Expected = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype and whole shape of each tensor"""
+
+
+def _described(slots: Iterable[TensorSlot]) -> tuple[Expected, Expected]:
+    weights: Expected = {}
+    training: Expected = {}
+    for slot in slots:
+        group = weights if slot.role is Role.WEIGHT else training
+        group[slot.name] = (slot.dtype, global_shape(slot))
+    return weights, training
+
+
+def _check_same(
+    stem: str,
+    stored: Mapping[str, tuple[str, Entry]],
+    expected: Expected,
+) -> None:
+    found = {name: (entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
+    if found == expected:
+        return
+    names = sorted(found.keys() | expected.keys())
+    differing = [name for name in names if found.get(name) != expected.get(name)]
+    raise CallerError(
+        f"the checkpoint's {stem} is another: {len(differing)} tensors, first {differing[0]}",
+        code=Code.FAILED_PRECONDITION,
+        field="args.name",
+        remedy="load a checkpoint of the same architecture",
+    )
+
+
+def _by_chunk(pieces: list[Piece]) -> dict[int, list[Piece]]:
+    """Cut at multiples of a chunk; sorted."""
+    chunks: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        offset, memory = piece.file_offset, piece.memory
+        while memory:
+            start = offset // CHUNK_BYTES * CHUNK_BYTES
+            room = start + CHUNK_BYTES - offset
+            chunks.setdefault(start, []).append(Piece(offset, memory[:room]))
+            offset, memory = offset + min(room, len(memory)), memory[room:]
+    return chunks
+
+
+def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:
+    """The blocks that the pieces of a chunk are in."""
+    first = pieces[0].file_offset // BLOCK_BYTES * BLOCK_BYTES
+    last = max(piece.end for piece in pieces)
+    return first, min(-(-last // BLOCK_BYTES) * BLOCK_BYTES, start + CHUNK_BYTES)
+
+
+def _data_loss(path: Path, why: str, **details: int) -> ResourceError:
+    return ResourceError(
+        f"{path.name} of checkpoint {path.parent.name!r}: {why}",
+        code=Code.DATA_LOSS,
+        field="args.name",
+        details={"file": str(path), **{name: str(value) for name, value in details.items()}},
+        remedy="load another checkpoint",
+    )

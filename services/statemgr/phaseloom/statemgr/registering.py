@@ -1,0 +1,91 @@
+"""How a rank begins: it registers its heap, and its extent is filled by a seal, or by itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phaseloom.common.blockhash import digest_of
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.statewire import CommitInitial, HeapRegistered, RegisterHeap, extent_bytes
+from phaseloom.statemgr.core.layout import check_identity
+from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+
+
+async def register_heap(
+    node: Node, hierarchy: Hierarchy, sealer: Sealer, rank: Rank, request: RegisterHeap
+) -> tuple[HeapRegistered, list[int]]:
+    """Give a rank its extent, filled from the seal that its life begins from, if from one.
+
+    Raises: CallerError: a bad layout. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
+            DATA_LOSS: the seal is bad.
+    """
+    tensors = node.layouts.read(request.tensors)
+    node.residency.check_heap(rank, request.heap_bytes, tensors, request.host_bytes)
+    check_identity(request)
+    # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
+    with hierarchy.using(rank.wpg):
+        what = f"the host copy of {rank.owner}"
+        num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
+        reserve = node.reserve_frozen if request.frozen else hierarchy.reserve
+        extent = await reserve(num_bytes, what)
+    try:
+        node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
+        rank.pins = request.pins
+        # Whose device pins memory may have some to share.
+        if rank in node.ranks:
+            node.ranks[rank].max_fds = int(rank.pins)
+        rank.frozen, rank.model = request.frozen, request.model
+    except PhaseloomError:
+        node.memory.free(extent)
+        raise
+    if rank.wpg.seal_seq:
+        await sealer.restore(rank)
+    if rank.extent is None:
+        raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
+    if rank.frozen and rank.state is State.HOST:
+        # A seal of an older release says nothing that host copies are verified by.
+        memory = node.memory[rank.extent].readable(rank.extent_bytes)
+        digest = rank.digest or await asyncio.to_thread(digest_of, memory)
+        require_alive(rank.wpg)
+        sharing.settle_copy(node, rank, rank.applied, digest)
+        return HeapRegistered(rank.applied), []
+    if rank.state is State.FILLING:
+        hierarchy.touching.begin(rank)
+    return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
+
+
+async def commit_initial(
+    node: Node, hierarchy: Hierarchy, rank: Rank, request: CommitInitial
+) -> None:
+    """What a rank has filled its extent with is its state.
+
+    Raises: CallerError: it awaits none. ResourceError: DATA_LOSS: it is not what the rank says.
+    """
+    if rank.content is not None and rank.digest == request.digest:
+        return  # asked again after a kill
+    if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
+        raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
+    if request.applied < 0:
+        raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
+    await hierarchy.touching.end(rank)
+    require_alive(rank.wpg)
+    assert rank.extent is not None
+    extent = node.memory[rank.extent]
+    memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
+    if await asyncio.to_thread(digest_of, memory) != request.digest:
+        raise ResourceError(
+            f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
+        )
+    node.residency.fill(rank, request.applied, request.digest)
+    if rank.frozen:
+        sharing.settle_copy(node, rank, request.applied, request.digest)
+
+
+def require_alive(wpg: Wpg) -> None:
+    """Raises: ResourceError: ABORTED."""
+    if wpg.is_lost:
+        raise ResourceError(f"{wpg} is over", code=Code.ABORTED)

@@ -1,0 +1,199 @@
+"""What a rank needs of a weights version: which parts, whole or in slices, and what goes where.
+
+The ranks of a node share what comes to it. A part of which they need all, or nearly, comes as it
+is, for sites share that; of another one exactly what any of them needs comes, as slices. Pure; the
+same layouts give the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.messages import Layout
+from phaseloom.common.resharding import (
+    Copy,
+    End,
+    Fetch,
+    Parameter,
+    Plan,
+    Sharding,
+    Use,
+    item_bytes,
+    node_fetches,
+    part_bytes,
+    plan,
+    source_parts,
+)
+from phaseloom.common.statewire import Role, Slice, TensorSlot, VersionParts
+from phaseloom.common.versionparts import part_name
+
+_ALIGNMENT_BYTES = 64
+_NEARLY_ALL = 0.9
+"""Of a part's bytes: to bring the rest too costs less than every node's own slices."""
+
+
+Runs = list[tuple[int, int, int]]
+"""(Offset in what came, offset in the heap, how many bytes): these bytes, and none between them."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A rank that is to get weights, and its node."""
+
+    sharding: Sharding
+    rank: int
+    here: Collection[int]
+    """All ranks of its deployment that are on its node."""
+    whole: Sequence[TensorSlot]
+    """The parameters, as whole tensors."""
+    slots: Sequence[TensorSlot]
+    """What the rank holds of them, in its heap."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    wholes: Mapping[str, list[Fetch]]
+    """Parts that are to come as they are, and the boxes of each that are used."""
+    slices: list[Slice]
+    fetches: list[Fetch]
+    """What each slice is."""
+
+
+def parameters_of(whole: Sequence[TensorSlot]) -> list[Parameter]:
+    return [Parameter(each.name, tuple(each.shape), each.dtype, End.FIRST) for each in whole]
+
+
+def parts_of(sharding: Sharding, whole: Sequence[TensorSlot]) -> list[list[int]]:
+    """The ranks that hold each part of what a deployment publishes."""
+    return source_parts(plan(parameters_of(whole), sharding, sharding))
+
+
+def needs(manifest: VersionParts, reader: Reader) -> Needs:
+    """Raises: CallerError: FAILED_PRECONDITION: the manifest is not of such parts."""
+    source = Sharding(manifest.layout, 1, fsdp=manifest.fsdp)
+    made = plan(parameters_of(reader.whole), source, reader.sharding)
+    _check(manifest, made)
+    names = [part.part for part in manifest.parts]
+    sizes = part_bytes(made)
+    wholes: dict[str, list[Fetch]] = {}
+    slices: list[Slice] = []
+    sliced: list[Fetch] = []
+    end = 0
+    for part, group in groupby(node_fetches(made, reader.here), attrgetter("part")):
+        mine = list(group)
+        if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * sizes[part]:
+            wholes[names[part]] = mine
+            continue
+        for fetch in mine:
+            slices.append(_slice(fetch, names[part], reader.whole[fetch.parameter], end))
+            sliced.append(fetch)
+            end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return Needs(wholes, slices, sliced)
+
+
+def fetches_of_whole(reader: Reader) -> list[Fetch]:
+    """What this rank takes of a version that was written whole."""
+    made = plan(parameters_of(reader.whole), Sharding(Layout(), 1), reader.sharding)
+    return node_fetches(made, [reader.rank])
+
+
+def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: Reader) -> Runs:
+    """What this rank takes of a part. Args: tensors: as they lie in it.
+
+    Raises: CallerError: FAILED_PRECONDITION: they are of another model.
+    """
+    there = {slot.name: slot for slot in tensors}
+    runs: Runs = []
+    heap = _heap(reader)
+    for fetch, use in _uses(fetches, reader.rank):
+        whole = reader.whole[fetch.parameter]
+        slot = there.get(whole.name)
+        if slot is None or slot.dtype != whole.dtype:
+            raise of_another_model(f"{whole.name} is not in it")
+        if slot.num_bytes != math.prod(slot.shape) * item_bytes(slot.dtype):
+            raise of_another_model(f"{whole.name} is {slot.shape} in {slot.num_bytes} bytes")
+        runs += _runs(fetch, use, slot, fetch.start, heap[whole.name])
+    return runs
+
+
+def from_slices(slices: Sequence[Slice], fetches: Sequence[Fetch], reader: Reader) -> Runs:
+    """What this rank takes of the memory that the slices came into."""
+    places = {id(fetch): each for fetch, each in zip(fetches, slices, strict=True)}
+    heap = _heap(reader)
+    runs: Runs = []
+    for fetch, use in _uses(fetches, reader.rank):
+        at = places[id(fetch)]
+        box = TensorSlot(at.name, Role.WEIGHT, at.dtype, at.size, at.offset, at.num_bytes)
+        start = (0,) * len(fetch.size)
+        runs += _runs(fetch, use, box, start, heap[at.name])
+    return runs
+
+
+def _uses(fetches: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
+    return ((fetch, use) for fetch in fetches for use in fetch.uses if use.rank == rank)
+
+
+def _runs(
+    fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
+) -> Runs:
+    """Raises: CallerError: FAILED_PRECONDITION: the box is not inside either tensor."""
+    for slot, at in ((there, start), (here, use.start)):
+        inside = len(slot.shape) == len(at) and all(
+            begin >= 0 and begin + size <= length
+            for begin, size, length in zip(at, fetch.size, slot.shape, strict=True)
+        )
+        if not inside:
+            raise of_another_model(f"{at} + {fetch.size} is not inside {slot.name} {slot.shape}")
+    copied = Copy(
+        parameter=fetch.parameter,
+        source=0,
+        source_start=start,
+        source_shape=tuple(there.shape),
+        target=use.rank,
+        target_start=use.start,
+        target_shape=tuple(here.shape),
+        size=fetch.size,
+        item_bytes=item_bytes(there.dtype),
+        is_relayed=False,
+    )
+    return [
+        (there.offset + source, here.offset + target, size)
+        for source, target, size in copied.runs()
+    ]
+
+
+def _heap(reader: Reader) -> dict[str, TensorSlot]:
+    return {slot.name: slot for slot in reader.slots}
+
+
+def _slice(fetch: Fetch, part: str, whole: TensorSlot, offset: int) -> Slice:
+    return Slice(
+        part=part,
+        name=whole.name,
+        dtype=whole.dtype,
+        start=list(fetch.start),
+        size=list(fetch.size),
+        offset=offset,
+        num_bytes=fetch.num_bytes,
+    )
+
+
+def _check(manifest: VersionParts, made: Plan) -> None:
+    count = len(source_parts(made))
+    expected = [part_name(number, count) for number in range(count)]
+    named = [part.part for part in manifest.parts]
+    if named != expected:
+        raise of_another_model(f"its parts are {named}, not {expected}")
+
+
+def of_another_model(why: str) -> CallerError:
+    return CallerError(
+        f"the version is of another model: {why}",
+        code=Code.FAILED_PRECONDITION,
+        remedy="sync between deployments of one model only",
+    )

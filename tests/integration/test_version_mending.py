@@ -1,0 +1,324 @@
+"""Weights versions of which a bit flips in a node's host memory: found by who reads them, brought
+anew from the node's disk or another node, or named as lost. Real daemons, sockets and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.layout import shard
+from tests.support.meshcerts import ticket
+from tests.support.partranks import (
+    SHAPES,
+    VERSION,
+    PartRank,
+    arrays,
+    publish,
+    start_part_ranks,
+    switch_in,
+)
+from tests.support.statedaemon import (
+    POLICY,
+    SAMPLER,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    flip_in_file,
+    flip_in_memory,
+    start,
+)
+
+SIZE = 2 * MiB
+WHOLE = f"version {VERSION}"
+PART = f"{WHOLE}/1of2"
+ONE = arrays(1)
+SOME = Slice("1of2", "a", "float32", [0, 0], [1, 64], 0, 256)
+SOME_BYTES = ONE["a"][shard(SHAPES["a"], RankGroup(1, 2)).rows.start].tobytes()
+REFERENCE = DeploymentKey(POLICY.tenant, POLICY.job, "reference")
+SHOWN = ticket(VERSION, "sampler", "node0", "a", "b")
+
+
+@asynccontextmanager
+async def mending(directory: Path, name: str = "a") -> AsyncIterator[Daemon]:
+    async with daemon(directory / name, devices=[16 * MiB] * 3, NODE=name) as d:
+        yield d
+        await d.agent.status()  # which states what must hold of the books
+
+
+async def published(d: Daemon, *, is_sealed: bool) -> Rank:
+    policy = await start(d, POLICY, SIZE)
+    await d.agent.switch_in(POLICY, 1, 1, [])
+    policy.run(1)
+    await policy.client.create_version(VERSION, policy.slots)
+    if is_sealed:
+        await seal(d, 1)
+    return policy
+
+
+async def seal(d: Daemon, seq: int) -> None:
+    await d.agent.prepare_seal(POLICY, 1, seq)
+    await d.agent.write_seal(POLICY, 1, seq, [VERSION.seq])
+
+
+async def sampling(d: Daemon, *, frozen: bool = False) -> Rank:
+    sampler = await start(d, SAMPLER, SIZE, frozen=frozen)
+    await d.agent.switch_in(SAMPLER, 1, 1, [])
+    return sampler
+
+
+async def synced(sampler: Rank, *sources: str) -> str:
+    shown = SHOWN if sources else None
+    await sampler.client.load_version(VERSION, list(sources), sampler.slots, shown)
+    return sampler.digest()
+
+
+async def published_in_parts(d: Daemon, *, is_sealed: bool) -> None:
+    ranks = await start_part_ranks([d], POLICY, 2)
+    await switch_in(d, POLICY)
+    await publish(ranks, VERSION, ONE)
+    if is_sealed:
+        await seal(d, 0)
+
+
+async def readers(d: Daemon, num_ranks: int = 2) -> list[PartRank]:
+    """Each holds everything."""
+    ranks = await start_part_ranks([d], SAMPLER, num_ranks, is_sharded=False)
+    for rank in ranks:
+        rank.backend.fill(arrays(9))
+    return ranks
+
+
+async def are_synced(ranks: list[PartRank], *sources: str) -> None:
+    """At the same time, as the ranks of a deployment do it."""
+    await asyncio.gather(*(rank.sync(VERSION, *sources) for rank in ranks))
+    for rank in ranks:
+        assert rank.backend.holds(ONE)
+
+
+async def sliced(reader: PartRank, *sources: str) -> bytes:
+    held = [PartSources("1of2", list(sources))]
+    shown = SHOWN if sources else None
+    memory, _ = await reader.client.open_slices(VERSION, [SOME], held, shown)
+    return bytes(memory[: SOME.num_bytes])
+
+
+# --- On the node's disk ---------------------------------------------------------------------------
+
+
+async def test_bad_version_is_read_anew_from_disk(short_dir: Path) -> None:
+    async with mending(short_dir) as d:
+        policy = await published(d, is_sealed=True)
+        sampler = await sampling(d)
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        assert await synced(sampler) == policy.digest()
+        assert f"{WHOLE} is bad in host memory" in d.text()
+        # What was read is good: the next one is not told to doubt it.
+        await sampler.client.load_version(VERSION, [], sampler.slots)
+        assert d.text().count("is bad in host memory") == 1
+
+
+@pytest.mark.parametrize("what", [f"{WHOLE}/0of2", PART, WHOLE])
+async def test_bad_part_or_manifest_is_read_anew_from_disk(short_dir: Path, what: str) -> None:
+    async with mending(short_dir) as d:
+        await published_in_parts(d, is_sealed=True)
+        ranks = await readers(d)
+        # Memory is named in full, and the manifest's name begins as those of parts do.
+        flip_in_memory(d.process.pid, f"{what} (deleted)", 40)
+        await are_synced(ranks)
+        assert f"{what} is bad in host memory" in d.text()
+
+
+async def test_slices_are_never_taken_from_a_bad_part(short_dir: Path) -> None:
+    """They have a digest of their own, taken after they were copied."""
+    async with mending(short_dir) as d:
+        await published_in_parts(d, is_sealed=True)
+        (reader,) = await readers(d, 1)
+        flip_in_memory(d.process.pid, PART, 40)
+        assert await sliced(reader) == SOME_BYTES
+        assert f"{PART} is bad in host memory" in d.text()
+
+
+async def test_bad_copy_of_slices_is_made_anew(short_dir: Path) -> None:
+    async with mending(short_dir) as d:
+        await published_in_parts(d, is_sealed=False)
+        (reader,) = await readers(d, 1)
+        assert await sliced(reader) == SOME_BYTES
+        flip_in_memory(d.process.pid, "slices of version", 40)
+        assert await sliced(reader) == SOME_BYTES
+        assert "is bad in host memory" in d.text()
+
+
+async def test_host_copy_that_is_the_version_goes_to_the_good_memory(short_dir: Path) -> None:
+    async with mending(short_dir) as d:
+        policy = await published(d, is_sealed=True)
+        sampler = await sampling(d, frozen=True)
+        await synced(sampler)
+        await sampler.client.hold_version(VERSION, 2)
+        sampler.seq = 2
+        other = await start(d, REFERENCE, SIZE)
+        await d.agent.switch_in(REFERENCE, 1, 1, [])
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        assert await synced(other) == policy.digest()
+        await d.agent.switch_out(SAMPLER, 1, 2)
+        await d.agent.switch_in(SAMPLER, 1, 3, [])
+        assert sampler.digest() == policy.digest()
+        (content,) = (await d.agent.status()).contents
+        assert content.version == VERSION
+
+
+# --- On another node ------------------------------------------------------------------------------
+
+
+async def test_bad_version_is_fetched_anew_from_another_node(short_dir: Path) -> None:
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        policy = await published(train, is_sealed=False)
+        sampler, source = await sampling(rollout), await train.endpoint()
+        await synced(sampler, source)
+        flip_in_memory(rollout.process.pid, WHOLE, SIZE // 2)
+        sampler.run(9)
+        assert await synced(sampler, source) == policy.digest()
+        assert f"{WHOLE} is bad in host memory" in rollout.text()
+
+
+async def test_bad_file_of_a_bad_version_leaves_the_other_node(short_dir: Path) -> None:
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        policy = await published(train, is_sealed=True)
+        await synced(await sampling(rollout), await train.endpoint())
+        flip_in_memory(train.process.pid, WHOLE, SIZE // 2)
+        flip_in_file(train.files / "acme" / "sums" / "policy" / "version-2.state", -SIZE // 2)
+        here = await start(train, REFERENCE, SIZE)
+        await train.agent.switch_in(REFERENCE, 1, 1, [])
+        shown = ticket(VERSION, "reference", "node0", "a")
+        source = await rollout.endpoint()
+        await here.client.load_version(VERSION, [source], here.slots, shown)
+        assert here.digest() == policy.digest()
+
+
+@pytest.mark.parametrize("of_slices", [False, True])
+async def test_bad_part_is_fetched_anew_from_another_node(
+    short_dir: Path, *, of_slices: bool
+) -> None:
+    """Also where somebody needs no more of it than slices."""
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        await published_in_parts(train, is_sealed=False)
+        source = await train.endpoint()
+        ranks = await readers(rollout)
+        await are_synced(ranks, source)
+        flip_in_memory(rollout.process.pid, PART, 40)
+        if of_slices:
+            assert await sliced(ranks[0], source) == SOME_BYTES
+        else:
+            ranks[0].backend.fill(arrays(9))
+            await are_synced(ranks, source)
+        assert f"{PART} is bad in host memory" in rollout.text()
+
+
+# --- Nowhere else ---------------------------------------------------------------------------------
+
+
+async def test_version_that_is_lost_is_named_and_can_be_published_again(short_dir: Path) -> None:
+    async with mending(short_dir) as d:
+        policy = await published(d, is_sealed=False)
+        sampler = await sampling(d)
+        before = sampler.digest()
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
+            await synced(sampler, await d.endpoint())
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert caught.value.info.remedy
+        assert caught.value.info.details["version"] == str(VERSION)
+        assert sampler.digest() == before
+        assert (await d.agent.status()).versions == []
+        await policy.client.create_version(VERSION, policy.slots)
+        assert await synced(sampler) == policy.digest()
+
+
+@pytest.mark.parametrize("of_slices", [False, True])
+async def test_part_that_is_lost_is_named(short_dir: Path, *, of_slices: bool) -> None:
+    async with mending(short_dir) as d:
+        await published_in_parts(d, is_sealed=False)
+        (reader,) = await readers(d, 1)
+        flip_in_memory(d.process.pid, PART, 40)
+        source = await d.endpoint()
+        reading = sliced(reader, source) if of_slices else reader.sync(VERSION, source)
+        with pytest.raises(ResourceError, match=f"part 1of2 of {WHOLE} went bad") as caught:
+            await reading
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert caught.value.info.remedy
+        assert reader.backend.holds(arrays(9))
+
+
+async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Path) -> None:
+    async with mending(short_dir) as d:
+        await published(d, is_sealed=False)
+        sampler = await sampling(d, frozen=True)
+        await synced(sampler)
+        await sampler.client.hold_version(VERSION, 2)
+        sampler.seq = 2
+        other = await start(d, REFERENCE, SIZE)
+        await d.agent.switch_in(REFERENCE, 1, 1, [])
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        with pytest.raises(ResourceError):
+            await synced(other)
+        await asyncio.wait_for(sampler.client.closed, 20)
+        assert not other.client.closed.done()
+        assert (await d.agent.status()).contents == []
+
+
+# --- At its source --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+async def test_source_finds_out_that_its_version_is_bad(
+    short_dir: Path, *, is_sealed: bool
+) -> None:
+    """And the peer that found it out gets it, where the source has it on disk."""
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        policy = await published(train, is_sealed=is_sealed)
+        sampler = await sampling(rollout)
+        before = sampler.digest()
+        flip_in_memory(train.process.pid, WHOLE, SIZE // 2)
+        if is_sealed:
+            assert await synced(sampler, await train.endpoint()) == policy.digest()
+        else:
+            with pytest.raises(ResourceError) as caught:
+                await synced(sampler, await train.endpoint())
+            assert caught.value.info.code is Code.DATA_LOSS
+            assert sampler.digest() == before
+            assert (await train.agent.status()).versions == []
+        assert f"{WHOLE} is bad in host memory" in train.text()
+
+
+@pytest.mark.parametrize("of_slices", [False, True])
+async def test_source_reads_a_bad_part_anew(short_dir: Path, *, of_slices: bool) -> None:
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        await published_in_parts(train, is_sealed=True)
+        source, ranks = await train.endpoint(), await readers(rollout)
+        flip_in_memory(train.process.pid, PART, 40)
+        if of_slices:
+            await ranks[0].client.open(VERSION, [source], SHOWN)
+            assert await sliced(ranks[0], source) == SOME_BYTES
+        else:
+            await are_synced(ranks, source)
+        assert f"{PART} is bad in host memory" in train.text()
+
+
+async def test_source_that_lost_a_part_gives_no_slices_of_it(short_dir: Path) -> None:
+    async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
+        await published_in_parts(train, is_sealed=False)
+        source, (reader,) = await train.endpoint(), await readers(rollout, 1)
+        await reader.client.open(VERSION, [source], SHOWN)
+        flip_in_memory(train.process.pid, PART, 40)
+        with pytest.raises(ResourceError) as caught:
+            await sliced(reader, source)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert "1of2" not in {key.part for key in (await train.agent.status()).versions}

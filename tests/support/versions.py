@@ -1,0 +1,56 @@
+"""What ranks write of a weights version and take from one, without a state manager between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phaseloom.common.messages import Layout
+from phaseloom.common.resharding import Sharding
+from phaseloom.common.statewire import Role, TensorSlot, VersionPart, VersionParts
+from phaseloom.common.versionparts import part_name
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.copying import copy_runs, gather, packed
+from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
+from phaseloom.worker.heap import Heap, align
+
+
+def weights_of(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
+    return [slot for slot in slots if slot.role is Role.WEIGHT]
+
+
+def written(backend: Backend, heap: Heap) -> bytes:
+    """This rank's part, over memory that held something else."""
+    slots = weights_of(backend.slots)
+    places, num_bytes = packed(slots)
+    memory = bytearray(b"\xff" * num_bytes)
+    gather(memoryview(memory), heap.buffer, list(zip(slots, places, strict=True)))
+    return bytes(memory)
+
+
+def assembled(
+    parts: Sequence[bytes], slots: Sequence[Sequence[TensorSlot]], whole: Sequence[TensorSlot]
+) -> bytes:
+    """The whole version from those of all ranks, as a rank that needs everything puts it together.
+
+    Args: slots: of each rank's heap. whole: `Backend.version_slots`.
+    """
+    count = len(parts)
+    named = [VersionPart(part_name(rank, count), 0, "", "") for rank in range(count)]
+    manifest = VersionParts(Layout(dp=count), count, "", named)
+    reader = Reader(Sharding(Layout(), 1), 0, [0], whole, whole)
+    version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
+    for part, fetches in needs(manifest, reader).wholes.items():
+        rank = next(i for i, each in enumerate(named) if each.part == part)
+        places, _ = packed(weights_of(slots[rank]))
+        runs = from_part(places, fetches, reader)
+        copy_runs(memoryview(bytearray(parts[rank])), memoryview(version), runs)
+    return bytes(version)
+
+
+def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
+    """Replace a rank's weights by its part of a whole version."""
+    whole = backend.version_slots
+    reader = Reader(backend.sharding, rank, [rank], whole, weights_of(backend.slots))
+    runs = from_part(whole, fetches_of_whole(reader), reader)
+    copy_runs(memoryview(bytearray(version)), heap.buffer, runs)
+    backend.weights_changed()

@@ -1,0 +1,88 @@
+"""A checkpoint that cannot be written for a reason that nobody foresaw."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.blockhash import digest_of
+from phaseloom.common.errors import CallerError, Code, InternalError
+from phaseloom.common.ids import DeploymentKey, NodeId
+from phaseloom.common.statewire import CutState, Role, TensorSlot, WriteCheckpoint
+from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
+from phaseloom.statemgr.checkpoints.files import Checkpoints
+from phaseloom.statemgr.core.residency import Rank
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.sealedcopies import SealedCopies
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+
+SIZE = 64 * 1024
+KEY = DeploymentKey("acme", "job", "policy")
+
+
+async def _offloaded(node: Node, hierarchy: Hierarchy) -> Rank:
+    """A deployment whose whole state, at 1, is in host memory."""
+    node.residency.register(["token"], KEY, 1, [0], 0)
+    (rank,) = node.residency.current(KEY, 1).ranks
+    extent = await hierarchy.reserve(SIZE, "state")
+    slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
+    node.residency.register_heap(rank, SIZE, slots, extent)
+    node.residency.fill(rank, 1, digest_of(node.memory[extent].view(SIZE)))
+    return rank
+
+
+@asynccontextmanager
+async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank]]:
+    """With a deployment to save."""
+    node = Node(NodeId("n"), [SIZE], 8 * SIZE, 10.0)
+    files = await asyncio.to_thread(StateDirectory, directory)
+    hierarchy = Hierarchy(node, files, 0)
+    checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
+    sealed = SealedCopies(node, files)
+    exporter = Exporter(node, hierarchy, files, checkpoints, sealed=sealed, file_bytes=10**9)
+    async with asyncio.TaskGroup() as tasks:
+        hierarchy.start(tasks)
+        exporter.start(tasks)
+        yield node, exporter, await _offloaded(node, hierarchy)
+    node.keeper.close()
+    node.memory.close()
+
+
+async def test_checkpoint_that_fails_as_nobody_foresaw_fails_alone_and_can_be_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a machine that has no thread to give in that moment."""
+    async with exporting(tmp_path) as (node, exporter, rank):
+        await exporter.cut(rank, CutState("op", "c", 1))
+        loop, busy, last = asyncio.get_running_loop(), threading.Event(), ThreadPoolExecutor(1)
+        loop.set_default_executor(last)
+        last.submit(busy.wait)
+        writing = asyncio.create_task(exporter.write(rank, WriteCheckpoint("op", "c", "{}")))
+        await asyncio.sleep(0)  # it has asked for a thread to look what there is
+        last.shutdown(wait=False)  # which is the last one
+        busy.set()
+        with pytest.raises(InternalError, match="RuntimeError"):
+            await writing
+        loop.set_default_executor(ThreadPoolExecutor(4))
+        assert "Traceback" in caplog.text
+        assert exporter.num_writes == 0
+        node.validate()
+        await exporter.cut(rank, CutState("op", "c", 1))
+        await exporter.write(rank, WriteCheckpoint("op", "c", "{}"))
+        assert (tmp_path / "checkpoints" / "acme" / "job" / "policy" / "c").is_dir()
+
+
+async def test_operation_whose_id_has_no_end_is_refused(tmp_path: Path) -> None:
+    async with exporting(tmp_path) as (_, exporter, rank):
+        for operation in ("", "x" * (MAX_OPERATION_CHARS + 1)):
+            with pytest.raises(CallerError, match=str(MAX_OPERATION_CHARS)) as caught:
+                await exporter.cut(rank, CutState(operation, "c", 1))
+            info = caught.value.info
+            assert (info.code, info.field) == (Code.INVALID_ARGUMENT, "operation")

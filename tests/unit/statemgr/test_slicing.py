@@ -1,0 +1,44 @@
+"""Requests for slices: however many, they keep nobody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import CallerError
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.statewire import OpenSlices, Slice
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.weights import Weights
+from tests.support.meshcerts import identity
+
+KEY = DeploymentKey("acme", "job", "policy")
+
+
+async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -> None:
+    node = Node(NodeId("n"), [0], 2**20, 10.0)
+    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    hierarchy = Hierarchy(node, directory, 0)
+    weights = Weights(node, directory, hierarchy, identity(), 10.0)
+    slices = Slices(node, hierarchy, weights, identity(), 10.0)
+    node.residency.register(["token"], KEY, 1, [0], 0)
+    wpg = node.residency.current(KEY, 1)
+    busy, only_thread = threading.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(only_thread)
+    only_thread.submit(busy.wait)
+    bad = OpenSlices(VersionKey(KEY, 1), 64, [Slice("", "w", "uint8", [-1], [1], 0, 1)], [])
+    opening = asyncio.create_task(slices.open(wpg, bad))
+    done, _ = await asyncio.wait([opening], timeout=0.05)
+    busy.set()
+    assert not done, "it was looked through on the event loop"
+    with pytest.raises(CallerError, match="is no box"):
+        await opening
+    node.keeper.close()
+    node.memory.close()
