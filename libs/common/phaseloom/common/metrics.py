@@ -353,8 +353,8 @@ TRANSFER_DURATION = Metric(
     "s",
     ("node", "direction"),
     "statemgr",
-    "Copies of a rank's heap, checksum included; direction is `offload`, `load`, `copy` for a "
-    "seal of resident state, or `spill` and `lift` between host memory and NVMe",
+    "Moves of a rank's state; direction is `offload`, `load`, `copy` for a "
+    "seal of resident state, or `spill`, `drain` and `lift` between host memory and NVMe",
 )
 TRANSFER_MOVED = Metric(
     "phaseloom.transfer.moved",

@@ -257,7 +257,7 @@ class DeploymentState(msgspec.Struct, frozen=True):
     resident: bool
     """Some rank's heap is in device memory."""
     applied: int
-    """Of rank 0's newest host copy."""
+    """Of the newest host copy of the first rank here."""
     device_bytes: int = 0
     """Heaps that are, or are being moved, in device memory."""
     host_bytes: int = 0
@@ -548,8 +548,8 @@ class HoldVersion(Message, frozen=True):
 
 
 class CutState(Message, frozen=True):
-    """From rank 0, between two operations. Copy every rank's state, as it is now, aside for the
-    checkpoint that this operation writes; then the ranks may go on. Answer: CutTaken.
+    """From a node's first rank, between two operations. Copy the state of every rank here, as it is
+    now, aside for the checkpoint that this operation writes; then they may go on. Answer: CutTaken.
 
     Raises: ALREADY_EXISTS: another operation's. RESOURCE_EXHAUSTED, with the numbers.
     """
@@ -567,8 +567,9 @@ class CutTaken(Message, frozen=True):
 
 
 class WriteCheckpoint(Message, frozen=True):
-    """From rank 0. Put what was cut on disk; the daemon goes on with it where nobody waits any
-    more. Answer: CheckpointWritten, once it has its name and is fsynced."""
+    """From a node's first rank. Put what was cut on disk; the daemon goes on with it where nobody
+    waits any more. Answer: CheckpointWritten, once it has its name and is fsynced. On rank 0's node
+    that is the checkpoint; on others their ranks' part, which must be there before."""
 
     operation: str
     name: str
@@ -580,14 +581,15 @@ class WriteCheckpoint(Message, frozen=True):
 
 class CheckpointWritten(Message, frozen=True):
     weights_sha256: str
+    """Empty: it is a part."""
 
 
 class ReadCheckpoint(Message, frozen=True):
     """Replace the state by a checkpoint's, whatever layout wrote it. Answer: CheckpointRead, which
     says from which whole copy of it.
 
-    From rank 0: that of every rank. From one that has registered its heap and has no state yet:
-    its extent's content alone, for `CommitInitial`.
+    From a node's first rank: that of every rank here. From one that has registered its heap and has
+    no state yet: its extent's content alone, for `CommitInitial`.
 
     Raises: NOT_FOUND. FAILED_PRECONDITION: it is of another model. DATA_LOSS, naming file and
             tensor. RESOURCE_EXHAUSTED. Whatever is raised, no state was changed.

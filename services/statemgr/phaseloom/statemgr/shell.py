@@ -473,7 +473,7 @@ def _require_first(rank: Rank) -> None:
 def _require_leader(rank: Rank) -> None:
     if rank.index:
         raise CallerError(
-            f"{rank} is not the leader, which alone makes versions and checkpoints",
+            f"{rank} is not the first of its node, which alone cuts and writes checkpoints",
             code=Code.PERMISSION_DENIED,
         )
 

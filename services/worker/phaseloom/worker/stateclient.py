@@ -354,7 +354,7 @@ class RankStateClient:
     async def begin_version(
         self, key: VersionKey, slots: list[TensorSlot]
     ) -> memoryview | VersionCopy:
-        """Memory to write a whole version into, then `commit_version`. Rank 0 only.
+        """Memory for a version (by a node's first rank) or a part of one; then `commit_version`.
 
         Where the version exists already, what it is. The memory's content is undefined, the gaps
         between tensors included: write them all, so that equal weights have equal digests.

@@ -216,14 +216,17 @@ class Weights:
         extent = version.extent
         assert extent is not None
         self._node.versions.opened(version, wpg)
+        fds = [self._node.memory[extent].read_only_fd]
         described = _description(version)
         if version.is_manifest:
             async with self._used(key):
                 holders = await self._manifests.holders(
                     version, request.sources, request.ticket, self._home()
                 )
+                if version.is_dropped:
+                    raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
             described = msgspec.structs.replace(described, sources=holders)
-        return described, [self._node.memory[extent].read_only_fd]
+        return described, fds
 
     async def mend(
         self, key: VersionKey, sources: list[str] | None = None, ticket: Ticket | None = None
