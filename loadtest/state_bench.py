@@ -350,7 +350,7 @@ async def _publish(
     key = VersionKey(policy.key, seq)
     started_s = time.perf_counter()
     await policy.client.create_version(key, policy.slots)
-    await sampler.client.load_version(key, [], sampler.slots)
+    await sampler.client.load(await sampler.client.open(key, []), sampler.slots)
     took_s = time.perf_counter() - started_s
     await agent.drop_versions([key])
     return took_s

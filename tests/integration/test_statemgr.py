@@ -43,6 +43,7 @@ from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import SECRET, ticket
 from tests.support.peerfetch import fetch, fetching
+from tests.support.readversions import load_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -603,12 +604,12 @@ async def test_version_brings_weights_to_another_deployment_on_the_node(short_di
         policy.run(3)  # the version is a cut: what comes after does not change it
         again = await policy.client.create_version(key, _weights(policy.slots))
         assert (again.digest, again.num_bytes, again.is_new) == (made.digest, made.num_bytes, False)
-        assert await sampler.client.load_version(key, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, key, [], sampler.slots) == made.digest
         assert _weights_of(sampler) == weights
         assert (await d.agent.status()).versions == [key]
         await d.agent.drop_versions([key])
         with pytest.raises(CallerError, match="is not here"):
-            await sampler.client.load_version(key, [], sampler.slots)
+            await load_version(sampler.client, key, [], sampler.slots)
 
 
 async def test_equal_weights_give_versions_of_equal_digest(short_dir: Path) -> None:
@@ -633,7 +634,7 @@ async def test_version_of_another_job_or_deployment_is_denied(short_dir: Path) -
         stranger = await start(d, OTHER)
         await policy.client.create_version(VersionKey(POLICY, 2), _weights(policy.slots))
         for refused in (
-            stranger.client.load_version(VersionKey(POLICY, 2), [], stranger.slots),
+            load_version(stranger.client, VersionKey(POLICY, 2), [], stranger.slots),
             stranger.client.create_version(VersionKey(POLICY, 3), stranger.slots),
         ):
             with pytest.raises(CallerError) as caught:
@@ -648,9 +649,9 @@ async def test_version_of_another_model_is_refused_and_nothing_written(short_dir
         before = sampler.digest()
         await policy.client.create_version(VersionKey(POLICY, 2), _weights(policy.slots))
         with pytest.raises(CallerError, match=r"a is float32\[5, 7\] in the version"):
-            await sampler.client.load_version(VersionKey(POLICY, 2), [], sampler.slots)
+            await load_version(sampler.client, VersionKey(POLICY, 2), [], sampler.slots)
         with pytest.raises(CallerError, match="b is on one side only"):
-            await sampler.client.load_version(VersionKey(POLICY, 2), [], sampler.slots[:1])
+            await load_version(sampler.client, VersionKey(POLICY, 2), [], sampler.slots[:1])
         assert sampler.digest() == before
 
 
@@ -696,7 +697,7 @@ async def test_version_is_fetched_from_another_node_once(short_dir: Path) -> Non
         sources = [await train.endpoint()]
         digests = await asyncio.gather(
             *(
-                r.client.load_version(key, sources, sampler.slots, ticket(key, name))
+                load_version(r.client, key, sources, sampler.slots, ticket(key, name))
                 for r, name in ((sampler, "sampler"), (reference, "reference"))
             )
         )
@@ -716,9 +717,9 @@ async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_d
         real = await train.endpoint()
         async with _cutting_proxy(real, after_bytes=30_000) as cut:
             with pytest.raises(ResourceError, match="broken off after"):
-                await sampler.client.load_version(key, [cut], sampler.slots, ticket(key))
+                await load_version(sampler.client, key, [cut], sampler.slots, ticket(key))
             assert (await rollout.agent.status()).versions == []
-            await sampler.client.load_version(key, [cut, real], sampler.slots, ticket(key))
+            await load_version(sampler.client, key, [cut, real], sampler.slots, ticket(key))
         assert _weights_of(sampler) == _weights_of(policy)
 
 
@@ -731,7 +732,7 @@ async def test_corruption_on_the_wire_is_found(short_dir: Path) -> None:
         await policy.client.create_version(key, _weights(policy.slots))
         async with _cutting_proxy(await train.endpoint(), flip_at=30_000) as bad:
             with pytest.raises(ResourceError) as caught:
-                await sampler.client.load_version(key, [bad], sampler.slots, ticket(key))
+                await load_version(sampler.client, key, [bad], sampler.slots, ticket(key))
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before
 
@@ -804,8 +805,8 @@ async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Pa
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         assert (await train.agent.status()).versions == [key]
         sampler = await _sampling(rollout)
-        digest = await sampler.client.load_version(
-            key, [await train.endpoint()], sampler.slots, ticket(key)
+        digest = await load_version(
+            sampler.client, key, [await train.endpoint()], sampler.slots, ticket(key)
         )
         assert digest == made.digest
         assert _weights_of(sampler) == weights
@@ -819,7 +820,9 @@ async def test_bad_version_file_is_replaced_from_another_node(short_dir: Path) -
         key = VersionKey(POLICY, 2)
         made = await policy.client.create_version(key, _weights(policy.slots))
         sampler = await _sampling(other)
-        await sampler.client.load_version(key, [await train.endpoint()], sampler.slots, ticket(key))
+        await load_version(
+            sampler.client, key, [await train.endpoint()], sampler.slots, ticket(key)
+        )
         await train.agent.prepare_seal(POLICY, 1, 1)
         await train.agent.write_seal(POLICY, 1, 1, [2])
         source = await other.endpoint()
@@ -832,8 +835,8 @@ async def test_bad_version_file_is_replaced_from_another_node(short_dir: Path) -
         async with daemon(short_dir / "a") as again:
             sampler = await _sampling(again)
             with pytest.raises(ResourceError, match="DATA_LOSS"):
-                await sampler.client.load_version(key, [], sampler.slots)
-            digest = await sampler.client.load_version(key, [source], sampler.slots, ticket(key))
+                await load_version(sampler.client, key, [], sampler.slots)
+            digest = await load_version(sampler.client, key, [source], sampler.slots, ticket(key))
             assert digest == made.digest
 
 
@@ -967,7 +970,7 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         await policy.client.create_version(key, _weights(policy.slots))
         _flip_bit_in_host_memory(d, f"version {key}")
         with pytest.raises(ResourceError) as caught:
-            await sampler.client.load_version(key, [], sampler.slots)
+            await load_version(sampler.client, key, [], sampler.slots)
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before
         await d.agent.prepare_seal(POLICY, 1, 1)
@@ -1029,11 +1032,11 @@ async def test_fetch_goes_to_the_next_source_when_one_is_silent(short_dir: Path)
         made = await policy.client.create_version(key, _weights(policy.slots))
         with socket.create_server(("127.0.0.1", 0)) as silent:
             sources = [f"127.0.0.1:{silent.getsockname()[1]}", await train.endpoint()]
-            digest = await sampler.client.load_version(key, sources, sampler.slots, ticket(key))
+            digest = await load_version(sampler.client, key, sources, sampler.slots, ticket(key))
             assert digest == made.digest
         absent = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError, match="Errno 111"):
-            await sampler.client.load_version(absent, sources[:1], sampler.slots, ticket(absent))
+            await load_version(sampler.client, absent, sources[:1], sampler.slots, ticket(absent))
         with pytest.raises(CallerError, match="NOT_FOUND"):
             await rollout.agent.write_seal(SAMPLER, 9, 1, [])
 
@@ -1055,7 +1058,7 @@ async def test_version_that_no_source_has_is_not_found_and_nothing_is_touched(
             ([nobody, empty], Code.UNAVAILABLE),
         ):
             with pytest.raises(PhaseloomError) as caught:
-                await sampler.client.load_version(absent, sources, sampler.slots, ticket(absent))
+                await load_version(sampler.client, absent, sources, sampler.slots, ticket(absent))
             assert caught.value.info.code is code
         assert sampler.digest() == content
 

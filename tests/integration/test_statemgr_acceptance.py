@@ -17,6 +17,7 @@ import pytest
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Durability
+from tests.support.readversions import load_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -179,7 +180,7 @@ async def test_bad_version_file_is_named_and_nothing_of_its_reader_is_touched(
         sampler = await trained(d, SAMPLER, 1)
         before = sampler.digest()
         with pytest.raises(ResourceError, match=r"version-2\.state") as caught:
-            await sampler.client.load_version(VERSION, [], sampler.slots)
+            await load_version(sampler.client, VERSION, [], sampler.slots)
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before
 
@@ -211,7 +212,7 @@ async def test_full_disk_fails_a_version_s_file_and_the_seal_that_needs_it(short
             await refused(seal(d, POLICY, 2, [2]), Code.RESOURCE_EXHAUSTED)
         assert names(d) == ["seal-1.state"]
         sampler = await trained(d, SAMPLER, 3)
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
         await seal(d, POLICY, 2, [2])
         assert names(d) == ["seal-1.state", "seal-2.state", "version-2.state"]
         assert await reborn(d, POLICY, 1) == content
@@ -250,7 +251,7 @@ async def test_full_disk_keeps_in_host_memory_what_should_leave_it(short_dir: Pa
             assert not any(each.nvme_bytes for each in report.deployments)
         sampler = await start(d, SAMPLER, SIZE, incarnation=2)
         await d.agent.switch_in(SAMPLER, 2, 3, [POLICY])
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
         assert await visited(d, OTHER, other, 4) == content
 
 
@@ -282,7 +283,7 @@ async def test_kill_as_a_version_of_a_seal_is_written_loses_neither(short_dir: P
         assert rank.digest() == content
         await d.agent.switch_out(POLICY, 1, 2)
         sampler = await trained(d, SAMPLER, 3, LARGE)
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
         await d.agent.switch_out(SAMPLER, 1, 4)
         assert await reborn(d, POLICY, 1, LARGE) == content
 
@@ -305,7 +306,7 @@ async def test_version_that_was_read_from_disk_leaves_no_memory_behind(short_dir
         await d.kill()
     async with breaking(short_dir) as d:
         sampler = await trained(d, SAMPLER, 1)
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
 
 
 # --- races for the last bytes --------------------------------------------------------------------

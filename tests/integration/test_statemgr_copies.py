@@ -16,6 +16,7 @@ from phaseloom.common.messages import Durability, FilesTicket, Ticket
 from phaseloom.common.statewire import BringState
 from phaseloom.common.tickets import signed
 from tests.support.meshcerts import SECRET
+from tests.support.readversions import load_version
 from tests.support.slowlink import link
 from tests.support.statedaemon import (
     OTHER,
@@ -250,7 +251,7 @@ async def test_a_version_that_is_to_be_kept_is_on_the_other_disk_though_it_was_i
         reader = DeploymentKey(POLICY.tenant, POLICY.job, "sampler")
         sampler = await start(b, reader, SIZE, slots=policy.slots, content=9)
         await b.agent.switch_in(reader, 1, 1, [])
-        await sampler.client.load_version(VERSION, [], sampler.slots)
+        await load_version(sampler.client, VERSION, [], sampler.slots)
         assert sampler.digest() == policy.digest()
         await b.agent.drop_versions([VERSION])
         with pytest.raises(PhaseloomError):

@@ -23,6 +23,7 @@ from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.emulatedcuda import EmulatedDriver
+from tests.support.readversions import load_version
 from tests.support.statedaemon import OTHER, POLICY, SAMPLER, Daemon, MiB, daemon, start
 
 HEAP = MiB + 64
@@ -277,12 +278,12 @@ async def test_version_goes_from_device_to_device_without_the_host(short_dir: Pa
         source.copy_in(memoryview(bytearray(content)))
         before = driver.num_bytes_in, driver.free_bytes()
         made = await policy.create_version(VERSION, SLOTS)
-        assert await sampler.load_version(VERSION, [], SLOTS) == made.digest
+        assert await load_version(sampler, VERSION, [], SLOTS) == made.digest
         assert driver.bytes_at(target.address, MiB) == content[:MiB]
         assert driver.num_bytes_in == before[0], "the host's copy was used"
         # What is shared is a cut: the policy goes on.
         source.copy_in(memory_of(HEAP))
-        await sampler.load_version(VERSION, [], SLOTS)
+        await load_version(sampler, VERSION, [], SLOTS)
         assert driver.bytes_at(target.address, MiB) == content[:MiB]
 
 
@@ -295,7 +296,7 @@ async def test_version_on_a_device_goes_when_a_deployment_needs_the_room(short_d
         await start(d, OTHER, 3 * MiB // 2)
         await d.agent.switch_in(OTHER, 1, 2, [])
         used = driver.num_bytes_in
-        await sampler.load_version(VERSION, [], SLOTS)
+        await load_version(sampler, VERSION, [], SLOTS)
         assert driver.num_bytes_in == used + MiB
         assert driver.bytes_at(target.address, MiB) == b"\x07" * MiB
 
@@ -312,7 +313,7 @@ async def test_version_on_a_device_stays_beside_what_comes_in_place_of_another(
         await d.agent.switch_in(OTHER, 1, 2, [SAMPLER])
         await d.agent.switch_in(SAMPLER, 1, 3, [OTHER])
         used = driver.num_bytes_in
-        await sampler.load_version(VERSION, [], SLOTS)
+        await load_version(sampler, VERSION, [], SLOTS)
         assert driver.num_bytes_in == used
         assert driver.bytes_at(target.address, MiB) == b"\x07" * MiB
 
@@ -347,7 +348,7 @@ async def test_version_that_cannot_be_shared_on_its_device_is_committed_all_the_
         await policy._share_on_device(VERSION, MiB, [(SLOTS[0], SLOTS[0])])
         again = structs.replace(VERSION, seq=2)
         await policy.create_version(again, SLOTS)
-        await sampler.load_version(again, [], SLOTS)
+        await load_version(sampler, again, [], SLOTS)
 
 
 async def test_version_is_read_from_the_host_where_the_daemon_that_kept_it_was_killed(
@@ -359,7 +360,7 @@ async def test_version_is_read_from_the_host_where_the_daemon_that_kept_it_was_k
         source.copy_in(memory_of(HEAP, 5))
         await policy.create_version(VERSION, SLOTS)
         await d.relaunch()
-        await sampler.load_version(VERSION, [], SLOTS)
+        await load_version(sampler, VERSION, [], SLOTS)
         assert driver.bytes_at(target.address, MiB) == b"\x05" * MiB
 
 

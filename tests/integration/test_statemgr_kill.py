@@ -33,6 +33,7 @@ from phaseloom.common.tensortable import TensorTable
 from phaseloom.worker.agentstate import AgentStateClient
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
+from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -69,7 +70,7 @@ async def test_idle_daemon_is_killed_and_every_tier_is_there_afterwards(short_di
         await d.agent.switch_in(OTHER, 1, 6, [POLICY])
         assert offloaded.digest() == content
         sampler = await start(d, SAMPLER, MiB)
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
         with pytest.raises(ResourceError, match="fenced"):
             await d.agent.register_wpg(["late"], OTHER, 0, [0], 0)
 
@@ -157,7 +158,7 @@ async def test_seal_is_written_by_the_next_life_when_the_daemon_dies_before(
         await d.agent.switch_in(POLICY, 2, 2, [])
         assert reborn.digest() == content
         sampler = await start(d, SAMPLER)
-        assert await sampler.client.load_version(VERSION, [], sampler.slots) == made.digest
+        assert await load_version(sampler.client, VERSION, [], sampler.slots) == made.digest
 
 
 async def test_half_written_seal_is_written_again_when_the_daemon_dies_in_it(
@@ -214,7 +215,7 @@ async def test_version_is_made_when_the_daemon_dies_while_it_is_written(short_di
         commit = asyncio.create_task(policy.client.commit_version(VERSION, buffer))
         await d.launch()
         assert (await commit).digest == content
-        _, digest = await sampler.client.open_version(VERSION, [], sampler.slots)
+        _, digest = await open_version(sampler.client, VERSION, [], sampler.slots)
         assert digest == content
 
 
@@ -271,7 +272,7 @@ async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next
         await d.agent.switch_in(POLICY, 1, 2, [])
         assert await slow.ask("digest") == content
         reader = await start(d, DeploymentKey("acme", "letters", "sampler"))
-        digest = await reader.client.load_version(VersionKey(OTHER, 1), [], reader.slots)
+        digest = await load_version(reader.client, VersionKey(OTHER, 1), [], reader.slots)
         assert digest == made.digest
 
 
@@ -365,7 +366,7 @@ async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
         await asyncio.wait_for(policy.client.closed, 20)
         assert [s.deployment for s in (await d.agent.status()).deployments] == [SAMPLER]
         with pytest.raises(CallerError, match="is not here"):
-            await sampler.client.load_version(VERSION, [], sampler.slots)
+            await load_version(sampler.client, VERSION, [], sampler.slots)
 
 
 def _flip_bit(d: Daemon, what: str) -> None:

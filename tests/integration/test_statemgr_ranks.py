@@ -11,6 +11,7 @@ import pytest
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
+from tests.support.readversions import open_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -157,10 +158,10 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
         buffer[:] = bytes([7]) * MiB
         made = await ranks[0].client.commit_version(key, buffer)
         for rank in readers:
-            content, digest = await rank.client.open_version(key, [], rank.slots)
+            content, digest = await open_version(rank.client, key, [], rank.slots)
             assert (bytes(content[:3]), digest) == (b"\x07\x07\x07", made.digest)
             with pytest.raises(CallerError, match="of another model"):
-                await rank.client.open_version(key, [], [])
+                await open_version(rank.client, key, [], [])
         with pytest.raises(CallerError, match="not the first here") as caught:
             await ranks[1].client.begin_version(VersionKey(POLICY, 3), ranks[1].slots)
         assert caught.value.info.code is Code.PERMISSION_DENIED

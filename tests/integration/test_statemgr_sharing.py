@@ -36,6 +36,7 @@ from phaseloom.common.statewire import (
 )
 from phaseloom.common.tensortable import TensorTable
 from tests.support.meshcerts import SECRET
+from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start, start_ranks
 from tests.support.staterank import slots_of
 
@@ -350,7 +351,7 @@ async def policy_and_sampler(d: Daemon, policy_bytes: int = SIZE) -> tuple[Rank,
 async def synced(d: Daemon, sampler: Rank, policy: Rank, version: VersionKey, seq: int) -> str:
     """Publish what the policy is at and bring it to the sampler, which is on its device."""
     await policy.client.create_version(version, policy.slots)
-    digest = await sampler.client.load_version(version, [], sampler.slots)
+    digest = await load_version(sampler.client, version, [], sampler.slots)
     await sampler.client.hold_version(version, seq)
     sampler.seq = seq
     return digest
@@ -783,7 +784,7 @@ async def test_sync_that_could_not_be_offloaded_is_refused_before_it_writes(
         await d.agent.switch_out(SAMPLER, 1, 2)
         await d.agent.drop_wpg(POLICY, 1)
         await d.agent.switch_in(SAMPLER, 1, 3, [])
-        await sampler.client.load_version(VERSION, [], sampler.slots)
+        await load_version(sampler.client, VERSION, [], sampler.slots)
         sampler.seq = 2
         after = sampler.digest()
         report = await d.agent.status()
@@ -854,7 +855,7 @@ async def test_descriptor_on_its_way_is_that_of_the_version_though_it_is_dropped
         await agent.call(StatusRequest())  # it keeps all that there is
         asked.clear()
         answered.clear()
-        opening = asyncio.create_task(sampler.client.open_version(VERSION, [], policy.slots))
+        opening = asyncio.create_task(open_version(sampler.client, VERSION, [], policy.slots))
         await asked.wait()  # for the copy that the sampler may need now
         dropping = asyncio.create_task(agent.call(DropVersions([VERSION])))
         await asyncio.sleep(0)  # it is sent

@@ -21,6 +21,7 @@ from phaseloom.statemgr.disk.probing import probe
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import certificates
+from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -484,7 +485,7 @@ async def test_version_that_nobody_reads_makes_room_and_comes_back_from_disk(
             # Both have what they need, and the version would be a third.
             await start(d, OTHER, 3 * SIZE)
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
-        assert await sampler.client.load_version(version, [], sampler.slots) == published
+        assert await load_version(sampler.client, version, [], sampler.slots) == published
         assert (await d.agent.status()).host_used_bytes <= 5 * MiB
 
 
@@ -512,7 +513,7 @@ async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
     async with daemon(short_dir, host_bytes=7 * MiB, NVME_BYTES="0") as d:
         policy, published = await publishing(d, version)
         sampler = await start(d, SAMPLER, SIZE)
-        memory, digest = await sampler.client.open_version(version, [], sampler.slots)
+        memory, digest = await open_version(sampler.client, version, [], sampler.slots)
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await start(d, OTHER, SIZE)
         assert digest == published == digest_of(memory)

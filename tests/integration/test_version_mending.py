@@ -25,6 +25,7 @@ from tests.support.partranks import (
     start_part_ranks,
     switch_in,
 )
+from tests.support.readversions import load_version
 from tests.support.statedaemon import (
     POLICY,
     SAMPLER,
@@ -77,7 +78,7 @@ async def sampling(d: Daemon, *, frozen: bool = False) -> Rank:
 
 async def synced(sampler: Rank, *sources: str) -> str:
     shown = SHOWN if sources else None
-    await sampler.client.load_version(VERSION, list(sources), sampler.slots, shown)
+    await load_version(sampler.client, VERSION, list(sources), sampler.slots, shown)
     return sampler.digest()
 
 
@@ -122,7 +123,7 @@ async def test_bad_version_is_read_anew_from_disk(short_dir: Path) -> None:
         assert await synced(sampler) == policy.digest()
         assert f"{WHOLE} is bad in host memory" in d.text()
         # What was read is good: the next one is not told to doubt it.
-        await sampler.client.load_version(VERSION, [], sampler.slots)
+        await load_version(sampler.client, VERSION, [], sampler.slots)
         assert d.text().count("is bad in host memory") == 1
 
 
@@ -199,7 +200,7 @@ async def test_bad_file_of_a_bad_version_leaves_the_other_node(short_dir: Path) 
         await train.agent.switch_in(REFERENCE, 1, 1, [])
         shown = ticket(VERSION, "reference", "node0", "a")
         source = await rollout.endpoint()
-        await here.client.load_version(VERSION, [source], here.slots, shown)
+        await load_version(here.client, VERSION, [source], here.slots, shown)
         assert here.digest() == policy.digest()
 
 

@@ -32,6 +32,7 @@ from phaseloom.statemgr.versions.wire import (
 )
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetching, home
+from tests.support.readversions import load_version
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import (
     POLICY,
@@ -78,7 +79,7 @@ async def _nodes(
 
 
 async def _sync(sampler: Rank, source: Link) -> str:
-    return await sampler.client.load_version(KEY, [source.endpoint], sampler.slots, ticket(KEY))
+    return await load_version(sampler.client, KEY, [source.endpoint], sampler.slots, ticket(KEY))
 
 
 async def test_a_version_crosses_to_a_site_once(short_dir: Path) -> None:
@@ -326,8 +327,8 @@ async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path
         target[SIZE // 2] ^= 1
         bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:
-            await sampler.client.load_version(
-                bad, [await train.endpoint()], sampler.slots, ticket(bad)
+            await load_version(
+                sampler.client, bad, [await train.endpoint()], sampler.slots, ticket(bad)
             )
         assert caught.value.info.code is Code.DATA_LOSS
         assert sampler.digest() == before

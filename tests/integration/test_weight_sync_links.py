@@ -16,6 +16,7 @@ from phaseloom.common.ids import VersionKey
 from tests.support.meshcerts import ticket
 from tests.support.netns import Host, NotPermittedError, hosts
 from tests.support.partranks import VERSION, arrays, publish, start_part_ranks
+from tests.support.readversions import open_version
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
 NUM_FAR = 3
@@ -42,7 +43,7 @@ class Mesh:
         source = await self.train.endpoint()
         started_s = time.perf_counter()
         opened = await asyncio.gather(
-            *(s.client.open_version(key, [source], s.slots, ticket(key)) for s in self.samplers)
+            *(open_version(s.client, key, [source], s.slots, ticket(key)) for s in self.samplers)
         )
         seconds = time.perf_counter() - started_s
         assert all(bytes(memory) == bytes(self.policy.heap.buffer) for memory, _ in opened)

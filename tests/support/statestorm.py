@@ -27,6 +27,7 @@ from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import Role, TensorSlot, host_start
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
+from tests.support.readversions import load_version
 from tests.support.statedaemon import Daemon, MiB, daemon, emptied
 
 T = TypeVar("T")
@@ -505,7 +506,7 @@ class Storm:
             seq = self.draw.choice(list(policy.versions))
             expected = policy.versions[seq]
             actor, key = member.ranks[0], VersionKey(policy.key, seq)
-            call = actor.client.load_version(key, [], actor.slots())
+            call = load_version(actor.client, key, [], actor.slots())
             digest = await self._try(member, "sync", call, {*TOLD, Code.NOT_FOUND})
             if digest is None:
                 if not member.is_killed:

@@ -450,45 +450,12 @@ class RankStateClient:
 
         await self._run(scatter)
 
-    async def open_version(
-        self,
-        key: VersionKey,
-        sources: list[str],
-        slots: Sequence[TensorSlot],
-        ticket: Ticket | None = None,
-    ) -> tuple[memoryview, str]:
-        """A whole version to read, verified, and its digest.
-
-        The memory is the version's own: its content stands while the version is kept.
-
-        Args:   slots: the tensors that it must consist of; their offsets do not matter.
-                ticket: that the sources ask for; none is needed for what is on this node.
-        Raises: CallerError: it is of another model, or NOT_FOUND: exists nowhere. ResourceError:
-                DATA_LOSS; or no source could deliver it.
-        """
-        opened = await self.open(key, sources, ticket)
-        self._layouts.paired(opened.table, slots)
-        opened = await self.verified(opened)
-        return opened.memory, opened.described.digest
-
-    async def load_version(
-        self,
-        key: VersionKey,
-        sources: list[str],
-        slots: Sequence[TensorSlot],
-        ticket: Ticket | None = None,
-    ) -> str:
-        """Copy a version, verified, over these slots of the heap, by tensor name.
-
-        Returns: the version's digest.
-        Raises:  as `open_version`; whatever is raised, nothing was written.
-        """
-        opened = await self.open(key, sources, ticket)
-        await self.load(opened, slots)
-        return opened.described.digest
-
     async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
-        """As `load_version`, of one that is open."""
+        """Copy an open version, verified, over these slots of the heap, by tensor name.
+
+        Raises: CallerError: it is of another model. ResourceError: DATA_LOSS; or no source could
+                deliver it. Whatever is raised, nothing was written.
+        """
         heap = self._copies.registered_heap()
         pairs = self._layouts.paired(opened.table, slots)
         if await self._load_on_device(opened.described, pairs):

@@ -1,0 +1,41 @@
+"""Weights versions as a rank's client reads them, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phaseloom.common.ids import VersionKey
+from phaseloom.common.messages import Ticket
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.worker.layouts import Layouts
+from phaseloom.worker.stateclient import RankStateClient
+
+
+async def open_version(
+    client: RankStateClient,
+    key: VersionKey,
+    sources: list[str],
+    slots: Sequence[TensorSlot],
+    ticket: Ticket | None = None,
+) -> tuple[memoryview, str]:
+    """A whole version of these tensors, verified, and its digest.
+
+    Raises: as `RankStateClient.open` and `verified`; CallerError: it is of another model.
+    """
+    opened = await client.open(key, sources, ticket)
+    Layouts().paired(opened.table, slots)
+    opened = await client.verified(opened)
+    return opened.memory, opened.described.digest
+
+
+async def load_version(
+    client: RankStateClient,
+    key: VersionKey,
+    sources: list[str],
+    slots: Sequence[TensorSlot],
+    ticket: Ticket | None = None,
+) -> str:
+    """Copy a version over these slots of the heap. Returns: its digest. Raises: likewise."""
+    opened = await client.open(key, sources, ticket)
+    await client.load(opened, slots)
+    return opened.described.digest
