@@ -288,6 +288,10 @@ class ContentState(msgspec.Struct, frozen=True):
     on_nvme: bool
     model: str = ""
     """What the first user's model is; see `RegisterHeap.model`."""
+    shared_bytes: int = 0
+    """Of these, what other contents hold too: it is there once, and counted at each of them."""
+    shared_with: list[str] = []
+    """Deployments that refer to those, each once."""
 
 
 class VersionState(msgspec.Struct, frozen=True):
@@ -695,10 +699,25 @@ class StillMapped(Message, frozen=True):
     """Those that the rank uses."""
 
 
+MAX_PIECE_SOURCES = 8
+"""Descriptors that come with one message."""
+
+
+class HeapPiece(msgspec.Struct, frozen=True, array_like=True):
+    source: int
+    """Which of the memfds beside, from 0."""
+    start: int
+    """Where in that."""
+    num_bytes: int
+
+
 class CopyIn(Message, frozen=True):
     """Copy the extent to the heap and verify. Answer: Copied, or DATA_LOSS."""
 
     digest: str
+    pieces: list[HeapPiece] = msgspec.field(default_factory=list)
+    """Of a frozen heap, one after another, where it lies in several places of up to
+    `MAX_PIECE_SOURCES` memfds; empty: it is the beginning of the one that comes."""
 
 
 class CopyAside(Message, frozen=True):

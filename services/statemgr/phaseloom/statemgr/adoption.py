@@ -15,7 +15,7 @@ import os
 
 import msgspec
 
-from phaseloom.common.blockhash import digest_of
+from phaseloom.common.blockhash import Source, digest_of
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey
@@ -34,6 +34,7 @@ from phaseloom.statemgr.core.books import (
 )
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.hostseals import HostSeal
+from phaseloom.statemgr.core.pieces import NOWHERE
 from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.node.keeping import INDEX_HANDLES
@@ -58,6 +59,8 @@ class Adoption:
         self._lost: list[DeploymentKey] = []
         self._contents: dict[int, Content] = {}
         """Those that are whole."""
+        self._open: dict[int, list[int]] = {}
+        """By number: extents of it of which tenants share something."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
         """Raises: CallerError: not one descriptor for each handle, or a handle twice."""
@@ -160,7 +163,7 @@ class Adoption:
         rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
         if content is not None:
             if not contents.is_known(content):
-                contents.adopt(content)
+                contents.adopt(content, self._open.get(content.number, []))
             contents.attach(rank, content)
         self._missing.add(rank)
         return True
@@ -168,26 +171,46 @@ class Adoption:
     async def _restore_content(self, book: ContentBook) -> None:
         """Where it is whole. A kill in the middle of a move leaves either place."""
         content, memory = content_of(book), self._node.memory
-        is_above = book.extent is not None and book.state not in ON_NVME
-        if is_above and self._adopt_extent(content.extent or 0, book.num_bytes, str(content)):
-            assert content.extent is not None
-            extent = memory[content.extent]
-            if await _has(extent.readable(content.num_bytes), content.digest):
-                content.state, content.is_immutable = State.HOST, extent.is_frozen
+        is_above = book.state not in ON_NVME
+        if is_above and self._adopt_extents(content):
+            if await _has(memory.read(content.pieces), content.digest):
+                content.state = State.HOST
+                content.is_immutable = all(memory[each].is_frozen for each in content.extents)
                 self._contents[content.number] = content
+                self._open[content.number] = book.open_extents
                 return
-            memory.free(content.extent)
-        content.state, content.extent = State.SPILLED, None
+            self._free(content)
+        content.unplace()
+        content.state = State.SPILLED
         if await asyncio.to_thread(self._hierarchy.contents.is_spilled, content):
             self._contents[content.number] = content
         else:
             log.error("%s cannot be taken over", content)
 
+    def _adopt_extents(self, content: Content) -> bool:
+        """All that it lies in; False: it has nothing then."""
+        memory, adopted = self._node.memory, list[int]()
+        for extent in content.extents:
+            if not self._adopt_extent(extent, None, str(content)):
+                break
+            adopted.append(extent)
+        is_all = content.pieces != NOWHERE and len(adopted) == len(content.extents)
+        sizes = {extent: memory.arena.size_of(extent) for extent in adopted}
+        if is_all and all(p.start + p.num_bytes <= sizes[p.extent] for p in content.pieces):
+            return True
+        for extent in adopted:
+            memory.free(extent)
+        return False
+
+    def _free(self, content: Content) -> None:
+        for extent in content.extents:
+            self._node.memory.free(extent)
+
     def _drop_unused_contents(self) -> None:
         """Of lives that are lost."""
         for content in self._contents.values():
-            if not self._node.contents.is_known(content) and content.extent is not None:
-                self._node.memory.free(content.extent)
+            if not self._node.contents.is_known(content):
+                self._free(content)
 
     def _restore_seal(self, seal: HostSeal) -> None:
         """Its blocks are verified when it is read."""
@@ -215,8 +238,9 @@ class Adoption:
         self._node.cuts.add(cut_of(book))
 
     def _adopt_extent(
-        self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
+        self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
     ) -> bool:
+        """Args: num_bytes: None: whatever it has."""
         if extent in self._node.memory.arena.extents_in_use():
             self._node.memory.hold(extent)
             return True
@@ -224,6 +248,8 @@ class Adoption:
         if fd is None:
             log.error("the memory for %s was not handed over", name)
             return False
+        if num_bytes is None:
+            num_bytes = os.fstat(fd).st_size
         try:
             self._node.memory.adopt(extent, fd, num_bytes, name, is_vacated=is_vacated)
         except ResourceError as error:
@@ -399,5 +425,5 @@ class Adoption:
         self._node.retire(wpg, why)
 
 
-async def _has(memory: memoryview, digest: str) -> bool:
+async def _has(memory: Source, digest: str) -> bool:
     return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest

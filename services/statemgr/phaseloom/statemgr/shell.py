@@ -447,7 +447,7 @@ class StateManager:
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
             host_budget_bytes=node.memory.arena.budget_bytes,
             host_used_bytes=node.memory.arena.used_bytes,
-            deployments=node.residency.deployments(),
+            deployments=node.deployments(),
             versions=node.versions.committed(),
             endpoint=node.endpoint,
             disk=self._disk,

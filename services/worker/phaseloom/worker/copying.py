@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import mmap
 import os
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 import xxhash
@@ -160,6 +162,42 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
         return bytes(taken.digest())
 
     return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
+
+
+def copy_pieces_hashed(sources: Sequence[memoryview], target: memoryview) -> str:
+    """Copy these one after another over `target`, all of it; the digest of what was written."""
+    target_address = _address(target)
+    addresses = [_address(source) for source in sources]
+
+    def part(at: int, index: int, start: int, num_bytes: int) -> memoryview:
+        ctypes.memmove(target_address + at, addresses[index] + start, num_bytes)
+        return target[at : at + num_bytes]
+
+    return _hashed_pieces(sources, part)
+
+
+def hashed_pieces(sources: Sequence[memoryview]) -> str:
+    """The digest of these, one after another."""
+    return _hashed_pieces(sources, lambda _, index, at, num: sources[index][at : at + num])
+
+
+def _hashed_pieces(
+    sources: Sequence[memoryview], part: Callable[[int, int, int, int], memoryview]
+) -> str:
+    """Args: part: the bytes at a place of the whole, from which source, where in that, how many."""
+    ends = list(accumulate(map(len, sources)))
+
+    def block(at: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        index = bisect_right(ends, at)
+        while at < end:
+            until = min(at + _CHUNK_BYTES, ends[index], end)
+            taken.update(part(at, index, at - ends[index] + len(sources[index]), until - at))
+            index += until == ends[index]
+            at = until
+        return bytes(taken.digest())
+
+    return combined(b"".join(each_part(ends[-1] if ends else 0, BLOCK_BYTES, block)))
 
 
 def hashed(memory: memoryview) -> str:

@@ -22,6 +22,7 @@ from phaseloom.common.statewire import (
     CopyFrom,
     CopyIn,
     CopyOut,
+    HeapPiece,
     TensorSlot,
     extent_bytes,
     host_start,
@@ -41,8 +42,8 @@ class HostCopies:
         self.host_bytes = 0
         """Of state that lives in `host_memory` alone."""
         self.extent: Mapping | None = None
-        self._source: tuple[tuple[int, int], Mapping] | None = None
-        """Of a frozen heap: the extent that was loaded last, by device and inode."""
+        self._sources: dict[tuple[int, int], Mapping] = {}
+        """Of a frozen heap: the extents that were loaded last, by device and inode."""
         self.is_frozen = False
         self.is_filled = False
         self.is_resident = False
@@ -78,17 +79,13 @@ class HostCopies:
     def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
         """From or to the extent that came along; nobody has it mapped writable afterwards."""
         heap = self.registered_heap()
-        if len(fds) > 1 or (isinstance(order, CopyIn) and not fds):
+        if isinstance(order, CopyIn):
+            return self._copy_in_frozen(heap, order, self._mapped(fds))
+        if len(fds) > 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one copy")
-        if isinstance(order, CopyOut) and not fds:
+        if not fds:
             return self._stay_with_copy(heap, order)
-        if isinstance(order, CopyIn):
-            self.extent = self._source_of(fds[0], heap.num_bytes)
-            try:
-                return self.copy_in(order.digest)
-            finally:
-                self.extent = None
         self.drop_source()
         self.extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
         try:
@@ -131,23 +128,43 @@ class HostCopies:
         self._on_loaded()
         return digest
 
-    def _source_of(self, fd: int, num_bytes: int) -> Mapping:
-        """What the host copy is read from. Takes `fd`. Kept for the next load, for mapping it takes
-        a third of the time that copying does; `_drop_source` gives it up."""
-        status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino)
-        if self._source is not None and self._source[0] == identity:
-            close_fds([fd])
-            return self._source[1]
-        self.drop_source()
-        mapping = Mapping(fd, num_bytes, writable=False)
-        self._source = (identity, mapping)
-        return mapping
+    def _copy_in_frozen(
+        self, heap: DeviceMemory, order: CopyIn, sources: list[memoryview]
+    ) -> Copied:
+        """From where the heap lies. Raises: InternalError: it does not lie there."""
+        pieces = order.pieces or [HeapPiece(0, 0, heap.num_bytes)]
+        parts = [_part(sources, piece) for piece in pieces]
+        if sum(map(len, parts)) != heap.num_bytes:
+            raise InternalError(f"{sum(map(len, parts))} bytes for a heap of {heap.num_bytes}")
+        if len(parts) == 1:
+            return self._load(heap, order.digest, lambda: devicememory.copy_in(parts[0], heap))
+        return self._load(heap, order.digest, lambda: devicememory.copy_pieces_in(parts, heap))
+
+    def _mapped(self, fds: list[int]) -> list[memoryview]:
+        """What the host copy is read from. Takes `fds`. Kept for the next load, for mapping it
+        takes a third of the time that copying does; `drop_source` gives it up."""
+        before, self._sources = self._sources, {}
+        buffers = []
+        try:
+            while fds:
+                status = os.fstat(fds[0])
+                identity = (status.st_dev, status.st_ino)
+                mapping = before.pop(identity, None) or self._sources.get(identity)
+                if mapping is None:
+                    mapping = Mapping(fds.pop(0), status.st_size, writable=False)
+                else:
+                    close_fds([fds.pop(0)])
+                self._sources[identity] = mapping
+                buffers.append(mapping.buffer)
+        finally:
+            close_fds(fds)
+            for unused in before.values():
+                unused.close()
+        return buffers
 
     def drop_source(self) -> None:
-        if self._source is not None:
-            self._source[1].close()
-            self._source = None
+        while self._sources:
+            self._sources.popitem()[1].close()
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
         """Nothing is copied where the host copy has all that the heap has."""
@@ -185,10 +202,17 @@ class HostCopies:
 
     def copy_in(self, expected: str) -> Copied:
         heap, extent = self.registered()
+
+        def move() -> str:
+            self._pin(heap, extent)
+            return devicememory.copy_in(extent.buffer, heap)
+
+        return self._load(heap, expected, move)
+
+    def _load(self, heap: DeviceMemory, expected: str, move: Callable[[], str]) -> Copied:
         started = time.monotonic()
         try:
-            self._pin(heap, extent)
-            digest = devicememory.copy_in(extent.buffer, heap)
+            digest = move()
             if digest != expected:
                 raise ResourceError(
                     f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
@@ -213,3 +237,13 @@ class HostCopies:
         if self.heap is None:
             raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
         return self.heap
+
+
+def _part(sources: list[memoryview], piece: HeapPiece) -> memoryview:
+    """Raises: InternalError: there is no such place."""
+    if not 0 <= piece.source < len(sources):
+        raise InternalError(f"piece of source {piece.source} of {len(sources)}")
+    end = piece.start + piece.num_bytes
+    if not 0 <= piece.start <= end <= len(sources[piece.source]):
+        raise InternalError(f"piece {piece.start} to {end} of {len(sources[piece.source])} bytes")
+    return sources[piece.source][piece.start : end]

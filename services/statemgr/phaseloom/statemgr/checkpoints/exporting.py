@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from phaseloom.common import metrics
-from phaseloom.common.blockhash import digest_of
+from phaseloom.common.blockhash import Source, digest_of
 from phaseloom.common.contained import contained
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey
@@ -556,7 +556,7 @@ def _read(copy: SealedCopy, digest: str, index: int, memory: memoryview) -> str:
     return digest
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _copy(source: Source, target: memoryview) -> None:
     """In steps: each holds the interpreter."""
     for start in range(0, len(source), _STEP_BYTES):
         target[start : start + _STEP_BYTES] = source[start : start + _STEP_BYTES]

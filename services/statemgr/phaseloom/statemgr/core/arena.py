@@ -118,6 +118,10 @@ class Arena:
     def num_holders(self, extent: int) -> int:
         return 1 + self._more_holders.get(extent, 0)
 
+    def size_of(self, extent: int) -> int:
+        """Bytes, in whole pages."""
+        return self._sizes[extent]
+
     @property
     def free_bytes(self) -> int:
         """Idle extents included."""

@@ -4,23 +4,28 @@ A *content* is immutable. It is found by what it is (BLAKE3 and length), not by 
 whose state is equal refer to one content, and a rank that writes goes to another one, which leaves
 the others' bytes untouched. It may also be the memory of a weights version.
 
+Contents that are equal in part share that part: then a content is *composed*, of pieces of
+extents that others hold, too, and of one that has what is its own. Nobody is anybody's base: an
+extent stays while some content holds it, whoever made it.
+
 Invariants (`validate`): every content has a user, and dies with its last one; users of different
-tenants only share what the operator has registered as a frozen base; what users of different jobs
-share cannot be written by any of them; content is in host memory, on NVMe, or on its way between
-them, for all users alike.
+tenants only share what the operator has registered as a frozen base, and no extent in which there
+is anything else; what users of different jobs share cannot be written by any of them; content is in
+host memory, on NVMe, or on its way between them, for all users alike.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import ContentState, TensorSlot
+from phaseloom.common.statewire import MAX_PIECE_SOURCES, ContentState, TensorSlot
 from phaseloom.common.tensortable import TensorTable
+from phaseloom.statemgr.core.pieces import NOWHERE, Pieces, Shared, shared, union
 from phaseloom.statemgr.core.residency import (
     ON_NVME,
     TRANSITIONS,
@@ -33,6 +38,7 @@ from phaseloom.statemgr.core.residency import (
 )
 
 _HASH = re.compile(r"[0-9a-f]{64}")
+_NOTHING = Shared()
 
 
 def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
@@ -69,7 +75,8 @@ class Content:
     """The maker's layout."""
     digest: str
     """xxh3-128 in hex: what every load is verified by."""
-    extent: int | None
+    pieces: Pieces
+    """Where it lies in host memory."""
     is_immutable: bool = False
     """No process has it mapped writable, or can."""
     version: VersionKey | None = None
@@ -78,8 +85,25 @@ class Content:
     """BLAKE3 in hex; empty: not known."""
     is_base: bool = False
     """Tenants share it: it was a registered base when they came to."""
+    is_composed: bool = False
+    """Some of its pieces lie in what was made for other contents."""
     state: State = State.HOST
     users: list[Rank] = field(default_factory=list)
+
+    @property
+    def extent(self) -> int | None:
+        """Whose beginning it is; None: it is on NVMe, or lies in several places."""
+        return self.pieces.extent
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return self.pieces.extents
+
+    def unplace(self) -> Pieces:
+        """It is in host memory no more. Returns: where it lay."""
+        pieces, self.pieces = self.pieces, NOWHERE
+        self.is_composed = False
+        return pieces
 
     @property
     def extent_bytes(self) -> int:
@@ -119,6 +143,10 @@ class Contents:
         self._bases = bases
         self._contents: dict[int, Content] = {}
         self._last = 0
+        self._open: set[int] = set()
+        """Extents of which tenants share something: there is nothing in them but what was
+        registered."""
+        self._lent: list[int] = []
 
     def add(
         self,
@@ -135,16 +163,20 @@ class Contents:
             num_bytes=rank.extent_bytes,
             table=rank.table,
             digest=rank.digest,
-            extent=extent,
+            pieces=Pieces.whole(extent, rank.extent_bytes),
             version=version,
         )
         self._contents[content.number] = content
         return content
 
-    def adopt(self, content: Content) -> None:
-        """One that the daemon before knew, without its users."""
+    def adopt(self, content: Content, open_extents: Iterable[int] = ()) -> None:
+        """One that the daemon before knew, without its users.
+
+        Args: open_extents: as `open_of` said of it.
+        """
         self._contents[content.number] = content
         self._last = max(self._last, content.number)
+        self._open |= set(content.extents if content.is_base else open_extents)
 
     def attach(self, rank: Rank, content: Content) -> None:
         assert rank.content is None
@@ -162,6 +194,7 @@ class Contents:
         if content.users:
             return None
         del self._contents[content.number]
+        self._open &= {extent for each in self.all() for extent in each.extents}
         return content
 
     def is_known(self, content: Content) -> bool:
@@ -176,7 +209,9 @@ class Contents:
 
     def merge(self, content: Content, twin: Content) -> list[Rank]:
         """The users of `content` are users of its twin from now on. Returns them."""
-        twin.is_base = twin.is_base or len(content.tenants | twin.tenants) > 1
+        if len(content.tenants | twin.tenants) > 1:
+            twin.is_base = True
+            self._open |= set(twin.extents)
         moved = list(content.users)
         for rank in moved:
             self.detach(rank)
@@ -195,7 +230,110 @@ class Contents:
         return is_equal and is_shareable and self._may_meet(first, second)
 
     def _may_meet(self, first: Content, second: Content) -> bool:
-        return first.hash in self._bases or len(first.tenants | second.tenants) == 1
+        if len(first.tenants | second.tenants) == 1:
+            return True
+        return self._is_registered(first) and self._is_registered(second)
+
+    def _is_registered(self, content: Content) -> bool:
+        """And there is nothing else in its memory: it was not composed before it was."""
+        return content.hash in self._bases and not content.is_composed
+
+    # --- equal in part ---
+
+    def may_compose(self, content: Content) -> bool:
+        """It can never change, is in host memory, and nobody else refers to its memory.
+
+        What is registered stays in memory where there is nothing else: other tenants may come.
+        """
+        is_base = content.is_base or content.hash in self._bases
+        return (
+            self._is_source(content)
+            and not is_base
+            and not content.is_composed
+            and content.extent is not None
+            and self.holders(content.extent) == [content]
+        )
+
+    def sources_of(self, content: Content) -> list[Content]:
+        """To whose memory it may refer, the oldest first."""
+        return [
+            each
+            for each in self.all()
+            if each is not content and self._is_source(each) and self._may_refer(content, each)
+        ]
+
+    def _is_source(self, content: Content) -> bool:
+        is_here = self.is_known(content) and content.state is State.HOST
+        return is_here and content.is_immutable and content.hash != ""
+
+    def _may_refer(self, content: Content, source: Content) -> bool:
+        return self._is_registered(source) or len(content.tenants | source.tenants) == 1
+
+    def compose(self, content: Content, pieces: Pieces, sources: Iterable[Content]) -> Pieces:
+        """It lies there from now on; hold each extent. Returns: where it lay, to give up.
+
+        Args: sources: whose memory is some of that.
+        """
+        assert pieces.num_bytes == content.num_bytes
+        for source in sources:
+            if self._is_registered(source):
+                self._open |= set(source.extents) & set(pieces.extents)
+        before, content.pieces = content.pieces, pieces
+        content.is_composed = True
+        return before
+
+    def move(self, content: Content, pieces: Pieces, extent: int, before: int) -> None:
+        """The same bytes of an extent lie in another one from now on."""
+        assert pieces.num_bytes == content.num_bytes
+        content.pieces = pieces
+        if before in self._open:
+            self._open.add(extent)
+
+    def holders(self, extent: int) -> list[Content]:
+        """Who refers to something in it."""
+        return [content for content in self.all() if extent in content.extents]
+
+    def live(self, extent: int) -> list[tuple[int, int]]:
+        """What of it somebody refers to: disjoint ranges [start, end), sorted."""
+        return union(
+            (piece.start, piece.start + piece.num_bytes)
+            for content in self.holders(extent)
+            for piece in content.pieces
+            if piece.extent == extent
+        )
+
+    def beside(self, content: Content) -> list[Content]:
+        """The others that have some memory in common with it."""
+        extents = set(content.extents)
+        return [c for c in self.all() if c is not content and not extents.isdisjoint(c.extents)]
+
+    def shared(self) -> dict[int, Shared]:
+        """By number: what of a content other contents hold, too."""
+        return shared((content.number, content.pieces) for content in self.all())
+
+    def saved_bytes(self) -> int:
+        """How much less lies in host memory, because contents share what is equal in part."""
+        here = [content for content in self.all() if content.pieces]
+        every = {extent for content in here for extent in content.extents}
+        held = sum(end - start for extent in every for start, end in self.live(extent))
+        return sum(content.num_bytes for content in here) - held
+
+    def open_of(self, content: Content) -> list[int]:
+        """Extents of it of which tenants share something."""
+        return sorted(set(content.extents) & self._open)
+
+    def place(self, content: Content, extent: int) -> None:
+        """It lies there, and there alone."""
+        content.pieces, content.is_composed = Pieces.whole(extent, content.num_bytes), False
+        if content.is_base:
+            self._open.add(extent)
+
+    def lend(self, extent: int) -> None:
+        """It is being filled, to be a content's."""
+        self._lent.append(extent)
+
+    def give_back(self, extent: int) -> None:
+        self._lent.remove(extent)
 
     def all(self) -> list[Content]:
         """Oldest first."""
@@ -219,7 +357,20 @@ class Contents:
         ]
 
     def extents(self) -> list[int]:
-        return [content.extent for content in self.all() if content.extent is not None]
+        """Each as often as somebody holds it."""
+        return self._lent + [extent for content in self.all() for extent in content.extents]
+
+    def freed_by(self, leaving: Iterable[Content], num_holders: Callable[[int], int]) -> set[int]:
+        """The extents that nobody holds any more, once these are in host memory no more.
+
+        Args: num_holders: of an extent, whoever they are.
+        """
+        going = set(leaving)
+        extents = {extent for content in going for extent in content.extents}
+        holders = {extent: self.holders(extent) for extent in extents}
+        return {
+            e for e, of in holders.items() if len(of) == num_holders(e) and going.issuperset(of)
+        }
 
     def nvme_used_bytes(self) -> int:
         """What is there in whole, or is being written there."""
@@ -227,6 +378,7 @@ class Contents:
         return sum(content.num_bytes for content in self.all() if content.state in below)
 
     def states(self) -> list[ContentState]:
+        in_part = self.shared()
         return [
             ContentState(
                 num_bytes=content.num_bytes,
@@ -237,9 +389,15 @@ class Contents:
                 in_host=content.state not in ON_NVME,
                 on_nvme=content.state in ON_NVME,
                 model=content.users[0].model,
+                shared_bytes=in_part.get(content.number, _NOTHING).num_bytes,
+                shared_with=self._users_of(in_part.get(content.number, _NOTHING)),
             )
             for content in self.all()
         ]
+
+    def _users_of(self, others: Shared) -> list[str]:
+        users = (rank for number in others.numbers for rank in self._contents[number].users)
+        return sorted({str(rank.wpg.key) for rank in users})
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant of this module does not hold."""
@@ -249,7 +407,14 @@ class Contents:
             assert all(rank.content is content for rank in content.users)
             assert len(set(content.users)) == len(content.users)
             assert content.digest, f"{content} is not whole"
-            assert content.extent is not None or content.state is State.SPILLED, content
+            assert bool(content.pieces) is (content.state is not State.SPILLED), content
+            assert content.pieces.num_bytes in {0, content.num_bytes}, f"{content} is in part"
+            assert len(content.extents) <= MAX_PIECE_SOURCES, f"{content} is all over the place"
             jobs = {rank.wpg.key.job_key for rank in content.users}
             assert len(jobs) == 1 or content.is_immutable, f"{content} can be written by another"
             assert len(content.tenants) == 1 or content.is_base, f"{content} is shared"
+        for extent in {extent for content in self.all() for extent in content.extents}:
+            holders = self.holders(extent)
+            assert len(holders) == 1 or all(content.is_immutable for content in holders)
+            tenants = {tenant for content in holders for tenant in content.tenants}
+            assert len(tenants) == 1 or extent in self._open, f"extent {extent} is shared"

@@ -142,11 +142,6 @@ class Rank:
         return self.table.tensors
 
     @property
-    def source(self) -> int | None:
-        """The extent that its host copy is read from."""
-        return self.extent if self.content is None else self.content.extent
-
-    @property
     def copy_state(self) -> State:
         """Where its host copy is, whoever else it belongs to."""
         return self.state if self.content is None else self.content.state

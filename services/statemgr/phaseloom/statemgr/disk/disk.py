@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import xxhash
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.hugepages import make_huge
 from phaseloom.common.statewire import DiskPath
@@ -56,11 +56,14 @@ class Disk:
         self,
         file: BlockFile,
         offset: int,
-        memory: memoryview,
+        memory: Source,
+        num_bytes: int,
         cancelled: threading.Event,
+        *,
         has: Callable[[int, bytes], bool] | None = None,
     ) -> bytes:
-        """Returns: the checksums of its blocks. Raises: OSError. Cancelled.
+        """The beginning of `memory`. Returns: the checksums of its blocks. Raises: OSError.
+        Cancelled.
 
         Args: has: whether a block, by number and checksum, is on the disk already.
         """
@@ -76,7 +79,7 @@ class Disk:
                 file.write(block, offset + start)
             return taken or checksum(block)
 
-        return b"".join(_each_block(len(memory), BLOCK_BYTES, write, cancelled))
+        return b"".join(_each_block(num_bytes, BLOCK_BYTES, write, cancelled))
 
     def read(
         self, files: Files, place: Place, memory: memoryview, cancelled: threading.Event

@@ -17,11 +17,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, combined
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.versionparts import check_part
@@ -139,7 +139,7 @@ class StateDirectory:
         self,
         path: Path,
         header: StateHeader,
-        memories: list[memoryview],
+        memories: Sequence[Source],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         """Put a file in place, whole and fsynced.
@@ -202,7 +202,7 @@ class StateDirectory:
             yield files
 
     def write_seal(
-        self, path: Path, header: StateHeader, memories: list[memoryview], before: Path | None
+        self, path: Path, header: StateHeader, memories: Sequence[Source], before: Path | None
     ) -> tuple[StateHeader, int]:
         """As `write`, but for what the seal `before` holds already.
 
@@ -229,7 +229,7 @@ class StateDirectory:
             raise unwritable(path, header, error) from error
         return written, written.bytes_from(0)
 
-    def _base(self, header: StateHeader, memories: list[memoryview], before: Path) -> Base | None:
+    def _base(self, header: StateHeader, memories: Sequence[Source], before: Path) -> Base | None:
         """What the new file may refer to; None: write it whole."""
         base = self.base_before(header, before)
         return base if base is not None and base.has_some(header, memories) else None
@@ -279,7 +279,7 @@ class StateDirectory:
         self,
         half_written: Path,
         header: StateHeader,
-        memories: list[memoryview],
+        memories: Sequence[Source],
         path: Path,
         cancelled: threading.Event,
         *,
@@ -316,7 +316,7 @@ class StateDirectory:
         self,
         file: BlockFile,
         place: Place,
-        memory: memoryview,
+        memory: Source,
         cancelled: threading.Event,
         base: Base | None,
     ) -> bytes:
@@ -324,7 +324,7 @@ class StateDirectory:
         if base is not None and base.has_all(part, place.index):
             return base.blocks(place.index)
         has = None if base is None else partial(base.has, place.index)
-        blocks = self.disk.write(file, place.offset, memory[: part.num_bytes], cancelled, has)
+        blocks = self.disk.write(file, place.offset, memory, part.num_bytes, cancelled, has=has)
         if part.digest and combined(blocks) != part.digest:
             raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
         return blocks

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from phaseloom.common import metrics
+from phaseloom.common.blockhash import Source
 from phaseloom.common.contained import contained
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import Peer, close_fds
@@ -20,6 +21,7 @@ from phaseloom.common.statewire import (
     CopyFrom,
     CopyIn,
     CopyOut,
+    DeploymentState,
     LetGo,
     StateMessage,
     StillMapped,
@@ -30,6 +32,7 @@ from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.layout import Layouts
+from phaseloom.statemgr.core.pieces import Pieces
 from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
@@ -90,6 +93,10 @@ class Node:
         """Called with a content that is new, or in host memory again."""
         self.on_content_gone: Callable[[Content], None] = lambda content: None
         """Called as a content's last user leaves."""
+        self.on_pieces_left: Callable[[list[int]], None] = lambda extents: None
+        """Called with extents that one of several contents has left."""
+        self.on_doubt: Callable[[list[Content]], None] = lambda contents: None
+        """Called with contents that have memory in common with one that proved bad."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -222,13 +229,12 @@ class Node:
                 self.leave_content(rank)
         self.announce()
 
-    def copy_of(self, rank: Rank) -> memoryview:
+    def copy_of(self, rank: Rank) -> Source:
         """Its host copy, which is in host memory; to read only."""
-        assert rank.source is not None
-        extent = self.memory[rank.source]
-        if rank.content is None:
-            return extent.view(rank.extent_bytes)
-        return extent.readable(rank.extent_bytes)
+        if rank.content is not None:
+            return self.memory.read(rank.content.pieces)
+        assert rank.extent is not None
+        return self.memory[rank.extent].view(rank.extent_bytes)
 
     def leave_content(self, rank: Rank) -> None:
         """It refers to its content no more; with its last user the content goes."""
@@ -238,10 +244,26 @@ class Node:
 
     def free_content(self, content: Content) -> None:
         """What it held, now that it is gone from the books."""
-        if content.extent is not None:
-            self.memory.free(content.extent)
-            content.extent = None
+        self.free_pieces(content.unplace())
         self.on_content_gone(content)
+
+    def free_pieces(self, pieces: Pieces) -> None:
+        """What a content lay in, and lies in no more."""
+        for extent in pieces.extents:
+            self.memory.free(extent)
+        in_use = self.memory.arena.extents_in_use()
+        left = [extent for extent in pieces.extents if extent in in_use]
+        if left:
+            self.on_pieces_left(left)
+
+    def lose_content(self, content: Content, why: str) -> None:
+        """What nobody has whole any more takes all who refer to it with it, and casts a doubt on
+        what has memory in common with it."""
+        beside = self.contents.beside(content)
+        for wpg in content.wpgs:
+            self.retire(wpg, why)
+        if beside:
+            self.on_doubt(beside)
 
     def announce(self) -> None:
         """Something changed that somebody may wait for."""
@@ -303,12 +325,16 @@ class Node:
         """By host copies that are on NVMe instead of in host memory."""
         return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
 
+    def deployments(self) -> list[DeploymentState]:
+        in_part = self.contents.shared()
+        return self.residency.deployments({n: each.num_bytes for n, each in in_part.items()})
+
     def owned_bytes(self) -> tuple[int, int]:
         """Host copies and versions, in host memory and below: at each owner, and what they take."""
-        owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
+        owned = sum(d.host_bytes + d.nvme_bytes for d in self.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
-        return owned, owned - twice
+        return owned, owned - twice - self.contents.saved_bytes()
 
     def _num_owners(self, content: Content) -> int:
         version = self.versions.find(content.version) if content.version else None

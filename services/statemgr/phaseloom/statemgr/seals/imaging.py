@@ -5,9 +5,17 @@ Blocking, and as fast as memory: call it in a thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum, combined, each_part
+from phaseloom.common.blockhash import (
+    BLOCK_BYTES,
+    CHECKSUM_BYTES,
+    Source,
+    checksum,
+    combined,
+    each_part,
+)
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Place,
@@ -27,7 +35,7 @@ def image_bytes(header: StateHeader) -> int:
     return _layout(header)[1]
 
 
-def write_image(image: memoryview, header: StateHeader, memories: list[memoryview]) -> StateHeader:
+def write_image(image: memoryview, header: StateHeader, memories: Sequence[Source]) -> StateHeader:
     """Copy every part, and take its checksums on the way.
 
     Args:    header: where it has a digest, the memory must have that.
@@ -52,7 +60,7 @@ def write_image(image: memoryview, header: StateHeader, memories: list[memoryvie
     return written
 
 
-def _copy_block(target: memoryview, source: memoryview, start: int, end: int) -> bytes:
+def _copy_block(target: memoryview, source: Source, start: int, end: int) -> bytes:
     copy(target[start:end], source[start:end])
     return checksum(target[start:end])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -42,14 +42,19 @@ class ContentMoves:
 
         Args: after_s: as of `Residency.spillable`.
         """
-        arena = self._node.memory.arena
-        return [
-            content
-            for content in self._node.contents.spillable(after_s)
-            if self.moves.end_of(content) is None
-            and content.extent is not None
-            and arena.num_holders(content.extent) == 1
-        ]
+        contents = self._node.contents
+        able = [c for c in contents.spillable(after_s) if self.moves.end_of(c) is None]
+        below = [content for content in contents.all() if content.state is State.SPILLING]
+        freed = self._freed_by([*able, *below])
+        # What it shares with one that stays is there all the same.
+        return [content for content in able if not freed.isdisjoint(content.extents)]
+
+    def room_bytes(self, contents: Iterable[Content]) -> int:
+        """How much host memory is free once all of these are down."""
+        return sum(map(self._node.memory.arena.size_of, self._freed_by(contents)))
+
+    def _freed_by(self, contents: Iterable[Content]) -> set[int]:
+        return self._node.contents.freed_by(contents, self._node.memory.arena.num_holders)
 
     async def spill(self, content: Content) -> None:
         """Raises: ResourceError: it stays in host memory."""
@@ -78,13 +83,13 @@ class ContentMoves:
 
     async def _spill(self, move: Move[Content]) -> None:
         node, content = self._node, move.what
-        if content.extent is None:
+        if not content.pieces:
             raise ResourceError(f"{content} is not needed any more")
         header = StateHeader(
             *("content", content.owner, content.applied, content.num_bytes),
             *(content.tensors, content.digest),
         )
-        memory = node.memory[content.extent].readable(content.num_bytes)
+        memory = node.memory.read(content.pieces)
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 await asyncio.to_thread(
@@ -92,7 +97,7 @@ class ContentMoves:
                 )
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                self._lose(content, "its host copy is bad")
+                node.lose_content(content, "its host copy is bad")
             elif node.contents.is_known(content):
                 node.contents.step(content, Step.SPILL_FAILED)
             raise
@@ -105,9 +110,7 @@ class ContentMoves:
         # Its descriptor, which the agent has too, goes only after the books say where it is.
         await node.keeper.record()
         await sharing.let_go(node, list(content.users))
-        if content.extent is not None:
-            node.memory.free(content.extent)
-            content.extent = None
+        node.free_pieces(content.unplace())
         await node.keeper.record()
 
     async def _lift(self, reserve: Reserve, move: Move[Content]) -> None:
@@ -116,18 +119,17 @@ class ContentMoves:
         if move.cancelled.is_set() or not node.contents.is_known(content):
             node.memory.free(extent)
             raise ResourceError(f"{content} is not wanted any more", code=Code.ABORTED)
-        content.extent = extent
+        node.contents.place(content, extent)
         node.contents.step(content, Step.LIFT_BEGUN)
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 await asyncio.to_thread(self._read, content, node.memory[extent], move.cancelled)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                self._lose(content, f"its state on NVMe is bad: {error}")
+                node.lose_content(content, f"its state on NVMe is bad: {error}")
             elif node.contents.is_known(content):
                 node.contents.step(content, Step.LIFT_FAILED)
-                content.extent = None
-                node.memory.free(extent)
+                node.free_pieces(content.unplace())
             raise
         if not node.contents.is_known(content):
             raise ResourceError(f"{content} is not needed any more")
@@ -164,11 +166,6 @@ class ContentMoves:
                 return
         assert refusal is not None
         raise refusal
-
-    def _lose(self, content: Content, why: str) -> None:
-        """What nobody has whole any more takes all who refer to it with it."""
-        for wpg in content.wpgs:
-            self._node.retire(wpg, why)
 
     def _give_up(self, content: Content) -> None:
         """Its last user has left."""

@@ -2,7 +2,8 @@
 
 A frozen rank's heap changes by `load_state` and `sync_weights` only. As long as its seq is that of
 its host copy there is nothing to copy out; what it has written goes to memory of its own, which
-becomes another content. Contents are hashed in the background; equal ones become one.
+becomes another content. Contents are hashed in the background; equal ones become one, and those
+that are equal in part hold that part once.
 
 Nothing here overwrites a content: whoever refers to it may be reading.
 """
@@ -12,19 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 from blake3 import blake3
 
-from phaseloom.common.blockhash import digest_of
+from phaseloom.common.blockhash import Source, digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import Copied, CopyOut
+from phaseloom.common.statewire import Copied, CopyOut, HeapPiece
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.composing import Composing
 
 log = logging.getLogger(__name__)
 
@@ -121,12 +124,19 @@ async def _copied_out(node: Node, rank: Rank, *, release: bool) -> Copied:
     return copied
 
 
-def source_of(node: Node, rank: Rank) -> list[int]:
-    """What an order to copy in brings: the descriptor to read from, where the rank keeps none."""
+def source_of(node: Node, rank: Rank) -> tuple[list[HeapPiece], list[int]]:
+    """What an order to copy in brings where the rank keeps nothing mapped: the descriptors to read
+    from, and where in these the heap lies, unless that is the beginning of one."""
     if not rank.frozen:
-        return []
-    assert rank.source is not None
-    return [node.memory[rank.source].read_only_fd]
+        return [], []
+    assert rank.content is not None
+    pieces = rank.content.pieces
+    sources = {extent: index for index, extent in enumerate(pieces.extents)}
+    placed = [] if pieces.extent is not None else list(pieces)
+    return (
+        [HeapPiece(sources[piece.extent], piece.start, piece.num_bytes) for piece in placed],
+        [node.memory[extent].read_only_fd for extent in sources],
+    )
 
 
 def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
@@ -180,7 +190,7 @@ async def let_go(node: Node, ranks: Iterable[Rank]) -> None:
 
 
 class Sharing:
-    """Finds contents that are equal. `start` it in a task group."""
+    """Finds contents that are equal, whole or in part. `start` it in a task group."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -188,13 +198,17 @@ class Sharing:
         """Hashing is nobody's hurry: it takes one core at most."""
         self._tasks: asyncio.TaskGroup
         self._stopped = threading.Event()
+        self._composing = Composing(node, self._stopped)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         self._node.on_content = self._identify_later
+        self._node.on_pieces_left = self._pack_later
+        self._node.on_doubt = self._verify_later
 
     def stop(self) -> None:
         self._stopped.set()
+        self._node.announce()
 
     def _identify_later(self, content: Content) -> None:
         if content.version is None:
@@ -209,15 +223,63 @@ class Sharing:
             if not content.hash:
                 await self._take_hash(content)
             if content.hash and not self._stopped.is_set():
-                await self._merge(content)
+                content = await self._merge(content)
         await self._node.keeper.record()
+        if await self._once_there_is_room(partial(self._composing.compose, content)):
+            await let_go(self._node, list(content.users))
+            await self._node.keeper.record()
+        await self._pack(list(content.extents))
+
+    async def _once_there_is_room(self, save: Callable[[], Awaitable[bool]]) -> bool:
+        """What saves memory takes some first: where there is none, it waits for others to go."""
+        arena, needed = self._node.memory.arena, 0
+
+        def is_time(num_bytes: int) -> bool:
+            return self._stopped.is_set() or arena.free_bytes >= num_bytes
+
+        while True:
+            await self._node.until(partial(is_time, needed))
+            if self._stopped.is_set():
+                return False
+            try:
+                async with self._one_at_a_time:
+                    return await save()
+            except ResourceError as error:
+                log.info("not now: %s", error)
+                needed = int(error.info.details.get("needed_bytes", 0)) or arena.budget_bytes
+
+    def _pack_later(self, extents: list[int]) -> None:
+        if not self._stopped.is_set():
+            self._tasks.create_task(self._pack(extents))
+
+    async def _pack(self, extents: list[int]) -> None:
+        for extent in extents:
+            users = [user for c in self._node.contents.holders(extent) for user in c.users]
+            if await self._once_there_is_room(partial(self._composing.pack, extent)):
+                await self._node.keeper.record()
+                await let_go(self._node, users)
+
+    def _verify_later(self, contents: list[Content]) -> None:
+        if not self._stopped.is_set():
+            self._tasks.create_task(self._verify(contents))
+
+    async def _verify(self, contents: list[Content]) -> None:
+        """Every load would find out, too, but lives that nothing can load are over."""
+        for content in contents:
+            async with self._one_at_a_time:
+                if not self._is_above(content):
+                    continue
+                memory = self._node.memory.read(content.pieces)
+                if await asyncio.to_thread(digest_of, memory) != content.digest:
+                    for wpg in content.wpgs:
+                        self._node.retire(wpg, "its host copy is bad")
 
     async def _freeze(self, content: Content) -> bool:
         """Only what can never change any more has a hash."""
         for _ in range(_FREEZE_TRIES):
             if not self._is_above(content) or content.is_immutable:
                 return True
-            assert content.extent is not None
+            assert content.extent is not None, "composed is what is immutable"
             content.is_immutable = self._node.memory[content.extent].freeze()
             if not content.is_immutable:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
@@ -225,8 +287,7 @@ class Sharing:
 
     async def _take_hash(self, content: Content) -> None:
         if self._is_above(content) and content.is_immutable:
-            assert content.extent is not None
-            memory = self._node.memory[content.extent].readable(content.num_bytes)
+            memory = self._node.memory.read(content.pieces)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
             # What a rank said of it is verified before others come to depend on it.
             if known and await asyncio.to_thread(digest_of, memory) != content.digest:
@@ -238,7 +299,8 @@ class Sharing:
     def _is_above(self, content: Content) -> bool:
         return self._node.contents.is_known(content) and content.state not in ON_NVME
 
-    async def _merge(self, content: Content) -> None:
+    async def _merge(self, content: Content) -> Content:
+        """Returns: what its users refer to then."""
         node, contents = self._node, self._node.contents
         while contents.is_known(content) and (twin := contents.twin(content)) is not None:
             pair = (content, twin)
@@ -254,13 +316,14 @@ class Sharing:
             log.info("%s is the same as %s: held once", gone, kept)
             content = kept
             node.announce()
+        return content
 
 
 def _is_moving(node: Node, contents: tuple[Content, ...]) -> bool:
     return any(c.state in _MOVING and node.contents.is_known(c) for c in contents)
 
 
-def _hash(memory: memoryview, stopped: threading.Event) -> str:
+def _hash(memory: Source, stopped: threading.Event) -> str:
     """Empty: stopped."""
     taken = blake3()
     for start in range(0, len(memory), _HASHED_BYTES):

@@ -177,7 +177,8 @@ async def _copy_in(node: Node, rank: Rank) -> float:
     digest = rank.digest
     assert digest, "nothing is loaded that cannot be verified"
     try:
-        copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
+        pieces, sources = sharing.source_of(node, rank)
+        copied = await node.ask(rank, CopyIn(digest, pieces), sources)
         if copied.digest != digest:
             # Its memory holds something else than was asked for, and it did not notice.
             node.retire(rank.wpg, "it loaded another content than it was told to")
@@ -195,9 +196,11 @@ async def _copy_in(node: Node, rank: Rank) -> float:
 def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
     """No load of it can succeed any more, so the lives that have it are over: what follows them
     begins from a seal."""
-    lost = [rank.wpg] if rank.content is None else rank.content.wpgs
-    for wpg in lost:
-        node.retire(wpg, f"its host copy is bad: {error.info.message}")
+    why = f"its host copy is bad: {error.info.message}"
+    if rank.content is None:
+        node.retire(rank.wpg, why)
+    else:
+        node.lose_content(rank.content, why)
     return ResourceError(
         f"the host copy of {rank} is bad: {error.info.message}",
         code=Code.DATA_LOSS,

@@ -42,7 +42,7 @@ class BadCopy:
                 continue
             self.node.memory.hold(mended.extent)
             self.node.memory.free(self.extent)
-            content.extent = mended.extent
+            self.node.contents.place(content, mended.extent)
 
     def give_up(self) -> None:
         """It is to be had nowhere."""

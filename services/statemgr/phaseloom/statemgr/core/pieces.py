@@ -1,0 +1,349 @@
+"""Where bytes lie that several may refer to: runs of extents, and how two layouts overlap.
+
+Pure. A host copy is a sequence of *pieces*, whose bytes one after another are the heap. Layouts
+say where two host copies may be equal: the same parameter, of the same whole tensor, and rows of it
+that both have, which lie without a gap in either. Whether they are equal only their bytes tell.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from phaseloom.common.statewire import MAX_PIECE_SOURCES, TensorSlot
+from phaseloom.common.tensortable import TensorTable
+
+MIN_PIECE_BYTES = 4096
+"""What is shorter is held by each: a piece costs a copy of its own at every load."""
+WORTH_BYTES = 16 * 1024 * 1024
+"""So much less memory is worth some pieces, however large the whole is;"""
+WORTH_SHARE = 4
+"""or so much of the whole: a quarter."""
+
+
+class Piece(NamedTuple):
+    extent: int
+    start: int
+    num_bytes: int
+
+
+class Run(NamedTuple):
+    """Bytes of one heap, and where another one may have the same."""
+
+    at: int
+    there: int
+    num_bytes: int
+
+
+class Found(NamedTuple):
+    """Bytes of a heap that lie somewhere else, too."""
+
+    at: int
+    piece: Piece
+
+    @property
+    def end(self) -> int:
+        return self.at + self.piece.num_bytes
+
+
+class Pieces:
+    """Immutable; equal where they are the same pieces."""
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self._pieces = tuple(joined(pieces))
+        self._ends = list(accumulate(piece.num_bytes for piece in self._pieces))
+        self.extents = tuple(dict.fromkeys(piece.extent for piece in self._pieces))
+        """Each once."""
+
+    @classmethod
+    def whole(cls, extent: int, num_bytes: int) -> Pieces:
+        """The beginning of one extent."""
+        return cls([Piece(extent, 0, num_bytes)])
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def extent(self) -> int | None:
+        """Whose beginning it is; None: it is no such, or nowhere."""
+        if len(self._pieces) != 1 or self._pieces[0].start:
+            return None
+        return self._pieces[0].extent
+
+    def of(self, start: int, num_bytes: int) -> Iterator[Piece]:
+        """Where these bytes lie."""
+        end = start + num_bytes
+        assert 0 <= start <= end <= self.num_bytes
+        index = bisect_right(self._ends, start)
+        while start < end:
+            piece, until = self._pieces[index], min(self._ends[index], end)
+            skipped = start - (self._ends[index] - piece.num_bytes)
+            yield Piece(piece.extent, piece.start + skipped, until - start)
+            start, index = until, index + 1
+
+    def moved(self, extent: int, places: Sequence[Found]) -> Pieces:
+        """The same bytes, where those of one extent lie elsewhere now.
+
+        Args: places: sorted; `at` is where in the old extent they began. They cover what is here.
+        """
+        starts = [place.at for place in places]
+
+        def moved(piece: Piece) -> Piece:
+            if piece.extent != extent:
+                return piece
+            place = places[bisect_right(starts, piece.start) - 1]
+            assert piece.start + piece.num_bytes <= place.end
+            start = place.piece.start + piece.start - place.at
+            return Piece(place.piece.extent, start, piece.num_bytes)
+
+        return Pieces(map(moved, self._pieces))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces) and self._pieces == other._pieces
+
+    def __hash__(self) -> int:
+        return hash(self._pieces)
+
+    def __repr__(self) -> str:
+        return f"Pieces({list(self._pieces)})"
+
+
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same bytes in as few pieces as can be."""
+    last: Piece | None = None
+    for piece in pieces:
+        if not piece.num_bytes and last is not None:
+            continue
+        if last is None or (last.extent, last.start + last.num_bytes) != piece[:2]:
+            if last is not None:
+                yield last
+            last = piece
+        else:
+            last = Piece(last.extent, last.start, last.num_bytes + piece.num_bytes)
+    if last is not None:
+        yield last
+
+
+NOWHERE = Pieces()
+
+
+def overlaps(mine: TensorTable, theirs: TensorTable) -> list[Run]:
+    """What both layouts have of the same tensors, in the order of the first.
+
+    Cost: O(n log n) in tensors.
+    """
+    by_name = {slot.name: slot for slot in theirs.tensors}
+    found = []
+    for slot in mine.tensors:
+        other = by_name.get(slot.name)
+        run = None if other is None else _overlap(slot, other)
+        if run is not None:
+            found.append(run)
+    return sorted(found)
+
+
+def _overlap(mine: TensorSlot, theirs: TensorSlot) -> Run | None:
+    """The rows that both have of one tensor, where these lie in both without a gap."""
+    if mine.dtype != theirs.dtype or _whole_shape(mine) != _whole_shape(theirs):
+        return None
+    (my_first, my_rows), (first, rows) = _rows(mine), _rows(theirs)
+    if _beside_rows(mine) != _beside_rows(theirs) or not my_rows or not rows:
+        return None
+    row_bytes = mine.num_bytes // my_rows
+    if (my_rows * row_bytes, rows * row_bytes) != (mine.num_bytes, theirs.num_bytes):
+        return None
+    begin, end = max(my_first, first), min(my_first + my_rows, first + rows)
+    if begin >= end or not row_bytes:
+        return None
+    at, there = (begin - my_first) * row_bytes, (begin - first) * row_bytes
+    return Run(mine.offset + at, theirs.offset + there, (end - begin) * row_bytes)
+
+
+def _whole_shape(slot: TensorSlot) -> list[int]:
+    return slot.global_shape or slot.shape
+
+
+def _rows(slot: TensorSlot) -> tuple[int, int]:
+    """The first row, and how many; a scalar is one."""
+    return (slot.start[0] if slot.start else 0), (slot.shape[0] if slot.shape else 1)
+
+
+def _beside_rows(slot: TensorSlot) -> tuple[list[int], list[int]]:
+    """What the slice is in the dims behind the first."""
+    return slot.shape[1:], slot.start[1:] or [0] * len(slot.shape[1:])
+
+
+def find(
+    own: Pieces,
+    mine: TensorTable,
+    others: Sequence[tuple[TensorTable, Pieces]],
+    is_equal: Callable[[int, Piece], bool],
+) -> list[Found]:
+    """Which bytes of a host copy lie in those of others, too, sorted; what overlaps most is asked
+    first.
+
+    Args: own: where it lies now; what lies there is nobody else's find.
+          is_equal: whether its bytes from this place on are those of the piece.
+    """
+    candidates = [(overlaps(mine, table), pieces) for table, pieces in others]
+    candidates.sort(key=lambda each: -sum(run.num_bytes for run in each[0]))
+    found: list[Found] = []
+    extents: set[int] = set()
+    for runs, pieces in candidates:
+        for run in _not_found(runs, found):
+            parts = list(_placed(run, pieces))
+            wanted = {part.piece.extent for part in parts}
+            # One descriptor is for what is its own.
+            if wanted & set(own.extents) or len(extents | wanted) >= MAX_PIECE_SOURCES:
+                continue
+            if all(is_equal(*part) for part in parts):
+                found += parts
+                extents |= wanted
+        found.sort()
+    return _with_gaps(found, is_equal)
+
+
+def _placed(run: Run, pieces: Pieces) -> Iterator[Found]:
+    at = run.at
+    for piece in pieces.of(run.there, run.num_bytes):
+        yield Found(at, piece)
+        at += piece.num_bytes
+
+
+def _not_found(runs: Sequence[Run], found: Sequence[Found]) -> list[Run]:
+    """What of these is not found yet; both sorted."""
+    rest = []
+    index = 0
+    for run in runs:
+        at, end = run.at, run.at + run.num_bytes
+        while index < len(found) and found[index].end <= at:
+            index += 1
+        ahead = index
+        while at < end:
+            begin = found[ahead].at if ahead < len(found) else end
+            if begin > at:
+                until = min(begin, end)
+                rest.append(Run(at, run.there + at - run.at, until - at))
+            if begin >= end:
+                break
+            at, ahead = found[ahead].end, ahead + 1
+    return rest
+
+
+def _with_gaps(found: Sequence[Found], is_equal: Callable[[int, Piece], bool]) -> list[Found]:
+    """With what pads neighbours alike; without what is too short then."""
+    grown: list[Found] = []
+    for each in found:
+        last = grown[-1] if grown else None
+        if last is not None and last.piece.extent == each.piece.extent:
+            gap = each.at - last.end
+            start = last.piece.start + last.piece.num_bytes
+            padding = Piece(last.piece.extent, start, gap)
+            if each.piece.start - start == gap and (not gap or is_equal(last.end, padding)):
+                num_bytes = last.piece.num_bytes + gap + each.piece.num_bytes
+                grown[-1] = Found(last.at, last.piece._replace(num_bytes=num_bytes))
+                continue
+        grown.append(each)
+    return [each for each in grown if each.piece.num_bytes >= MIN_PIECE_BYTES]
+
+
+class Plan(NamedTuple):
+    """How a host copy lies once it refers to what others hold."""
+
+    found: list[Found]
+    own: list[tuple[int, int]]
+    """What it alone has, as ranges [start, end) of the heap, which lie packed in one extent."""
+
+    @property
+    def own_bytes(self) -> int:
+        return sum(end - start for start, end in self.own)
+
+    def pieces(self, extent: int) -> Pieces:
+        """Args: extent: of what is its own."""
+        placed = dict(self.found)
+        start = 0
+        for at, end in self.own:
+            placed[at] = Piece(extent, start, end - at)
+            start += end - at
+        return Pieces(placed[at] for at in sorted(placed))
+
+
+def plan(num_bytes: int, found: list[Found]) -> Plan | None:
+    """None: it is not worth it."""
+    own = []
+    at = 0
+    for each in [*found, Found(num_bytes, Piece(0, 0, 0))]:
+        if each.at > at:
+            own.append((at, each.at))
+        at = each.end
+    planned = Plan(found, own)
+    saved = num_bytes - planned.own_bytes
+    is_worth = saved >= WORTH_BYTES or saved * WORTH_SHARE >= num_bytes
+    return planned if saved and is_worth else None
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes as disjoint ranges [start, end), sorted."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def packed(ranges: Iterable[tuple[int, int]], extent: int) -> list[Found]:
+    """Where these ranges of one extent lie once they are one behind the other in another."""
+    places = []
+    at = 0
+    for start, end in ranges:
+        places.append(Found(start, Piece(extent, at, end - start)))
+        at += end - start
+    return places
+
+
+@dataclass(slots=True)
+class Shared:
+    """What of a host copy others hold, too."""
+
+    num_bytes: int = 0
+    numbers: set[int] = field(default_factory=set)
+    """Of those others."""
+
+
+def shared(contents: Iterable[tuple[int, Pieces]]) -> dict[int, Shared]:
+    """Of each number that refers to bytes to which others of these refer.
+
+    Cost: O(n log n) in pieces.
+    """
+    edges: dict[int, list[tuple[int, int, int]]] = {}
+    for number, pieces in contents:
+        for piece in pieces:
+            each = edges.setdefault(piece.extent, [])
+            each.append((piece.start, 1, number))
+            each.append((piece.start + piece.num_bytes, -1, number))
+    found: dict[int, Shared] = {}
+    for of_extent in edges.values():
+        at, here = 0, dict[int, int]()
+        for place, change, number in sorted(of_extent):
+            if len(here) > 1 and place > at:
+                for each_number in here:
+                    known = found.setdefault(each_number, Shared())
+                    known.num_bytes += place - at
+                    known.numbers |= here.keys() - {each_number}
+            at = place
+            here[number] = here.get(number, 0) + change
+            if not here[number]:
+                del here[number]
+    return found
