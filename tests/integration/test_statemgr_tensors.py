@@ -321,6 +321,7 @@ async def test_memory_with_what_one_tenant_alone_has_is_never_given_to_another(
             d, lambda r: any(str(THIRD) in c.users and len(c.users) == 2 for c in r.contents)
         )
         await visit(foreign, FOREIGN)
+        assert given(foreign[0]) == WHOLE
         await visit(third, THIRD)
 
 
@@ -335,10 +336,42 @@ async def test_registered_model_is_never_composed_of_a_private_one(short_dir: Pa
         visit = Visits(d)
         first = await frozen(d, FIRST, state({}))
         foreign = await frozen(d, FOREIGN, state({}))
-        report = await until(d, lambda r: len(r.contents) == 2)
-        assert report.host_used_bytes == 2 * WHOLE + HEAD
+        await held(d, WHOLE + HEAD)  # the private one is composed of the registered one
         await visit(first, FIRST)
         await visit(foreign, FOREIGN)
+        assert given(foreign[0]) == WHOLE
+
+
+def given(rank: Model) -> int:
+    """Bytes of memory that it was given to load from, whatever of that it needed."""
+    return sum(len(source.buffer) for source in rank.client._copies._sources.values())
+
+
+async def test_registered_model_that_comes_again_is_what_the_others_refer_to(
+    short_dir: Path,
+) -> None:
+    """It is never composed itself: they lean on it, and what they had kept of the first goes."""
+    async with daemon(short_dir) as d:
+        await frozen(d, FIRST, state({}))
+        known = of(await until(d, lambda r: all(c.hash for c in r.contents)), FIRST).hash
+    async with daemon(short_dir, FROZEN_BASES=json.dumps({"a model": [known]})) as d:
+        visit = Visits(d)
+        foreign = await frozen(d, FOREIGN, state({}, head=5))
+        second = await frozen(d, SECOND, state({}, head=6))
+        report = await until(d, lambda r: all(c.hash for c in r.contents))
+        assert report.host_used_bytes == 2 * (WHOLE + HEAD)
+        for incarnation in (1, 2, 3):
+            first = await frozen(d, FIRST, state({}), incarnation=incarnation)
+            await held(d, WHOLE + 2 * HEAD)
+            await visit(first, FIRST, incarnation)
+            for ranks, key in ((foreign, FOREIGN), (second, SECOND)):
+                await visit(ranks, key)
+            await d.agent.drop_wpg(FIRST, incarnation)
+        await visit(foreign, FOREIGN)
+        await d.agent.drop_wpg(FOREIGN, 1)
+        await visit(second, SECOND)
+        await d.agent.drop_wpg(SECOND, 1)
+        assert (await d.agent.status()).host_used_bytes == 0
 
 
 # --- the tier below ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from phaseloom.common.errors import CallerError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import MAX_PIECE_SOURCES, ContentState, TensorSlot
 from phaseloom.common.tensortable import TensorTable
-from phaseloom.statemgr.core.pieces import NOWHERE, Pieces, Shared, shared, union
+from phaseloom.statemgr.core.pieces import NOWHERE, Pieces, Shared, live_bytes, shared, union
 from phaseloom.statemgr.core.residency import (
     ON_NVME,
     TRANSITIONS,
@@ -262,6 +262,28 @@ class Contents:
             if each is not content and self._is_source(each) and self._may_refer(content, each)
         ]
 
+    def leaning(self, whole: Content) -> list[Content]:
+        """Those that were there before this one, and may refer to it: composed ones, instead of
+        what others have left to them; and, as it is never composed itself, where it is registered
+        all that may be."""
+        if not self._is_source(whole) or whole.is_composed:
+            return []
+        others = [each for each in self.all() if each is not whole and self._is_source(each)]
+        return [
+            each
+            for each in others
+            if self._may_refer(each, whole)
+            and (
+                bool(self.left_to(each))
+                if each.is_composed
+                else self._is_registered(whole) and self.may_compose(each)
+            )
+        ]
+
+    def left_to(self, content: Content) -> list[int]:
+        """Its extents to which no content refers whole."""
+        return [e for e in content.extents if all(c.is_composed for c in self.holders(e))]
+
     def _is_source(self, content: Content) -> bool:
         is_here = self.is_known(content) and content.state is State.HOST
         return is_here and content.is_immutable and content.hash != ""
@@ -314,8 +336,7 @@ class Contents:
     def saved_bytes(self) -> int:
         """How much less lies in host memory, because contents share what is equal in part."""
         here = [content for content in self.all() if content.pieces]
-        every = {extent for content in here for extent in content.extents}
-        held = sum(end - start for extent in every for start, end in self.live(extent))
+        held = live_bytes(content.pieces for content in here)
         return sum(content.num_bytes for content in here) - held
 
     def open_of(self, content: Content) -> list[int]:

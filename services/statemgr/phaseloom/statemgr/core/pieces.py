@@ -8,7 +8,8 @@ that both have, which lie without a gap in either. Whether they are equal only t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -257,6 +258,44 @@ def _with_gaps(found: Sequence[Found], is_equal: Callable[[int, Piece], bool]) -
     return [each for each in grown if each.piece.num_bytes >= MIN_PIECE_BYTES]
 
 
+def find_again(
+    own: Pieces,
+    left: Collection[int],
+    runs: Iterable[Run],
+    whole: Pieces,
+    is_equal: Callable[[int, Piece], bool],
+) -> list[Found]:
+    """Which bytes of a composed host copy lie in a whole one, too, sorted.
+
+    Args: left: extents that it may leave: what lies in others stays there.
+          runs: where the layouts of both overlap.
+    """
+    found = []
+    for run in runs:
+        at = run.at
+        for mine in own.of(run.at, run.num_bytes):
+            if mine.extent in left:
+                parts = list(_placed(Run(at, run.there + at - run.at, mine.num_bytes), whole))
+                if all(is_equal(*part) for part in parts):
+                    found += parts
+            at += mine.num_bytes
+    return _with_gaps(found, is_equal)
+
+
+def redirected(own: Pieces, found: Sequence[Found]) -> Pieces:
+    """With what was found there; the rest stays where it is."""
+
+    def every() -> Iterator[Piece]:
+        at = 0
+        for each in found:
+            yield from own.of(at, each.at - at)
+            yield each.piece
+            at = each.end
+        yield from own.of(at, own.num_bytes - at)
+
+    return Pieces(every())
+
+
 class Plan(NamedTuple):
     """How a host copy lies once it refers to what others hold."""
 
@@ -286,10 +325,26 @@ def plan(num_bytes: int, found: list[Found]) -> Plan | None:
         if each.at > at:
             own.append((at, each.at))
         at = each.end
-    planned = Plan(found, own)
-    saved = num_bytes - planned.own_bytes
-    is_worth = saved >= WORTH_BYTES or saved * WORTH_SHARE >= num_bytes
-    return planned if saved and is_worth else None
+    return Plan(found, own) if is_worth(num_bytes, found) else None
+
+
+def is_worth(num_bytes: int, found: Iterable[Found]) -> bool:
+    """Whether a host copy of so many bytes is to refer to these instead."""
+    saved = sum(each.piece.num_bytes for each in found)
+    return saved >= WORTH_BYTES or 0 < num_bytes <= saved * WORTH_SHARE
+
+
+def live_bytes(every: Iterable[Pieces]) -> int:
+    """Of all these, each byte once.
+
+    Cost: O(n log n) in pieces.
+    """
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for pieces in every:
+        for piece in pieces:
+            place = (piece.start, piece.start + piece.num_bytes)
+            ranges.setdefault(piece.extent, []).append(place)
+    return sum(end - start for of_extent in ranges.values() for start, end in union(of_extent))
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -327,9 +382,13 @@ def shared(contents: Iterable[tuple[int, Pieces]]) -> dict[int, Shared]:
 
     Cost: O(n log n) in pieces.
     """
+    every = list(contents)
+    num_holders = Counter(extent for _, pieces in every for extent in pieces.extents)
     edges: dict[int, list[tuple[int, int, int]]] = {}
-    for number, pieces in contents:
+    for number, pieces in every:
         for piece in pieces:
+            if num_holders[piece.extent] == 1:
+                continue
             each = edges.setdefault(piece.extent, [])
             each.append((piece.start, 1, number))
             each.append((piece.start + piece.num_bytes, -1, number))

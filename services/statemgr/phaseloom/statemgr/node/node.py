@@ -331,7 +331,7 @@ class Node:
 
     def owned_bytes(self) -> tuple[int, int]:
         """Host copies and versions, in host memory and below: at each owner, and what they take."""
-        owned = sum(d.host_bytes + d.nvme_bytes for d in self.deployments())
+        owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
         return owned, owned - twice - self.contents.saved_bytes()

@@ -18,8 +18,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from phaseloom.common.blockhash import digest_of
+from phaseloom.common.statewire import MAX_PIECE_SOURCES
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.arena import rounded
 from phaseloom.statemgr.core.contents import Content
@@ -51,32 +53,57 @@ class Composing:
         contents, memory = self._node.contents, self._node.memory
         if not contents.may_compose(content):
             return False
-        sources = contents.sources_of(content)
-        places = [(each, each.pieces) for each in (content, *sources)]
-
-        def is_wanted() -> bool:
-            is_there = all(contents.is_known(c) and c.pieces is pieces for c, pieces in places)
-            return is_there and content.state is State.HOST and not self._stopped.is_set()
-
-        plan = await asyncio.to_thread(_plan, places, self._views(places), is_wanted)
+        places = [(each, each.pieces) for each in (content, *contents.sources_of(content))]
+        is_wanted, views = self._is_wanted(places), self._views(places)
+        plan = await asyncio.to_thread(_plan, places, views, is_wanted)
         if plan is None or not is_wanted():
             return False
-        before = content.pieces
         with self._filling(plan.own_bytes, f"what is {content.owner}'s own") as own:
-            pieces = plan.pieces(own or 0)
             if own is not None:
-                await asyncio.to_thread(_fill, memory[own], self._views(places), before, plan.own)
-            if not is_wanted() or (own is not None and not memory[own].freeze()):
-                return False
-            # Nothing but the books changes from here on, unless that is proved.
-            composed = memory.read(pieces)
-            if await asyncio.to_thread(digest_of, composed) != content.digest or not is_wanted():
-                return False
-            for extent in pieces.extents:
-                memory.hold(extent)
-            contents.compose(content, pieces, sources)
-            self._node.free_pieces(before)
-        log.info("%s refers to others for all but %d bytes", content, plan.own_bytes)
+                await asyncio.to_thread(_fill, memory[own], views, content.pieces, plan.own)
+                if not memory[own].freeze():
+                    return False
+            return await self._refer(places, plan.pieces(own or 0), is_wanted)
+
+    async def lean(self, content: Content, whole: Content) -> bool:
+        """Let a composed one refer to one that came later, where only composed ones hold what it
+        refers to now. Returns: whether it does, for some of it."""
+        contents = self._node.contents
+        if content not in contents.leaning(whole):
+            return False
+        places = [(content, content.pieces), (whole, whole.pieces)]
+        is_wanted, views = self._is_wanted(places), self._views(places)
+        left = frozenset(contents.left_to(content))
+        pieces = await asyncio.to_thread(_lean, places, left, views, is_wanted)
+        if pieces is None or len(pieces.extents) > MAX_PIECE_SOURCES:
+            return False
+        return await self._refer(places, pieces, is_wanted)
+
+    async def _refer(
+        self,
+        places: list[tuple[Content, Pieces]],
+        pieces: Pieces,
+        is_wanted: Callable[[], bool],
+    ) -> bool:
+        """Let the first of these lie there, where others of these do, if it is the same bytes."""
+        node, (content, before) = self._node, places[0]
+        if not is_wanted():
+            return False
+        # Only what the agent has may be in the books.
+        await node.keeper.record()
+        if not is_wanted():
+            return False
+        digest = await asyncio.to_thread(digest_of, node.memory.read(pieces))
+        if not is_wanted():
+            return False
+        if digest != content.digest:
+            node.on_doubt([content])
+            return False
+        for extent in pieces.extents:
+            node.memory.hold(extent)
+        node.contents.compose(content, pieces, [source for source, _ in places[1:]])
+        node.free_pieces(before)
+        log.info("%s lies in %s from now on", content, list(pieces.extents))
         return True
 
     async def pack(self, extent: int) -> bool:
@@ -96,16 +123,17 @@ class Composing:
             return False
 
         def is_wanted() -> bool:
-            is_there = extent in memory.arena.extents_in_use()
-            return is_there and not self._stopped.is_set()
+            return extent in memory.arena.extents_in_use() and not self._stopped.is_set()
 
         view = memory[extent].readable(size)
         with self._filling(live_bytes, "what several hold") as packed:
             assert packed is not None, "its holders refer to something"
             places = planning.packed(live, packed)
-            await asyncio.to_thread(_pack, memory[packed], view, places, is_wanted)
-            if not is_wanted() or not memory[packed].freeze():
+            is_packed = await asyncio.to_thread(_pack, memory[packed], view, places, is_wanted)
+            if not is_packed or not memory[packed].freeze():
                 return False
+            # Only what the agent has may be in the books.
+            await self._node.keeper.record()
             # Some may have left it meanwhile; nobody has come.
             for content in contents.holders(extent):
                 memory.hold(packed)
@@ -113,6 +141,17 @@ class Composing:
                 memory.free(extent)
         log.info("of extent %d %d of %d bytes are left", extent, live_bytes, size)
         return True
+
+    def _is_wanted(self, places: list[tuple[Content, Pieces]]) -> Callable[[], bool]:
+        """Whether all is as it was when it was looked at; from any thread."""
+        contents = self._node.contents
+
+        def is_wanted() -> bool:
+            is_there = all(contents.is_known(c) and c.pieces is pieces for c, pieces in places)
+            is_above = all(content.state is State.HOST for content, _ in places)
+            return is_there and is_above and not self._stopped.is_set()
+
+        return is_wanted
 
     def _views(self, places: list[tuple[Content, Pieces]]) -> Views:
         """They keep the memory, though it may be given up meanwhile."""
@@ -145,24 +184,41 @@ def _plan(
     """Of the first of these, by what the others have. Blocking. None: it is not worth it, or not
     wanted any more."""
     (content, own), *others = places
-
-    def is_equal(at: int, piece: Piece) -> bool:
-        for start in range(0, piece.num_bytes, _STEP_BYTES):
-            if not is_wanted():
-                return False
-            num_bytes = min(_STEP_BYTES, piece.num_bytes - start)
-            if not _is_equal(own, at + start, _part(piece, start, num_bytes), views):
-                return False
-        return True
-
+    is_equal = partial(_is_equal, views, is_wanted, own)
     found = planning.find(own, content.table, [(c.table, p) for c, p in others], is_equal)
     return planning.plan(content.num_bytes, found) if is_wanted() else None
 
 
-def _is_equal(own: Pieces, at: int, piece: Piece, views: Views) -> bool:
-    """Both in one piece: what may be composed lies whole."""
-    (mine,) = own.of(at, piece.num_bytes)
-    return is_same(_view(views, mine), _view(views, piece))
+def _lean(
+    places: list[tuple[Content, Pieces]],
+    left: frozenset[int],
+    views: Views,
+    is_wanted: Callable[[], bool],
+) -> Pieces | None:
+    """Where the first of these lies, if it refers to the second for what lies in extents that it
+    may leave. Blocking. None: as `_plan`."""
+    (content, own), (whole, pieces) = places
+    runs = planning.overlaps(content.table, whole.table)
+    is_equal = partial(_is_equal, views, is_wanted, own)
+    found = planning.find_again(own, left, runs, pieces, is_equal)
+    if not is_wanted() or not planning.is_worth(content.num_bytes, found):
+        return None
+    return planning.redirected(own, found)
+
+
+def _is_equal(
+    views: Views, is_wanted: Callable[[], bool], own: Pieces, at: int, piece: Piece
+) -> bool:
+    """Whether the bytes from a place on are those of the piece. False, too: it is not wanted."""
+    for start in range(0, piece.num_bytes, _STEP_BYTES):
+        if not is_wanted():
+            return False
+        done = start
+        for mine in own.of(at + start, min(_STEP_BYTES, piece.num_bytes - start)):
+            if not is_same(_view(views, mine), _view(views, _part(piece, done, mine.num_bytes))):
+                return False
+            done += mine.num_bytes
+    return True
 
 
 def _part(piece: Piece, start: int, num_bytes: int) -> Piece:
@@ -186,13 +242,17 @@ def _fill(extent: Extent, views: Views, pieces: Pieces, own: list[tuple[int, int
 
 def _pack(
     extent: Extent, before: memoryview, places: list[Found], is_wanted: Callable[[], bool]
-) -> None:
-    """As `_fill`. Every load verifies what comes of it."""
+) -> bool:
+    """As `_fill`. False: it is not wanted any more, or memory does not keep what it is given."""
     target = extent.view(sum(place.piece.num_bytes for place in places))
     for at, piece in places:
         for start in range(0, piece.num_bytes, _STEP_BYTES):
             if not is_wanted():
-                return
+                return False
             num_bytes = min(_STEP_BYTES, piece.num_bytes - start)
             to = piece.start + start
-            copy(target[to : to + num_bytes], before[at + start : at + start + num_bytes])
+            there, here = target[to : to + num_bytes], before[at + start : at + start + num_bytes]
+            copy(there, here)
+            if not is_same(there, here):
+                return False
+    return is_wanted()

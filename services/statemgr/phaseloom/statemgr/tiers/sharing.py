@@ -225,21 +225,37 @@ class Sharing:
             if content.hash and not self._stopped.is_set():
                 content = await self._merge(content)
         await self._node.keeper.record()
-        if await self._once_there_is_room(partial(self._composing.compose, content)):
-            await let_go(self._node, list(content.users))
-            await self._node.keeper.record()
+        await self._refer(content, partial(self._composing.compose, content))
+        for other in self._node.contents.leaning(content):
+            if other.is_composed:
+                await self._refer(other, partial(self._composing.lean, other, content))
+            else:
+                await self._refer(other, partial(self._composing.compose, other))
         await self._pack(list(content.extents))
 
-    async def _once_there_is_room(self, save: Callable[[], Awaitable[bool]]) -> bool:
+    async def _refer(self, content: Content, refer: Callable[[], Awaitable[bool]]) -> None:
+        before = list(content.extents)
+        is_known = partial(self._node.contents.is_known, content)
+        if await self._once_there_is_room(refer, is_known):
+            await self._node.keeper.record()
+            await let_go(self._node, list(content.users))
+            await self._pack(before)
+
+    async def _once_there_is_room(
+        self, save: Callable[[], Awaitable[bool]], is_needed: Callable[[], bool]
+    ) -> bool:
         """What saves memory takes some first: where there is none, it waits for others to go."""
         arena, needed = self._node.memory.arena, 0
 
+        def is_over() -> bool:
+            return self._stopped.is_set() or not is_needed()
+
         def is_time(num_bytes: int) -> bool:
-            return self._stopped.is_set() or arena.free_bytes >= num_bytes
+            return is_over() or arena.free_bytes >= num_bytes
 
         while True:
             await self._node.until(partial(is_time, needed))
-            if self._stopped.is_set():
+            if is_over():
                 return False
             try:
                 async with self._one_at_a_time:
@@ -254,10 +270,17 @@ class Sharing:
 
     async def _pack(self, extents: list[int]) -> None:
         for extent in extents:
-            users = [user for c in self._node.contents.holders(extent) for user in c.users]
-            if await self._once_there_is_room(partial(self._composing.pack, extent)):
-                await self._node.keeper.record()
-                await let_go(self._node, users)
+            await self._pack_one(extent)
+
+    async def _pack_one(self, extent: int) -> None:
+        def holders() -> list[Content]:
+            return self._node.contents.holders(extent)
+
+        users = [user for content in holders() for user in content.users]
+        pack = partial(self._composing.pack, extent)
+        if await self._once_there_is_room(pack, lambda: bool(holders())):
+            await self._node.keeper.record()
+            await let_go(self._node, users)
 
     def _verify_later(self, contents: list[Content]) -> None:
         if not self._stopped.is_set():

@@ -227,10 +227,12 @@ class CudaHeap:
             raise ValueError(f"{num_bytes} bytes of host memory for {self.num_bytes}")
         if not self._range.is_populated:
             self._range.populate()
-        at = 0
+        self._driver.order(DEFAULT_STREAM, self._stream)
+        address = self.address
         for source in sources:
-            self._begin_parts(source, [(0, at, source.nbytes)])
-            at += source.nbytes
+            self._driver.copy_in(address, host_address(source), source.nbytes, self._stream)
+            address += source.nbytes
+        self._driver.order(self._stream, DEFAULT_STREAM)
 
     def finish(self) -> None:
         """Wait until the copies that were begun are done."""
