@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.statewire import ContentState, Role, StatusReport, TensorSlot
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
-from tests.support.statedaemon import POLICY, Daemon, Rank, daemon, emptied, start
+from tests.support.statedaemon import (
+    POLICY,
+    Daemon,
+    Rank,
+    daemon,
+    emptied,
+    flip_in_memory,
+    start,
+)
 
 COLUMNS = 4096
 ROWS = 64
@@ -457,6 +466,65 @@ async def test_bad_file_of_one_ends_nobody_else(short_dir: Path) -> None:
         visit.epoch = 5
         await visit(first, FIRST)
         assert [s.deployment for s in (await d.agent.status()).deployments] == [FIRST]
+
+
+# --- bad memory ----------------------------------------------------------------------------------
+
+UNSEALED = (sys.executable, "-m", "tests.support.unsealed")
+
+
+@pytest.mark.parametrize("key", [FIRST, SECOND])
+async def test_bit_that_flips_in_what_both_have_is_never_loaded(
+    short_dir: Path, key: DeploymentKey
+) -> None:
+    """Whoever finds it, all that refer to it are over, and begin again."""
+    async with daemon(short_dir, launcher=UNSEALED) as d:
+        visit = Visits(d)
+        await composed(d)
+        third = await frozen(d, THIRD, state({"layers.2": 1}, head=3))
+        await held(d, WHOLE + 3 * HEAD + TENSOR)
+        flip_in_memory(d.process.pid, f"the host copy of {FIRST}", HEAD + 2 * TENSOR + 5)
+        visit.epoch += 1
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.switch_in(key, 1, visit.epoch, [])
+        assert caught.value.info.code is Code.DATA_LOSS
+        report = await until(d, lambda r: len(r.deployments) == 1)
+        assert report.deployments[0].deployment == THIRD  # it has another "layers.2"
+        await visit(third, THIRD)
+        again = await frozen(d, key, state({}, head=1), incarnation=2)
+        await visit(again, key, 2)
+        await d.agent.drop_wpg(key, 2)
+        await visit(third, THIRD)
+        await d.agent.drop_wpg(THIRD, 1)
+        assert (await d.agent.status()).host_used_bytes == 0
+
+
+async def test_bit_that_flips_in_what_one_has_alone_ends_that_one(short_dir: Path) -> None:
+    async with daemon(short_dir, launcher=UNSEALED) as d:
+        visit = Visits(d)
+        first, _ = await composed(d)
+        flip_in_memory(d.process.pid, "the host copy: what is", 5)
+        await d.agent.prepare_seal(SECOND, 1, 0)
+        with pytest.raises(ResourceError) as caught:
+            await d.agent.write_seal(SECOND, 1, 0, [])
+        assert caught.value.info.code is Code.DATA_LOSS
+        with pytest.raises(ResourceError):
+            await d.agent.switch_in(SECOND, 1, 1, [])
+        visit.epoch = 2
+        await visit(first, FIRST)
+
+
+async def test_bad_piece_is_not_taken_over_after_a_kill(short_dir: Path) -> None:
+    async with daemon(short_dir, launcher=UNSEALED) as d:
+        visit = Visits(d)
+        first, _ = await composed(d)
+        flip_in_memory(d.process.pid, "the host copy: what is", 5)
+        await d.relaunch()
+        report = await d.agent.status()
+        assert [s.deployment for s in report.deployments] == [FIRST]
+        await visit(first, FIRST)
+        await d.agent.drop_wpg(FIRST, 1)
+        assert (await d.agent.status()).host_used_bytes == 0
 
 
 # --- kills ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
+from phaseloom.common.blockhash import Source, digest_of
 from phaseloom.common.errors import Code, InternalError, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.messages import Durability
@@ -54,7 +54,7 @@ class GatedDirectory(StateDirectory):
         self,
         path: Path,
         header: StateHeader,
-        memories: list[memoryview],
+        memories: Sequence[Source],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         self._wait(cancelled)

@@ -87,6 +87,8 @@ class Content:
     """Tenants share it: it was a registered base when they came to."""
     is_composed: bool = False
     """Some of its pieces lie in what was made for other contents."""
+    is_compared: bool = False
+    """What it has in common with the others that are here was looked for."""
     state: State = State.HOST
     users: list[Rank] = field(default_factory=list)
 
@@ -102,7 +104,7 @@ class Content:
     def unplace(self) -> Pieces:
         """It is in host memory no more. Returns: where it lay."""
         pieces, self.pieces = self.pieces, NOWHERE
-        self.is_composed = False
+        self.is_composed = self.is_compared = False
         return pieces
 
     @property
@@ -255,28 +257,31 @@ class Contents:
         )
 
     def sources_of(self, content: Content) -> list[Content]:
-        """To whose memory it may refer, the oldest first."""
+        """To whose memory it may refer: of two that could refer to each other the newer one does.
+        The oldest first."""
         return [
             each
             for each in self.all()
-            if each is not content and self._is_source(each) and self._may_refer(content, each)
+            if self._is_source(each)
+            and self._may_refer(content, each)
+            and (each.number < content.number or not self.may_compose(each))
+            and each is not content
         ]
 
     def leaning(self, whole: Content) -> list[Content]:
-        """Those that were there before this one, and may refer to it: composed ones, instead of
-        what others have left to them; and, as it is never composed itself, where it is registered
-        all that may be."""
+        """Those that were compared before this one was here, and may refer to it: composed ones
+        instead of what others have left to them."""
         if not self._is_source(whole) or whole.is_composed:
             return []
-        others = [each for each in self.all() if each is not whole and self._is_source(each)]
+        others = [each for each in self.all() if each is not whole and each.is_compared]
         return [
             each
             for each in others
-            if self._may_refer(each, whole)
+            if self._is_source(each)
             and (
-                bool(self.left_to(each))
+                self._may_refer(each, whole) and bool(self.left_to(each))
                 if each.is_composed
-                else self._is_registered(whole) and self.may_compose(each)
+                else self.may_compose(each) and whole in self.sources_of(each)
             )
         ]
 

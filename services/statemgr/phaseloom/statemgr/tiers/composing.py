@@ -45,15 +45,21 @@ class Composing:
         self._node = node
         self._stopped = stopped
 
-    async def compose(self, content: Content) -> bool:
+    async def compose(self, content: Content, only: Content | None = None) -> bool:
         """Let it refer to what others hold of it. Returns: whether it does now.
 
+        Args:   only: the one that was not here when it was compared with the others.
         Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for what is its own.
         """
         contents, memory = self._node.contents, self._node.memory
         if not contents.may_compose(content):
             return False
-        places = [(each, each.pieces) for each in (content, *contents.sources_of(content))]
+        sources = contents.sources_of(content)
+        if only is not None:
+            sources = [each for each in sources if each is only]
+        if not sources:
+            return False
+        places = [(each, each.pieces) for each in (content, *sources)]
         is_wanted, views = self._is_wanted(places), self._views(places)
         plan = await asyncio.to_thread(_plan, places, views, is_wanted)
         if plan is None or not is_wanted():

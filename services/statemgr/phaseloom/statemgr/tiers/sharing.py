@@ -225,13 +225,19 @@ class Sharing:
             if content.hash and not self._stopped.is_set():
                 content = await self._merge(content)
         await self._node.keeper.record()
+        if not content.is_compared:
+            await self._compare(content)
+        await self._pack(list(content.extents))
+
+    async def _compare(self, content: Content) -> None:
+        """With those that are here; those that come later compare themselves."""
         await self._refer(content, partial(self._composing.compose, content))
+        content.is_compared = True
         for other in self._node.contents.leaning(content):
             if other.is_composed:
                 await self._refer(other, partial(self._composing.lean, other, content))
             else:
-                await self._refer(other, partial(self._composing.compose, other))
-        await self._pack(list(content.extents))
+                await self._refer(other, partial(self._composing.compose, other, content))
 
     async def _refer(self, content: Content, refer: Callable[[], Awaitable[bool]]) -> None:
         before = list(content.extents)

@@ -1,0 +1,284 @@
+"""Contents that share what is equal in part, whatever happens in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phaseloom.common.blockhash import digest_of
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import DeploymentKey, NodeId
+from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core.contents import Content
+from phaseloom.statemgr.core.residency import Rank, State
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiers.sharing import Sharing
+
+TENSOR = 4 * 4096
+NAMES = "abcdefgh"
+SIZE = len(NAMES) * TENSOR
+
+
+@dataclass
+class World:
+    node: Node
+    hierarchy: Hierarchy
+    loop: asyncio.AbstractEventLoop
+    ranks: dict[str, Rank] = field(default_factory=dict)
+
+    def add(self, name: str, variants: str = "", tenant: str = "acme") -> Content:
+        """A frozen deployment of its own.
+
+        Args: variants: names of the tensors that are not what everybody's are.
+        """
+        node, key = self.node, DeploymentKey(tenant, "job", name)
+        node.residency.register([name], key, 1, [0], 0)
+        (rank,) = node.residency.current(key, 1).ranks
+        slots = [
+            TensorSlot(each, Role.WEIGHT, "uint8", [TENSOR], at * TENSOR, TENSOR)
+            for at, each in enumerate(NAMES)
+        ]
+        extent = node.memory.reserve(SIZE, name, may_freeze=True)
+        node.residency.register_heap(rank, SIZE, slots, extent)
+        rank.frozen = True
+        self.ranks[name] = rank
+        digest = self.fill(extent, name, variants)
+        node.residency.fill(rank, 1, digest)
+        sharing.settle_copy(node, rank, 1, digest)
+        assert rank.content is not None
+        return rank.content
+
+    def fill(self, extent: int, name: str, variants: str) -> str:
+        memory = self.node.memory[extent].view(SIZE)
+        memory[:] = b"".join(
+            random.Random(f"{name} {each}" if each in variants else each).randbytes(TENSOR)
+            for each in NAMES
+        )
+        return digest_of(memory)
+
+    def write(self, name: str, variants: str) -> None:
+        """Its rank has copied out what it has written."""
+        rank = self.ranks[name]
+        extent = self.node.memory.reserve(SIZE, name, may_freeze=True)
+        rank.extent = extent
+        sharing.settle_copy(self.node, rank, 2, self.fill(extent, f"{name} anew", variants))
+
+    def leave(self, name: str) -> None:
+        self.node.retire(self.ranks.pop(name).wpg, "it leaves")
+
+    async def spill(self, name: str) -> None:
+        content = self.ranks[name].content
+        if content in self.hierarchy.contents.spillable(None):
+            await self.hierarchy.contents.spill(content)
+
+    async def lift(self, name: str) -> None:
+        content = self.ranks[name].content
+        assert content is not None
+        await self.hierarchy.contents.lift(content, self.node.reserve_frozen)
+
+    async def used(self, num_bytes: int) -> None:
+        """Once so many bytes of host memory are."""
+        arena = self.node.memory.arena
+        async with asyncio.timeout(20):
+            while arena.used_bytes != num_bytes:
+                await asyncio.sleep(0)
+
+    def check(self) -> None:
+        """The books agree, and what they say lies where they say."""
+        self.node.validate()
+        for content in self.node.contents.all():
+            if content.pieces and content.state is State.HOST:
+                assert digest_of(self.node.memory.read(content.pieces)) == content.digest
+
+
+@asynccontextmanager
+async def world(
+    directory: Path, room: int = 8 * SIZE, bases: dict[str, str] | None = None
+) -> AsyncIterator[World]:
+    node = Node(NodeId("n"), [SIZE], room, 10.0, frozen_bases=bases)
+    node.reserve_frozen = None  # type: ignore[assignment]
+    hierarchy = Hierarchy(node, await asyncio.to_thread(StateDirectory, directory), 100 * SIZE)
+    finder = Sharing(node)
+    async with asyncio.TaskGroup() as tasks:
+        hierarchy.start(tasks)
+        finder.start(tasks)
+        running = World(node, hierarchy, asyncio.get_running_loop())
+        yield running
+        for name in list(running.ranks):
+            running.check()
+            running.leave(name)
+        await running.used(0)
+        running.check()
+        finder.stop()
+        hierarchy.stop()
+    assert not await asyncio.to_thread(StateDirectory(directory).contents)
+    node.keeper.close()
+    node.memory.close()
+
+
+async def test_what_is_equal_in_part_is_held_once(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        both = [w.add("first"), w.add("second", "cd")]
+        await w.used(SIZE + 2 * TENSOR)
+        assert sorted(content.is_composed for content in both) == [False, True]
+        w.check()
+        assert w.node.contents.saved_bytes() == SIZE - 2 * TENSOR
+
+
+class Interrupting(ThreadPoolExecutor):
+    """Something happens just before, or just after, the thread work of a given number."""
+
+    def __init__(self, number: int, *, is_after: bool, act: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.loop = asyncio.get_running_loop()
+        self.number, self.is_after, self.act = number, is_after, act
+        self.count = 0
+        self.has_acted = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        number, self.count = self.count, self.count + 1
+        if number != self.number or self.has_acted:
+            return super().submit(fn, *args, **kwargs)
+        self.has_acted = True
+
+        def work() -> Any:
+            if self.is_after:
+                done = fn(*args, **kwargs)
+                self._act()
+                return done
+            self._act()
+            return fn(*args, **kwargs)
+
+        return super().submit(work)
+
+    def _act(self) -> None:
+        async def act() -> None:
+            await self.act()
+
+        asyncio.run_coroutine_threadsafe(act(), self.loop).result(20)
+
+
+ACTS = ["first leaves", "second leaves", "first writes", "second writes"]
+ACTS += ["spill first", "spill second"]
+"""What may happen in the middle."""
+
+
+async def act(w: World, what: str) -> None:
+    match what.split():
+        case [name, "leaves"]:
+            w.leave(name)
+        case [name, "writes"]:
+            w.write(name, "e")
+        case ["spill", name]:
+            await w.spill(name)
+    w.check()
+
+
+@pytest.mark.parametrize("what", ACTS)
+@pytest.mark.parametrize("is_after", [False, True])
+async def test_anything_may_happen_between_any_two_steps(
+    tmp_path: Path, what: str, *, is_after: bool
+) -> None:
+    """At every piece of work that a thread does for it, once each."""
+    number, has_acted = 0, True
+    while has_acted:
+        async with world(tmp_path) as w:
+            threads = Interrupting(number, is_after=is_after, act=partial(act, w, what))
+            asyncio.get_running_loop().set_default_executor(threads)
+            w.add("first", "ab")
+            w.add("second", "cd")
+            await _quiet(w)
+            w.check()
+            for name in w.ranks:
+                await w.lift(name)
+            await _quiet(w)
+            num_own = 2 * len(w.ranks)
+            held = {0: 0, 1: SIZE, 2: SIZE + num_own * TENSOR}[len(w.ranks)]
+            assert w.node.memory.arena.used_bytes <= held + SIZE // 2
+            has_acted, number = threads.has_acted, number + 1
+            threads.has_acted = True
+    assert number > 3
+
+
+async def _quiet(w: World) -> None:
+    """Nothing is under way, and nothing is about to begin."""
+    quiet = 0
+    async with asyncio.timeout(20):
+        while quiet < 50:
+            is_busy = w.hierarchy.num_moves or len(asyncio.all_tasks()) > 1
+            quiet = 0 if is_busy else quiet + 1
+            await asyncio.sleep(0)
+
+
+async def test_bad_memory_that_several_refer_to_ends_all_of_them_and_nobody_else(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as w:
+        first, second, third = w.add("first"), w.add("second", "cd"), w.add("third", "a")
+        await w.used(SIZE + 3 * TENSOR)
+        (extent,) = first.extents
+        # What this process sees of it: nobody can write the memory itself any more.
+        w.node.memory[extent].readable(SIZE)[2 * TENSOR] ^= 1
+        with pytest.raises(ResourceError) as caught:
+            await w.hierarchy.contents.spill(third)
+        assert caught.value.info.code is Code.DATA_LOSS
+        async with asyncio.timeout(20):
+            await w.node.until(lambda: len(w.node.contents.all()) == 1)
+        assert w.node.contents.all() == [second]  # its own has another "c"
+        for name in ("first", "third"):
+            assert w.ranks.pop(name).state is State.LOST
+        w.check()
+
+
+async def test_bad_memory_is_not_composed_and_found_out(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        second = w.add("second", "cd")
+        async with asyncio.timeout(20):
+            while not second.hash:
+                await asyncio.sleep(0)
+        (extent,) = second.extents
+        w.node.memory[extent].readable(SIZE)[0] ^= 1
+        first, third = w.add("first"), w.add("third", "cd")
+        await _quiet(w)
+        assert {first.is_composed, third.is_composed, second.is_composed} == {True, False}
+        for content in (first, third):
+            assert digest_of(w.node.memory.read(content.pieces)) == content.digest
+        w.node.on_doubt([first, second, third])
+        await _quiet(w)
+        assert w.ranks.pop("second").state is State.LOST
+        assert w.node.contents.all() == [first, third]
+
+
+async def test_room_is_told_by_what_is_freed_once_all_are_down(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        first, second, third = w.add("first"), w.add("second", "cd"), w.add("third", "a")
+        await w.used(SIZE + 3 * TENSOR)
+        moves = w.hierarchy.contents
+        assert moves.room_bytes([second]) == 2 * TENSOR
+        assert moves.room_bytes([first]) == 0
+        assert moves.room_bytes([first, second, third]) == SIZE + 3 * TENSOR
+        assert moves.spillable(None) == [first, second, third]
+        w.node.residency.begin_use(first.users[0].wpg)
+        assert moves.spillable(None) == [second, third]
+        await moves.spill(second)
+        await w.used(SIZE + TENSOR)
+        w.node.residency.end_use(first.users[0].wpg)
+        await moves.spill(first)
+        await _quiet(w)
+        assert w.node.memory.arena.used_bytes == SIZE + TENSOR  # the third has what both had
+        await w.lift("first")
+        await w.lift("second")
+        await w.used(SIZE + 4 * TENSOR)
+        w.check()
