@@ -62,7 +62,18 @@ REPORT = StatusReport(
             version=None,
             in_host=True,
             on_nvme=False,
-        )
+            shared_bytes=2 * MiB,
+            shared_with=["acme.letters.reward", "acme.sums.reward"],
+        ),
+        ContentState(
+            num_bytes=5 * MiB,
+            hash="",
+            base="",
+            users=["acme.sums.sampler"],
+            version=VERSION,
+            in_host=True,
+            on_nvme=False,
+        ),
     ],
     owned_bytes=30 * MiB,
     held_bytes=24 * MiB,
@@ -73,7 +84,7 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     console = Console(width=200, file=io.StringIO())
     console.print(headline("n0", REPORT), *tables(REPORT), sep="\n")
     assert isinstance(console.file, io.StringIO)
-    head, _, deployment, _, version, _, content = console.file.getvalue().splitlines()
+    head, _, deployment, _, version, _, content, other = console.file.getvalue().splitlines()
     assert "device 0: 8.0 MiB of 64.0 MiB" in head
     assert "host memory: 24.0 MiB of 1.0 GiB" in head
     assert "NVMe (direct): 4.0 MiB of 1.0 TiB" in head
@@ -83,8 +94,10 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]
     told = " ".join(content.split())
     assert told == (
-        "a model (0123456789ab) 3.0 MiB host acme.sums.policy ×2, acme.letters.reference"
+        "a model (0123456789ab) 3.0 MiB host acme.sums.policy ×2, acme.letters.reference "
+        "2.0 MiB: acme.letters.reward, acme.sums.reward"
     )
+    assert " ".join(other.split()) == f"{VERSION} 5.0 MiB host acme.sums.sampler –"
 
 
 async def test_nodes_of_a_mesh_tell_what_they_hold(

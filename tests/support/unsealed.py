@@ -9,7 +9,7 @@ from phaseloom.statemgr import main
 from phaseloom.statemgr.node.memory import Extent
 
 
-def _freeze(extent: Extent) -> bool:
+def _freeze(self: Extent) -> bool:
     """Whoever has it mapped keeps that, as before; only the kernel is not told."""
     return True
 

@@ -169,32 +169,45 @@ def copy_pieces_hashed(sources: Sequence[memoryview], target: memoryview) -> str
     target_address = _address(target)
     addresses = [_address(source) for source in sources]
 
-    def part(at: int, index: int, start: int, num_bytes: int) -> memoryview:
-        ctypes.memmove(target_address + at, addresses[index] + start, num_bytes)
-        return target[at : at + num_bytes]
+    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
+        to = target_address + at
+        for index, start, num_bytes in parts:
+            ctypes.memmove(to, addresses[index] + start, num_bytes)
+            to += num_bytes
+        return [target[at : to - target_address]]
 
-    return _hashed_pieces(sources, part)
+    return _hashed_pieces(sources, chunk)
 
 
 def hashed_pieces(sources: Sequence[memoryview]) -> str:
     """The digest of these, one after another."""
-    return _hashed_pieces(sources, lambda _, index, at, num: sources[index][at : at + num])
+
+    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
+        return [sources[index][start : start + num_bytes] for index, start, num_bytes in parts]
+
+    return _hashed_pieces(sources, chunk)
 
 
 def _hashed_pieces(
-    sources: Sequence[memoryview], part: Callable[[int, int, int, int], memoryview]
+    sources: Sequence[memoryview],
+    chunk: Callable[[int, Iterable[tuple[int, int, int]]], list[memoryview]],
 ) -> str:
-    """Args: part: the bytes at a place of the whole, from which source, where in that, how many."""
+    """Args: chunk: what is to be hashed at a place of the whole: parts of sources, each its index,
+    where in it, how many bytes."""
     ends = list(accumulate(map(len, sources)))
 
-    def block(at: int, end: int) -> bytes:
-        taken = xxhash.xxh3_64()
+    def parts(at: int, end: int) -> Iterator[tuple[int, int, int]]:
         index = bisect_right(ends, at)
         while at < end:
-            until = min(at + _CHUNK_BYTES, ends[index], end)
-            taken.update(part(at, index, at - ends[index] + len(sources[index]), until - at))
-            index += until == ends[index]
-            at = until
+            until = min(ends[index], end)
+            yield index, at - ends[index] + len(sources[index]), until - at
+            at, index = until, index + 1
+
+    def block(start: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        for at in range(start, end, _CHUNK_BYTES):
+            for memory in chunk(at, parts(at, min(at + _CHUNK_BYTES, end))):
+                taken.update(memory)
         return bytes(taken.digest())
 
     return combined(b"".join(each_part(ends[-1] if ends else 0, BLOCK_BYTES, block)))

@@ -143,6 +143,8 @@ def overlaps(mine: TensorTable, theirs: TensorTable) -> list[Run]:
 
     Cost: O(n log n) in tensors.
     """
+    if mine == theirs:
+        return sorted(Run(s.offset, s.offset, s.num_bytes) for s in mine.tensors if s.num_bytes)
     by_name = {slot.name: slot for slot in theirs.tensors}
     found = []
     for slot in mine.tensors:
@@ -199,13 +201,13 @@ def find(
     candidates = [(overlaps(mine, table), pieces) for table, pieces in others]
     candidates.sort(key=lambda each: -sum(run.num_bytes for run in each[0]))
     found: list[Found] = []
-    extents: set[int] = set()
+    extents, mine_alone = set[int](), set(own.extents)
     for runs, pieces in candidates:
         for run in _not_found(runs, found):
             parts = list(_placed(run, pieces))
             wanted = {part.piece.extent for part in parts}
             # One descriptor is for what is its own.
-            if wanted & set(own.extents) or len(extents | wanted) >= MAX_PIECE_SOURCES:
+            if wanted & mine_alone or len(extents | wanted) >= MAX_PIECE_SOURCES:
                 continue
             if all(is_equal(*part) for part in parts):
                 found += parts
