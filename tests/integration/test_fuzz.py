@@ -4,6 +4,9 @@ Ten thousand messages, made by hypothesis from sound ones and from nothing: oper
 with values replaced, removed and repeated, garbage, deep nesting, huge numbers, wrong types, wrong
 content types, seqs twice and far ahead, subjects that are none. Nothing may end a service, be
 answered as an error of ours, or keep a sound job from going on.
+
+Hypothesis draws from the constants of all modules that are imported, too: a run of all tests makes
+another storm than one of this file, each time the same.
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ from phaseloom.common.messages import (
     Args,
     Checkpoint,
     Completion,
+    DeploymentSpec,
     LoadState,
     LoadStateResult,
+    ModelSpec,
     Outcome,
     PublishWeights,
     SaveState,
@@ -280,6 +282,14 @@ async def test_loading_a_checkpoint_of_another_model_is_refused_and_changes_noth
     assert done.error is not None
     assert done.error.code is Code.FAILED_PRECONDITION
     assert await sha(node, policy, "still-mine") == before
+
+
+async def test_noop_backend_loads_what_it_has_saved(node: TestNode) -> None:
+    spec = DeploymentSpec("noop", policy_spec().pool, "noop", ModelSpec({"num_floats": 3}))
+    policy, _ = await node.start_wpg(spec)
+    expected = await sha(node, policy, "name")
+    loaded = await node.run(policy, 1, LoadState("name"))
+    assert loaded.result == LoadStateResult(expected), loaded.error
 
 
 async def test_checkpoint_that_cannot_be_written_fails_alone(node: TestNode) -> None:
