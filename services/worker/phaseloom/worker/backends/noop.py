@@ -11,9 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from math import prod
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from phaseloom.common.arrays import length, pack_float32s, pack_int32s
 from phaseloom.common.errors import CallerError, Code
@@ -39,6 +37,9 @@ from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.heap import Heap
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class NoopBackend:
@@ -120,6 +121,8 @@ class NoopBackend:
         """Nothing to end."""
 
     def _array(self, slot: TensorSlot) -> np.ndarray[Any, Any]:
+        import numpy as np  # not for each of hundreds of ranks that compute nothing
+
         flat = np.frombuffer(self._buffer, "<f4", count=prod(slot.shape), offset=slot.offset)
         return flat.reshape(slot.shape)
 
