@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus, connect
@@ -69,17 +68,13 @@ from phaseloom.common.messages import (
     WpgLost,
     parts,
 )
-from tests.support.jobs import TENANT, Log, running_mesh, tenant
+from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BATCHES, BATCH = 400, 25
 JOB = "storm"
 INBOX = f"_INBOX_{TENANT}.fuzz"
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
-]
 DATUM = Datum([1, 2], [2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
 ARGS: list[Args] = [
     Generate([Prompt([1, 2]), Prompt(b"\x01\0\0\0")], SamplingParams(4, stop_strings=["x"]), 2),

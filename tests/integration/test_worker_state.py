@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from phaseloom.common.codec import decode
@@ -30,18 +28,6 @@ from phaseloom.worker.backends import backend_factory
 from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_node() -> AsyncIterator[TestNode]:
-    async with running_node() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
-    async with shared_node.fresh():
-        yield shared_node
 
 
 async def train(

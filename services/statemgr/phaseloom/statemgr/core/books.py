@@ -23,7 +23,7 @@ from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
-MAGIC = b"PLBOOKS2"
+MAGIC = b"PLBOOKS3"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 

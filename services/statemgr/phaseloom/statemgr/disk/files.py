@@ -323,8 +323,12 @@ class StateDirectory:
         part = place.part
         if base is not None and base.has_all(part, place.index):
             return base.blocks(place.index)
-        has = None if base is None else partial(base.has, place.index)
-        blocks = self.disk.write(file, place.offset, memory[: part.num_bytes], cancelled, has)
+        source = memory[: part.num_bytes]
+        if base is None:
+            blocks = self.disk.write(file, place.offset, source, cancelled)
+        else:
+            has = partial(base.has, place.index)
+            blocks = self.disk.write_new(file, place.offset, source, cancelled, has)
         if part.digest and combined(blocks) != part.digest:
             raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
         return blocks
