@@ -39,7 +39,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/mypy tests examples loadtest
 
-## bench: measure the mesh against a raw JetStream chain; results in runs/bench/latest.json
+## bench: the mesh against a raw JetStream chain, then bench-state and bench-hidden; results in runs/bench
 bench: $(VENV)/.test
 	$(BIN)/python -m loadtest $(ARGS)
 
@@ -47,7 +47,7 @@ bench: $(VENV)/.test
 bench-peers: $(VENV)/.test $(PEERS)/.installed
 	$(BIN)/python -m loadtest peers $(PEERS)/bin/python $(ARGS)
 
-## bench-state: disk against fio, switches against memcpy; ARGS="--mib 2048" for a larger file
+## bench-state: disk against fio, switches against memcpy; ARGS="--mib 512" for a smaller file
 bench-state: $(VENV)/.test
 	$(BIN)/python -m loadtest state $(ARGS)
 

@@ -31,8 +31,15 @@ _RUNS = LATEST.parent
 
 
 @app.default
-def bench(*, rounds: int = 10, operations: int = 2000, file: Path = LATEST) -> None:
-    """Measure round trips with 1, 16 and 256 in flight, and what batching saves.
+def bench(
+    *,
+    rounds: int = 10,
+    operations: int = 2000,
+    file: Path = LATEST,
+    state: bool = True,
+    hidden: bool = True,
+) -> None:
+    """Measure round trips with 1, 16 and 256 in flight, what batching saves, and how state moves.
 
     Parameters
     ----------
@@ -42,11 +49,19 @@ def bench(*, rounds: int = 10, operations: int = 2000, file: Path = LATEST) -> N
         Of each side with one in flight, over all rounds.
     file
         Where the figures are merged by name.
+    state
+        Measure what `state` does, too: into state.json beside the file.
+    hidden
+        Measure what `hidden` does, too: into hidden.json beside the file.
     """
     directory = _work_directory(file)
     figures = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
     figures += uvloop.run(batching.measure(directory, rounds))
     Console().print(_table(record(figures, describe(), file).figures))
+    if state:
+        state_test(file=file.with_name("state.json"))
+    if hidden:
+        hidden_test(file=file.with_name("hidden.json"))
 
 
 @app.command(name="load")
@@ -157,7 +172,7 @@ def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.js
 @app.command(name="state")
 def state_test(
     *,
-    mib: int = 512,
+    mib: int = 2048,
     rounds: int = 5,
     directory: Path | None = None,
     file: Path = _RUNS / "state.json",

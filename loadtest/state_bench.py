@@ -349,8 +349,8 @@ async def _publish(
     """Seconds of cutting a version from one heap and copying it into another."""
     key = VersionKey(policy.key, seq)
     started_s = time.perf_counter()
-    await policy.client.create_version(key, policy.slots)
-    await sampler.client.load(await sampler.client.open(key, []), sampler.slots)
+    await policy.client.versions.create(key, policy.slots)
+    await sampler.client.versions.load(await sampler.client.versions.open(key, []), sampler.slots)
     took_s = time.perf_counter() - started_s
     await agent.drop_versions([key])
     return took_s

@@ -28,6 +28,9 @@ from tests.support.jobs import Reports, no_barrier, oracle, short
 
 ROOT = Path(__file__).parents[2]
 TASK = "chain_sum"
+RESTART_PAUSE_S = 0.1
+"""Docker's first; it grows, where a container ends again and again."""
+LAST_LINES = 20
 _BUILD_FREE = ("router", "scheduler", "profiler", "statemgr")
 
 
@@ -102,7 +105,7 @@ def _mounts(spec: dict[str, Any]) -> dict[str, str]:
 async def process(
     log: Path, command: list[str], environment: dict[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         started = await asyncio.create_subprocess_exec(
             *command,
             cwd=log.parent,
@@ -119,6 +122,29 @@ async def process(
         await started.wait()
 
 
+async def restarted(
+    log: Path, command: list[str], environment: dict[str, str], policy: str
+) -> None:
+    """A service under its restart policy, until cancelled.
+
+    A node's agent relies on it: one that could not renew its lease in time ends.
+    """
+    assert policy == "unless-stopped"
+    while True:
+        async with process(log, command, environment) as running:
+            await running.wait()
+        await asyncio.sleep(RESTART_PAUSE_S)
+
+
+def last_words(directory: Path) -> str:
+    """What the processes have warned of, for whoever looks at a run that failed."""
+    lines = []
+    for log in sorted(directory.glob("*.log")):
+        said = [line for line in log.read_text().splitlines() if '"level": "INFO"' not in line]
+        lines += [f"{log.name}: {line}" for line in said[-LAST_LINES:]]
+    return "\n".join(lines)
+
+
 @asynccontextmanager
 async def server(directory: Path, port: int) -> AsyncIterator[None]:
     """The compose file's nats-server with the compose file's configuration and passwords."""
@@ -129,7 +155,7 @@ async def server(directory: Path, port: int) -> AsyncIterator[None]:
     own = ["--addr", "127.0.0.1", "--port", str(port), "--http_port", str(free_port())]
     command = [str(natsserver.find_binary()), *arguments, *own]
     async with process(directory / "nats.log", command, spec["environment"]):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not can_connect(port):
                 await asyncio.sleep(0.02)
         yield
@@ -145,7 +171,7 @@ def can_connect(port: int) -> bool:
 async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
     here = Containers(directory, nats_port)
     async with server(directory, nats_port):
-        running = []
+        running: list[asyncio.Task[None]] = []
         try:
             for name, spec in ours().items():
                 environment = here.environment(name, spec)
@@ -158,13 +184,17 @@ async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
                     continue
                 command = json.loads(instruction(ROOT / spec["build"]["dockerfile"], "CMD"))
                 assert command[0] == "python"
-                context = process(log, [sys.executable, *command[1:]], environment)
-                running.append(context)
-                await context.__aenter__()
+                command[0] = sys.executable
+                service = restarted(log, command, environment, spec["restart"])
+                running.append(asyncio.create_task(service))
             yield
+        except Exception as error:
+            error.add_note(last_words(directory))
+            raise
         finally:
-            for context in reversed(running):
-                await context.__aexit__(None, None, None)
+            for task in reversed(running):
+                task.cancel()
+                await asyncio.wait([task])
 
 
 async def test_job_trains_on_what_the_compose_file_starts(tmp_path: Path) -> None:

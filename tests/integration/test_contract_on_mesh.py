@@ -41,16 +41,12 @@ from phaseloom.common.messages import (
     SaveState,
     SyncWeights,
 )
-from tests.support.jobs import TENANT, Log, Wire, running_mesh, tenant
+from tests.support.jobs import NOOP, TENANT, Log, Wire, running_mesh, tenant
 from tests.support.node import exploding, policy_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OTHER = "globex"
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
-]
 STEP = OptimStep(AdamParams(1e-3))
 GENERATE = Generate([Prompt([1, 2])], SamplingParams(2))
 

@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.messages import ActivationOpened, Event
 from tests.support.jobs import (
     TASKS,
-    oracle,
     run_job,
     running_mesh,
     short,
@@ -20,13 +17,6 @@ from tests.support.jobs import (
 
 STEPS = 3
 IDLE_LIMIT_BYTES = 600e6
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """SHA-256 of each task's final weights where nothing is shared."""
-    root = tmp_path_factory.mktemp("oracle")
-    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
 
 
 async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(

@@ -4,6 +4,9 @@ Ten thousand messages, made by hypothesis from sound ones and from nothing: oper
 with values replaced, removed and repeated, garbage, deep nesting, huge numbers, wrong types, wrong
 content types, seqs twice and far ahead, subjects that are none. Nothing may end a service, be
 answered as an error of ours, or keep a sound job from going on.
+
+Hypothesis draws from the constants of all modules that are imported, too: a run of all tests makes
+another storm than one of this file, each time the same.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus, connect
@@ -66,17 +68,13 @@ from phaseloom.common.messages import (
     WpgLost,
     parts,
 )
-from tests.support.jobs import TENANT, Log, running_mesh, tenant
+from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BATCHES, BATCH = 400, 25
 JOB = "storm"
 INBOX = f"_INBOX_{TENANT}.fuzz"
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
-]
 DATUM = Datum([1, 2], [2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
 ARGS: list[Args] = [
     Generate([Prompt([1, 2]), Prompt(b"\x01\0\0\0")], SamplingParams(4, stop_strings=["x"]), 2),

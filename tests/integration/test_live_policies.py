@@ -17,11 +17,12 @@ from settings import Settings
 
 from phaseloom.cli.jobs import explain
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.client import DeploymentSpec, MeshJob, ModelSpec
+from phaseloom.client import MeshJob
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.messages import ActivationOpened, Event, JobStatus
 from phaseloom.scheduler.core import ordering, placement
 from tests.support.jobs import (
+    NOOP,
     TASKS,
     TENANT,
     Reports,
@@ -32,10 +33,6 @@ from tests.support.jobs import (
     tenant,
 )
 
-NOOP = [
-    DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True),
-    DeploymentSpec("sampler", "rollout", "noop", ModelSpec({})),
-]
 BALANCED = declared(5.0, 5.0)
 ALONE = {"isolated", "solo", "colocated"}
 """Placement policies under which nobody shares: the next job waits until the one before is done."""
@@ -148,13 +145,6 @@ def covering() -> list[tuple[str, str]]:
     """Pairs in which every placement and every ordering policy comes at least once."""
     count = max(len(placement.POLICIES), len(ordering.POLICIES))
     return list(islice(zip(cycle(placement.POLICIES), cycle(ordering.POLICIES)), count))
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """SHA-256 of each task's final weights where nothing is shared."""
-    root = tmp_path_factory.mktemp("oracle")
-    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ async def until_empty(bus: Bus, node: str) -> None:
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(ResourceError):
-                if not (await ask(bus, "status", node, timeout_s=1)).deployments:
+                if not (await ask(bus, "status", node, timeout_s=5)).deployments:
                     return
             await asyncio.sleep(0.05)
 

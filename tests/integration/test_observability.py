@@ -181,7 +181,7 @@ async def _leave_a_gap(mesh: Mesh) -> None:
     operation = Operation("gap", 1, OptimStep(AdamParams(1e-4)))
     subject = streams.op_subject(OperationKey(tenant, "letters", "policy", "9"))
     headers = {CONTENT_TYPE: MSGPACK}
-    pub_ack(await client.request(subject, encode(operation), timeout=5, headers=headers))
+    pub_ack(await client.request(subject, encode(operation), timeout=30, headers=headers))
     await client.close()
 
 

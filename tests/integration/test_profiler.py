@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from phaseloom.common.streams import Bucket
 from phaseloom.profiler.core.profile import is_news
 from phaseloom.profiler.shell import MSG_ID, Shell
 from tests.support.joblog import JobLog, Turn, grpo_log
+from tests.support.processes import service
 
 SUMS, LETTERS = JobKey("acme", "sums"), JobKey("acme", "letters")
 
@@ -111,12 +111,12 @@ async def test_profiler_started_late_says_what_it_missed(bus: Bus) -> None:
 async def test_process_killed_and_started_again_repeats_nothing(
     bus: Bus, nats_server: EmbeddedServer
 ) -> None:
-    async with process(nats_server) as first:
+    async with service("profiler", nats_server) as first:
         await append(bus, grpo_log(2, lambda _: Turn(), job=SUMS))
         before = await traces_until(bus, SUMS)
         first.send_signal(signal.SIGKILL)
         await first.wait()
-    async with process(nats_server):
+    async with service("profiler", nats_server):
         # A second job's trace comes after all that the restart had to say about the first: nothing,
         # or what the second job's entries gave it the occasion to look at.
         await append(bus, grpo_log(1, lambda _: Turn(), job=LETTERS))
@@ -126,7 +126,7 @@ async def test_process_killed_and_started_again_repeats_nothing(
 
 
 async def test_process_ends_in_order_when_told_to(nats_server: EmbeddedServer, bus: Bus) -> None:
-    async with process(nats_server) as running:
+    async with service("profiler", nats_server) as running:
         await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
         await traces_until(bus, SUMS)
         running.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ async def test_process_ends_in_order_when_told_to(nats_server: EmbeddedServer, b
 async def test_process_outlasts_a_server_that_is_killed(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
-    async with process(nats_server) as running:
+    async with service("profiler", nats_server) as running:
         await append(bus, grpo_log(1, lambda _: Turn(), job=SUMS))
         await traces_until(bus, SUMS)
         # It has a trace to append while the server takes nothing, and then is gone.
@@ -156,24 +156,3 @@ async def _first(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
         yield entry
         if entry.sequence >= count:
             return
-
-
-@asynccontextmanager
-async def process(server: EmbeddedServer) -> AsyncIterator[asyncio.subprocess.Process]:
-    bus = server.credentials.bus
-    environment = {
-        **os.environ,
-        "PHASELOOM_BUS_URL": bus.url,
-        "PHASELOOM_BUS_USER": bus.user,
-        "PHASELOOM_BUS_PASSWORD": bus.password,
-        "PHASELOOM_DIE_WITH_PARENT": str(os.getpid()),
-    }
-    running = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "phaseloom.profiler.main", env=environment
-    )
-    try:
-        yield running
-    finally:
-        if running.returncode is None:
-            running.kill()
-            await running.wait()

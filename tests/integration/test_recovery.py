@@ -42,29 +42,23 @@ from phaseloom.common.messages import (
     SyncWeights,
 )
 from tests.support.jobs import (
+    NOOP,
     TASKS,
     Log,
     Wire,
     kill_rank,
-    oracle,
     policy_seq,
     run_job,
     running_mesh,
     short,
     tenant,
 )
-from tests.support.node import STEP, VOCAB, lesson, policy_spec, sampler_spec
+from tests.support.node import STEP, lesson, policy_spec, sampler_spec
 from tests.support.processes import until_gone
+from tests.support.tinymodel import VOCAB
 
 STEPS = 6
 A, B = TASKS
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """SHA-256 of each task's final weights, undisturbed."""
-    root = tmp_path_factory.mktemp("oracle")
-    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
 
 
 async def both_jobs(mesh: Mesh) -> dict[str, str]:
@@ -145,12 +139,6 @@ async def until_sealed(log: Log, job: str) -> None:
     await log.until(lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)
 
 
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
-]
-
-
 async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir: Path) -> None:
     """Its only copy was in the memory of the policy's node; the sync waits until it is back."""
     async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:
@@ -160,7 +148,7 @@ async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir
         published = policy.publish_weights()
         digest = (await published).digest
         both = mesh.kill("statemgr-train-0") + mesh.kill("worker-train-0")
-        await until_gone(both, timeout_s=5)
+        await until_gone(both, timeout_s=30)
         synced = sampler.sync_weights(published)
         assert (await synced).digest == digest
         await sampler.generate([client.Prompt([1])], client.SamplingParams(1))

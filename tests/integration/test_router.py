@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 
 import msgspec
 import nats
@@ -19,7 +17,6 @@ from phaseloom.common import streams
 from phaseloom.common.api import call_api, serve_api
 from phaseloom.common.bus import Bus, connect
 from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
-from phaseloom.common.config import inherited
 from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import JobKey, OperationKey, VersionKey
 from phaseloom.common.leases import session_lease_key
@@ -56,6 +53,7 @@ from phaseloom.common.streams import Bucket
 from phaseloom.router import shell as router_shell
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router
+from tests.support.processes import service
 
 TENANT = "acme"
 JOB = JobKey(TENANT, "sums")
@@ -106,7 +104,7 @@ async def publish(
 ) -> dict[str, object]:
     """As any NATS client would: a request on the operation's subject, answered by a PubAck."""
     reply = await client.request(
-        streams.op_subject(where), payload, timeout=5, headers={CONTENT_TYPE: content_type}
+        streams.op_subject(where), payload, timeout=30, headers={CONTENT_TYPE: content_type}
     )
     answer: dict[str, object] = json.loads(reply.data)
     return answer
@@ -170,8 +168,8 @@ async def test_trace_of_the_controller_goes_on_in_the_log(bus: Bus, tenant: Clie
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {CONTENT_TYPE: MSGPACK, "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     payload = encode(Operation("a", 1, PublishWeights()))
-    await tenant.request(streams.op_subject(key(1)), payload, timeout=5, headers=headers)
-    async with asyncio.timeout(5), aclosing(bus.read_log()) as entries:
+    await tenant.request(streams.op_subject(key(1)), payload, timeout=30, headers=headers)
+    async with asyncio.timeout(30), aclosing(bus.read_log()) as entries:
         entry = await anext(entries)
     assert entry.headers["traceparent"].split("-")[1] == trace_id
 
@@ -224,8 +222,8 @@ async def test_garbage_becomes_failed_operations_and_disturbs_nobody(
 async def test_message_without_a_key_is_buried_with_its_reason(bus: Bus, tenant: Client) -> None:
     notices = await bus.client.subscribe(streams.event_subject("router"))
     subject = f"{streams.PREFIX}.op.{TENANT}.only-a-job"
-    await tenant.request(subject, b"{}", timeout=5)
-    notice = decode((await notices.next_msg(5)).data, Notice)
+    await tenant.request(subject, b"{}", timeout=30)
+    notice = decode((await notices.next_msg(30)).data, Notice)
     assert (notice.what, notice.subject) == ("buried", subject)
     await show_job(bus)
     session = (await attach(tenant)).session
@@ -251,8 +249,8 @@ async def test_subject_with_a_wildcard_takes_no_other_operation_with_it(
     notices = await bus.client.subscribe(streams.event_subject("router"))
     ops = f"{streams.PREFIX}.op.{TENANT}"
     for subject in (f"{ops}.*.policy.1", f"{ops}.sums.policy.*", f"{ops}.>"):
-        await tenant.request(subject, b"{}", timeout=5)
-        assert decode((await notices.next_msg(5)).data, Notice).subject == subject
+        await tenant.request(subject, b"{}", timeout=30)
+        assert decode((await notices.next_msg(30)).data, Notice).subject == subject
     await publish_all(tenant, [3])
     await queued(bus, 3)
     async with asyncio.timeout(10):
@@ -297,7 +295,7 @@ async def test_late_copy_of_an_operation_without_order_is_dropped(bus: Bus, tena
     await finish(bus, key("rabc"), "a")
     notices = await bus.client.subscribe(streams.event_subject("router"))
     await send(tenant, key("rabc"), Operation("a", session, GENERATE))
-    notice = decode((await notices.next_msg(5)).data, Notice)
+    notice = decode((await notices.next_msg(30)).data, Notice)
     assert (notice.what, notice.subject) == ("dropped", str(key("rabc")))
     await send(tenant, key(2), Operation("b", session, PublishWeights()))
     assert [entry.id for entry in await queued(bus, 1)] == ["b"]
@@ -452,7 +450,7 @@ async def test_replica_learns_of_sessions_that_another_replica_gave(
 
 async def _settle(bus: Bus, session: int) -> None:
     """A change of the bucket reaches a watcher on this connection: so it has the router's."""
-    async with asyncio.timeout(5), aclosing(bus.kv_watch(Bucket.SESSIONS)) as changes:
+    async with asyncio.timeout(30), aclosing(bus.kv_watch(Bucket.SESSIONS)) as changes:
         async for change in changes:
             if change.stored and int(change.stored.payload) == session:
                 return
@@ -572,11 +570,11 @@ async def test_api_answers_in_the_type_of_the_request(bus: Bus, tenant: Client) 
     for content_type, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack)):
         await show_job(bus)
         reply = await tenant.request(
-            subject, codec.encode(request), timeout=5, headers={CONTENT_TYPE: content_type}
+            subject, codec.encode(request), timeout=30, headers={CONTENT_TYPE: content_type}
         )
         assert codec.decode(reply.data)["status"]["job"] == "sums"
         reply = await tenant.request(
-            subject, codec.encode({}), timeout=5, headers={CONTENT_TYPE: content_type}
+            subject, codec.encode({}), timeout=30, headers={CONTENT_TYPE: content_type}
         )
         assert (reply.headers or {})["Nats-Service-Error-Code"] == "INVALID_ARGUMENT"
         assert "job" in codec.decode(reply.data)["error"]["message"]
@@ -601,28 +599,11 @@ async def test_tenant_cannot_publish_or_ask_as_another(bus: Bus, tenant: Client)
 # --- replicas ------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def replica(server: EmbeddedServer, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A router process of its own; killed at the end if it still runs."""
-    credentials = server.credentials
-    environment = {
-        **inherited(),
-        "PHASELOOM_BUS_URL": credentials.url,
-        "PHASELOOM_BUS_USER": credentials.user,
-        "PHASELOOM_BUS_PASSWORD": credentials.password,
-        "PHASELOOM_ROUTER_NAME": name,
-        "PHASELOOM_ROUTER_TENANTS": json.dumps([TENANT]),
-        "PHASELOOM_DIE_WITH_PARENT": str(os.getpid()),
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "phaseloom.router.main", env=environment
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def replica(
+    server: EmbeddedServer, name: str
+) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    tenants = json.dumps([TENANT])
+    return service("router", server, PHASELOOM_ROUTER_NAME=name, PHASELOOM_ROUTER_TENANTS=tenants)
 
 
 async def publish_all(client: Client, seqs: Iterable[int]) -> None:
@@ -719,7 +700,7 @@ async def test_replica_routes_on_after_a_restart_of_the_server_and_stops_without
         assert [entry.id for entry in await queued(bus, 2)] == ["id1", "id2"]
         await nats_server.kill()
         process.terminate()
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             assert await process.wait() == 0
 
 

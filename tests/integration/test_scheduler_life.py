@@ -18,9 +18,10 @@ from nats.js.api import DiscardPolicy
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common import lifecycle, streams
-from phaseloom.common.bus import Bus, LogEntry
+from phaseloom.common.api import call_api
+from phaseloom.common.bus import Bus, Conflict, LogEntry
 from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.leases import renew_session, scheduler_lease_key
 from phaseloom.common.messages import (
@@ -33,6 +34,7 @@ from phaseloom.common.messages import (
     Explanation,
     Generate,
     JobFinished,
+    JobRequest,
     JobSpec,
     JobStatus,
     JobSubmitted,
@@ -73,6 +75,7 @@ from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
 from tests.support.jobs import (
+    NOOP,
     TASKS,
     TENANT,
     Wire,
@@ -231,6 +234,71 @@ async def test_standby_leads_once_the_leader_has_stopped(
     stops["two"].set()
     await serving["two"]
     assert await leader(bus) == ("", 0), "the lease is released"
+
+
+@pytest.mark.usefixtures("environment")
+async def test_leader_whose_lease_is_lost_stands_by_and_leads_again(bus: Bus) -> None:
+    """As one that was too slow for it finds out; in any other way it would be nobody's."""
+    stop = asyncio.Event()
+    serving = asyncio.create_task(main.serve(stop))
+    await until(lambda: answers(bus))
+    taken = await take_lease(bus)
+    await until(lambda: is_silent(bus))
+    assert not serving.done()
+    await bus.kv_delete(Bucket.LEASES, scheduler_lease_key(), taken)
+    await until(lambda: answers(bus))
+    stop.set()
+    await serving
+    assert await leader(bus) == ("", 0), "the lease is released"
+
+
+@pytest.mark.usefixtures("environment")
+async def test_scheduler_outlasts_a_server_that_is_too_slow_for_its_lease(
+    nats_server: EmbeddedServer,
+    bus: Bus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PHASELOOM_SCHEDULER_LEASE_TTL_S", "1")
+    stop = asyncio.Event()
+    serving = asyncio.create_task(main.serve(stop))
+    await until(lambda: answers(bus))
+    pid = nats_server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while "does not lead any more" not in caplog.text:
+                await asyncio.sleep(0.02)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until(lambda: answers(bus))
+    stop.set()
+    await serving
+
+
+async def take_lease(bus: Bus) -> int:
+    """From whoever holds it, who may renew it at any moment; where it is stored."""
+    while True:
+        held = await bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+        assert held is not None
+        with suppress(Conflict):
+            return await bus.kv_swap(
+                Bucket.LEASES, scheduler_lease_key(), b"other, pid 1", held.sequence
+            )
+
+
+async def answers(bus: Bus) -> bool:
+    """Whether anybody serves the jobs' calls."""
+    try:
+        await call_api(bus.client, ACME, "job.status", JobRequest("none"), JobStatus)
+    except PhaseloomError as error:
+        return error.info.code is Code.NOT_FOUND
+    return False
+
+
+async def is_silent(bus: Bus) -> bool:
+    return not await answers(bus)
 
 
 async def leads(bus: Bus, name: str) -> bool:
@@ -500,6 +568,36 @@ async def kill_until_another_leads(mesh: Mesh) -> None:
         await bus.close()
 
 
+async def test_services_that_were_frozen_go_on_by_themselves(short_dir: Path) -> None:
+    """As by a machine that has far too much to do."""
+    services = ("scheduler", "router", "profiler", "statemgr")
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, _), tenant(mesh) as controller:
+        job = await controller.submit_job("noop", NOOP)
+        policy = job.deployment("policy")
+        await policy.optim_step(AdamParams(1e-3))
+        before = {service: mesh.pids(service) for service in services}
+        async with reading(mesh) as bus:
+            for service in services:
+                mesh.kill(service, signal.SIGSTOP)
+            try:
+                await until(lambda: absent(bus, Bucket.LEASES, scheduler_lease_key()))
+            finally:
+                for service in services:
+                    mesh.kill(service, signal.SIGCONT)
+        await policy.optim_step(AdamParams(1e-3))
+        await job.finish()
+        assert {service: mesh.pids(service) for service in services} == before
+
+
+@asynccontextmanager
+async def reading(mesh: Mesh) -> AsyncIterator[Bus]:
+    bus = await Bus.open(mesh.credentials.bus, "reader")
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
 async def leader(bus: Bus) -> tuple[str, int]:
     """Name and process of the scheduler that holds the lease; empty and 0 where none does."""
     stored = await bus.kv_get(Bucket.LEASES, scheduler_lease_key())
@@ -509,10 +607,6 @@ async def leader(bus: Bus) -> tuple[str, int]:
     return name, int(pid)
 
 
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", ModelSpec({})),
-]
 STEP = OptimStep(AdamParams(1e-3))
 
 

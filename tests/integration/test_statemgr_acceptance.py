@@ -172,7 +172,7 @@ async def test_bad_version_file_is_named_and_nothing_of_its_reader_is_touched(
 ) -> None:
     async with daemon(short_dir, devices=[SIZE]) as d:
         rank = await trained(d, POLICY, 1)
-        await rank.client.create_version(VERSION, rank.slots)
+        await rank.client.versions.create(VERSION, rank.slots)
         await seal(d, POLICY, 1, [2])
         await d.kill()
     async with breaking(short_dir) as d:
@@ -206,7 +206,7 @@ async def test_full_disk_fails_a_version_s_file_and_the_seal_that_needs_it(short
         rank = await trained(d, POLICY, 1)
         content = rank.digest()
         await seal(d, POLICY, 1)
-        made = await rank.client.create_version(VERSION, rank.slots)
+        made = await rank.client.versions.create(VERSION, rank.slots)
         rank.run(2)
         with full_disk(d):
             await refused(seal(d, POLICY, 2, [2]), Code.RESOURCE_EXHAUSTED)
@@ -242,7 +242,7 @@ async def test_full_disk_keeps_in_host_memory_what_should_leave_it(short_dir: Pa
     async with breaking(short_dir, host_bytes=7 * MiB, host_spare="0.4") as d:
         with full_disk(d, SIZE):  # with its header each file is longer
             rank = await trained(d, POLICY, 1)
-            made = await rank.client.create_version(VERSION, rank.slots)
+            made = await rank.client.versions.create(VERSION, rank.slots)
             other, content = await put_down(d, OTHER, 2)
             await d.logged("nothing more is drained")
             await refused(start(d, SAMPLER, SIZE), Code.RESOURCE_EXHAUSTED)
@@ -275,7 +275,7 @@ async def test_kill_as_a_version_of_a_seal_is_written_loses_neither(short_dir: P
     async with breaking(short_dir) as d:
         rank = await trained(d, POLICY, 1, LARGE)
         content = rank.digest()
-        made = await rank.client.create_version(VERSION, rank.slots)
+        made = await rank.client.versions.create(VERSION, rank.slots)
         sealing = asyncio.create_task(seal(d, POLICY, 1, [2]))
         await killed_in(d, "version-2.*")
         await sealing
@@ -301,7 +301,7 @@ async def test_version_that_was_read_from_disk_leaves_no_memory_behind(short_dir
     """Its memory is kept for versions of the same policy, while there is that policy."""
     async with daemon(short_dir, devices=[SIZE]) as d:
         rank = await trained(d, POLICY, 1)
-        made = await rank.client.create_version(VERSION, rank.slots)
+        made = await rank.client.versions.create(VERSION, rank.slots)
         await seal(d, POLICY, 1, [2])
         await d.kill()
     async with breaking(short_dir) as d:

@@ -287,12 +287,8 @@ async def test_checkpoint_of_two_ranks_is_loaded_by_one_and_back(short_dir: Path
         for index, rank in enumerate(pair):
             rank.run(1 + index)
             rank.seq = 1
-        parts = [tensors(rank) for rank in pair]
+        whole = together([tensors(rank) for rank in pair])
         await save(pair[0], "pair")
-        whole = {
-            name: np.concatenate([part[name] for part in parts]) if array.shape else array
-            for name, array in parts[0].items()
-        }
         assert_holds(place(d, "pair"), whole)
 
         alone = await active(d, incarnation=2)
@@ -300,6 +296,62 @@ async def test_checkpoint_of_two_ranks_is_loaded_by_one_and_back(short_dir: Path
         assert_same(tensors(alone), whole)
         sha256 = await save(alone, "alone")
         assert sha256 == await alone.client.read_checkpoint("pair")
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_lives_of_a_deployment_over_nodes_are_never_mixed_in_a_checkpoint(
+    short_dir: Path, *, has_left: bool
+) -> None:
+    """Two lives at one seq may differ in bits, where devices do not sum up in one order. When the
+    first one ends, one node has cut; or the other one has left its part, too."""
+    root = str(short_dir / "checkpoints")
+    async with (
+        daemon(short_dir / "a", NODE="a", CHECKPOINT_ROOT=root) as one,
+        daemon(short_dir / "b", NODE="b", CHECKPOINT_ROOT=root) as two,
+    ):
+        first, second = await pair_of_nodes([one, two], 1)
+        await first.client.cut_state("op", "c", 1)
+        if has_left:
+            await second.client.cut_state("op", "c", 1)
+            await second.client.write_checkpoint("op", "c", "", 0)
+        first, second = again = await pair_of_nodes([one, two], 2)
+        for rank in again:
+            await rank.client.cut_state("op", "c", 1)
+        await second.client.write_checkpoint("op", "c", "", 0)
+        # As the agent does whose answer was lost.
+        await second.client.write_checkpoint("op", "c", "", 0)
+        await first.client.write_checkpoint("op", "c", CONFIG, 0)
+        directory = short_dir / "checkpoints" / POLICY.tenant / POLICY.job / POLICY.deployment
+        assert_holds(directory / "c", together([tensors(rank) for rank in again]))
+        assert [path.name for path in directory.iterdir()] == ["c"]
+
+
+async def pair_of_nodes(daemons: list[Daemon], incarnation: int) -> list[Rank]:
+    """A rank of two on each, at seq 1, and with a content of its own."""
+    ranks = []
+    for at, d in enumerate(daemons):
+        rank = await start(
+            d,
+            POLICY,
+            heap_bytes(2),
+            slots=slots(rank=at, num_ranks=2),
+            incarnation=incarnation,
+            content=10 * incarnation + at,
+            applied=1,
+            rank_offset=at,
+            num_ranks=2,
+        )
+        await d.agent.switch_in(POLICY, incarnation, 1, [])
+        ranks.append(rank)
+    return ranks
+
+
+def together(parts: list[Tensors]) -> Tensors:
+    """Of two ranks."""
+    return {
+        name: np.concatenate([part[name] for part in parts]) if array.shape else array
+        for name, array in parts[0].items()
+    }
 
 
 # --- kills ---------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ async def sealed(d: Daemon, seq: int = 3) -> Rank:
     policy = await start(d, POLICY, SIZE)
     await d.agent.switch_in(POLICY, 1, 1, [])
     policy.run(2)
-    await policy.client.create_version(VERSION, policy.slots)
+    await policy.client.versions.create(VERSION, policy.slots)
     policy.run(seq)
     await d.agent.prepare_seal(POLICY, 1, seq)
     await d.agent.write_seal(POLICY, 1, seq, [VERSION.seq])
@@ -175,7 +175,7 @@ async def test_other_nodes_part_of_a_seal_is_replaced_by_the_own(short_dir: Path
 async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
     short_dir: Path,
 ) -> None:
-    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+    async with nodes(short_dir, "a", "b", peer_timeout_s=3) as (a, b):
         await sealed(a)
         endpoint = await a.endpoint()
         with pytest.raises(ResourceError, match="seal 9 of") as caught:
@@ -189,7 +189,7 @@ async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
 
 
 async def test_files_go_to_those_only_whom_a_ticket_names(short_dir: Path) -> None:
-    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+    async with nodes(short_dir, "a", "b", peer_timeout_s=2) as (a, b):
         await sealed(a)
         endpoint = await a.endpoint()
         for bad in (
@@ -205,7 +205,7 @@ async def test_files_go_to_those_only_whom_a_ticket_names(short_dir: Path) -> No
 
 
 async def test_a_remote_seal_is_on_the_other_disk_before_it_is_told(short_dir: Path) -> None:
-    async with nodes(short_dir, "a", "b", peer_timeout_s=1) as (a, b):
+    async with nodes(short_dir, "a", "b", peer_timeout_s=3) as (a, b):
         policy = await sealed(a)
         replicas = {NodeId("b"): await b.endpoint()}
         for seq in (4, 5, 6):
@@ -241,7 +241,7 @@ async def test_a_version_that_is_to_be_kept_is_on_the_other_disk_though_it_was_i
         policy = await start(a, POLICY, SIZE)
         await a.agent.switch_in(POLICY, 1, 1, [])
         policy.run(2)
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         assert names(a) == []
         keeps = signed(Ticket(VERSION, POLICY, 1, ["b"]), SECRET)
         request = BringState(POLICY, 0, [], [await a.endpoint()], ticket("b"), keeps=keeps)

@@ -118,7 +118,7 @@ async def test_what_is_kept_in_memory_here_is_brought_from_nowhere(short_dir: Pa
     """A WPG is rebuilt on its node: its seal and its versions are here, though on no disk."""
     async with daemon(short_dir) as d:
         policy = await sealed(d, 3)
-        await policy.client.create_version(VersionKey(POLICY, 2), policy.slots)
+        await policy.client.versions.create(VersionKey(POLICY, 2), policy.slots)
         content = policy.digest()
         await d.agent.bring_state(BringState(POLICY, 3, [2], []))
         assert names(d) == []

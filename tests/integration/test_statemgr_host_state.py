@@ -277,7 +277,7 @@ async def test_version_goes_from_device_to_device_without_the_host(short_dir: Pa
         content = os.urandom(HEAP)
         source.copy_in(memoryview(bytearray(content)))
         before = driver.num_bytes_in, driver.free_bytes()
-        made = await policy.create_version(VERSION, SLOTS)
+        made = await policy.versions.create(VERSION, SLOTS)
         assert await load_version(sampler, VERSION, [], SLOTS) == made.digest
         assert driver.bytes_at(target.address, MiB) == content[:MiB]
         assert driver.num_bytes_in == before[0], "the host's copy was used"
@@ -292,7 +292,7 @@ async def test_version_on_a_device_goes_when_a_deployment_needs_the_room(short_d
         driver = EmulatedDriver()
         (source, policy), (target, sampler) = await gpu_ranks(d, driver)
         source.copy_in(memory_of(HEAP, 7))
-        await policy.create_version(VERSION, SLOTS)
+        await policy.versions.create(VERSION, SLOTS)
         await start(d, OTHER, 3 * MiB // 2)
         await d.agent.switch_in(OTHER, 1, 2, [])
         used = driver.num_bytes_in
@@ -308,7 +308,7 @@ async def test_version_on_a_device_stays_beside_what_comes_in_place_of_another(
         driver = EmulatedDriver()
         (source, policy), (target, sampler) = await gpu_ranks(d, driver)
         source.copy_in(memory_of(HEAP, 7))
-        await policy.create_version(VERSION, SLOTS)
+        await policy.versions.create(VERSION, SLOTS)
         await start(d, OTHER, HEAP)
         await d.agent.switch_in(OTHER, 1, 2, [SAMPLER])
         await d.agent.switch_in(SAMPLER, 1, 3, [OTHER])
@@ -322,7 +322,7 @@ async def test_version_on_a_device_is_of_its_policy_and_its_job_alone(short_dir:
     async with daemon(short_dir, devices=[8 * MiB]) as d:
         driver = EmulatedDriver()
         (_, policy), _ = await gpu_ranks(d, driver)
-        await policy.create_version(VERSION, SLOTS)
+        await policy.versions.create(VERSION, SLOTS)
         stranger = Learner(CudaHeap(HEAP, driver), host_bytes=0)
         await stranger.join(d, OTHER, 1, 0)
         with pytest.raises(CallerError) as refused:
@@ -343,11 +343,11 @@ async def test_version_that_cannot_be_shared_on_its_device_is_committed_all_the_
 ) -> None:
     async with daemon(short_dir, devices=[8 * MiB]) as d:
         (_, policy), (_, sampler) = await gpu_ranks(d, EmulatedDriver())
-        await policy.create_version(VERSION, SLOTS)
+        await policy.versions.create(VERSION, SLOTS)
         await d.agent.drop_versions([VERSION])  # between its commit and what is said here
-        await policy._share_on_device(VERSION, MiB, [(SLOTS[0], SLOTS[0])])
+        await policy.versions._share_on_device(VERSION, MiB, [(SLOTS[0], SLOTS[0])])
         again = structs.replace(VERSION, seq=2)
-        await policy.create_version(again, SLOTS)
+        await policy.versions.create(again, SLOTS)
         await load_version(sampler, again, [], SLOTS)
 
 
@@ -358,7 +358,7 @@ async def test_version_is_read_from_the_host_where_the_daemon_that_kept_it_was_k
         driver = EmulatedDriver()
         (source, policy), (target, sampler) = await gpu_ranks(d, driver)
         source.copy_in(memory_of(HEAP, 5))
-        await policy.create_version(VERSION, SLOTS)
+        await policy.versions.create(VERSION, SLOTS)
         await d.relaunch()
         await load_version(sampler, VERSION, [], SLOTS)
         assert driver.bytes_at(target.address, MiB) == b"\x05" * MiB

@@ -49,10 +49,20 @@ from phaseloom.statemgr.core.slices import Box
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import wire
 from phaseloom.statemgr.versions.fetching import Home
-from phaseloom.statemgr.versions.weights import MAX_VERSIONS_OF_A_RANK
+from phaseloom.statemgr.versions.publishing import MAX_VERSIONS_OF_A_RANK
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetch, fetching, home
-from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, child, daemon, names, start
+from tests.support.statedaemon import (
+    POLICY,
+    SAMPLER,
+    Daemon,
+    MiB,
+    child,
+    daemon,
+    greeted,
+    names,
+    start,
+)
 
 KEY = VersionKey(POLICY, 2)
 ESCAPES = ("..", "../x", "/etc/passwd", "a/b", "", ".", "a\0b", "x" * 65, "*", ">")
@@ -67,7 +77,7 @@ async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIte
         policy = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = policy.run(1)
-        await policy.client.create_version(KEY, policy.slots)
+        await policy.client.versions.create(KEY, policy.slots)
         before = await d.agent.status()
         yield d
         after = await d.agent.status()  # fails where its books contradict themselves
@@ -169,17 +179,16 @@ async def test_names_that_lead_elsewhere_are_refused(short_dir: Path) -> None:
                     await agent.register_wpg(["t"], key, 1, [0], 0)
                 with pytest.raises(PhaseloomError):
                     await agent.prepare_seal(key, 1, 1)
-        await agent.register_wpg(["reader"], SAMPLER, 1, [0], 0)
-        reader = await _peer(d)
-        await reader.call(RankHello("reader"))
+        reader = await greeted(d, SAMPLER)
         for name in ESCAPES:
             there = VersionKey(DeploymentKey("acme", "sums", name), 2)
-            for message in (
+            messages: list[StateMessage] = [
                 OpenVersion(there, []),
                 OpenVersion(VersionKey(DeploymentKey("acme", name, "policy"), 2), []),
                 OpenSlices(there, 64, [], []),
                 CreateVersion(VersionKey(SAMPLER, 2, name or "."), 64, EMPTY.packed),
-            ):
+            ]
+            for message in messages:
                 assert (await _refused(reader, message)).info.code in {
                     Code.INVALID_ARGUMENT,
                     Code.PERMISSION_DENIED,
@@ -190,27 +199,26 @@ async def test_names_that_lead_elsewhere_are_refused(short_dir: Path) -> None:
 
 async def test_absurd_sizes_are_refused_with_the_numbers(short_dir: Path) -> None:
     async with _serving(short_dir) as d:
-        await d.agent.register_wpg(["t"], SAMPLER, 1, [0], 0)
-        rank = await _peer(d)
-        await rank.call(RankHello("t"))
+        rank = await greeted(d, SAMPLER)
         codes = {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED}
         for size in ABSURD:
             slot = TensorSlot("w", Role.WEIGHT, "uint8", [size], 0, size)
             far = TensorSlot("w", Role.WEIGHT, "uint8", [1], size, 1)
             slices = [Slice("", "w", "uint8", [0], [max(1, size)], 0, size)]
             mine = VersionKey(SAMPLER, 1)
-            for message in (
+            # No table can say more than 64 bits.
+            tables = [TensorTable.of([each]).packed for each in (slot, far) if size < 2**63]
+            messages: list[StateMessage] = [
                 RegisterHeap(size, EMPTY.packed),
-                RegisterHeap(4096, TensorTable.of([slot]).packed),
-                RegisterHeap(4096, TensorTable.of([far]).packed),
                 CreateVersion(mine, size, EMPTY.packed),
-                CreateVersion(mine, 4096, TensorTable.of([slot]).packed),
-                CreateVersion(mine, 4096, TensorTable.of([far]).packed),
+                *(RegisterHeap(4096, table) for table in tables),
+                *(CreateVersion(mine, 4096, table) for table in tables),
                 OpenSlices(KEY, size, slices, [PartSources("", [])]),
                 OpenSlices(KEY, size, [], []),
                 OpenSlices(KEY, 64, [Slice("", "w", "uint8", [size], [1], 0, 1)], []),
                 OpenSlices(KEY, 64, [Slice("", "w", "uint8", [0], [1], size, 1)], []),
-            ):
+            ]
+            for message in messages:
                 error = await _refused(rank, message)
                 assert error.info.code in codes, (message, error)
         many = [TensorSlot("w", Role.WEIGHT, "uint8", [0], 0, 0)] * 200_000
@@ -222,9 +230,7 @@ async def test_absurd_sizes_are_refused_with_the_numbers(short_dir: Path) -> Non
 
 async def test_what_is_no_table_of_tensors_is_refused(short_dir: Path) -> None:
     async with _serving(short_dir) as d:
-        await d.agent.register_wpg(["t"], SAMPLER, 1, [0], 0)
-        rank = await _peer(d)
-        await rank.call(RankHello("t"))
+        rank = await greeted(d, SAMPLER)
         good = TensorTable.of([TensorSlot("w", Role.WEIGHT, "uint8", [64], 0, 64)]).packed
         longer = msgspec.msgpack.encode([["w", "v"], *msgspec.msgpack.decode(good)[1:]])
         for packed in (b"", b"\xc1", good[:-1], good + b"\0", longer, os.urandom(4096)):
@@ -320,9 +326,7 @@ async def test_a_client_that_dies_with_a_mapping_leaves_nothing(short_dir: Path)
             await held.process.wait()
             await d.agent.drop_wpg(SAMPLER, 1)
             assert (await d.agent.status()).host_used_bytes == before.host_used_bytes
-        await d.agent.register_wpg(["writer"], SAMPLER, 2, [0], 0)
-        writer = await _peer(d)
-        await writer.call(RankHello("writer"))
+        writer = await greeted(d, SAMPLER, incarnation=2)
         _, fds = await writer.call(CreateVersion(VersionKey(SAMPLER, 1), 4 * MiB, EMPTY.packed))
         await writer.close()
         await d.agent.drop_wpg(SAMPLER, 2)
@@ -523,9 +527,7 @@ async def test_boxes_that_are_none_are_refused(short_dir: Path) -> None:
 async def test_a_source_that_is_none_harms_nobody(short_dir: Path) -> None:
     """What a reader is told to fetch from may be anything."""
     async with _serving(short_dir) as d, daemon(short_dir / "b") as rollout:
-        await rollout.agent.register_wpg(["t"], SAMPLER, 1, [0], 0)
-        rank = await _peer(rollout)
-        await rank.call(RankHello("t"))
+        rank = await greeted(rollout, SAMPLER)
         for source in ("", ":", "x", "127.0.0.1", "127.0.0.1:99999999", "127.0.0.1:-1", "\0:1"):
             error = await _refused(rank, OpenVersion(KEY, [source], ticket(KEY)))
             assert isinstance(error, CallerError | ResourceError), source
@@ -554,9 +556,7 @@ async def test_descriptors_beside_a_rank_s_answers_are_closed(short_dir: Path) -
 
     own = os.memfd_create("mine")
     async with _serving(short_dir) as d:
-        await d.agent.register_wpg(["pins"], SAMPLER, 1, [0], 0)
-        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, answer)
-        await peer.call(RankHello("pins"))
+        peer = await greeted(d, SAMPLER, handler=answer)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [MiB], 0, MiB)]
         _, (fd,) = await peer.call(RegisterHeap(MiB, TensorTable.of(slots).packed, pins=True))
         os.close(fd)

@@ -59,7 +59,7 @@ async def test_idle_daemon_is_killed_and_every_tier_is_there_afterwards(short_di
         content = offloaded.run(4)
         await d.agent.switch_in(POLICY, 1, 5, [OTHER])
         other_content = resident.run(1)
-        made = await resident.client.create_version(VERSION, resident.slots)
+        made = await resident.client.versions.create(VERSION, resident.slots)
         before = await d.agent.status()
         for _ in range(2):
             await d.relaunch()
@@ -145,7 +145,7 @@ async def test_seal_is_written_by_the_next_life_when_the_daemon_dies_before(
         rank = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = rank.run(4)
-        made = await rank.client.create_version(VERSION, rank.slots)
+        made = await rank.client.versions.create(VERSION, rank.slots)
         await d.agent.prepare_seal(POLICY, 1, 4)
         rank.run(5)  # the deployment runs on
         await d.relaunch()
@@ -208,11 +208,11 @@ async def test_version_is_made_when_the_daemon_dies_while_it_is_written(short_di
         policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = policy.run(1)
-        buffer = await policy.client.begin_version(VERSION, policy.slots)
+        buffer = await policy.client.versions.begin(VERSION, policy.slots)
         assert isinstance(buffer, memoryview)
         buffer[:] = policy.heap.buffer
         await d.kill()
-        commit = asyncio.create_task(policy.client.commit_version(VERSION, buffer))
+        commit = asyncio.create_task(policy.client.versions.commit(VERSION, buffer))
         await d.launch()
         assert (await commit).digest == content
         _, digest = await open_version(sampler.client, VERSION, [], sampler.slots)
@@ -257,7 +257,7 @@ async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next
     """What the first successor had begun is void: the agent hands the same over again."""
     async with daemon(short_dir) as d, child(d, POLICY, MiB) as slow:
         quick = await start(d, OTHER)
-        made = await quick.client.create_version(VersionKey(OTHER, 1), quick.slots)
+        made = await quick.client.versions.create(VersionKey(OTHER, 1), quick.slots)
         await d.agent.switch_in(POLICY, 1, 1, [])
         await slow.ask("fill 3")
         content = await slow.ask("digest")
@@ -304,7 +304,7 @@ async def test_bad_host_copy_is_never_taken_over(short_dir: Path) -> None:
     """A stray write while nobody watches: that deployment is lost, the rest goes on."""
     async with daemon(short_dir) as d:
         bad, good = await start(d, POLICY), await start(d, OTHER)
-        await good.client.create_version(VersionKey(OTHER, 1), good.slots)
+        await good.client.versions.create(VersionKey(OTHER, 1), good.slots)
         _flip_bit(d, f"the host copy of {POLICY}")
         await d.relaunch()
         await asyncio.wait_for(bad.client.closed, 20)
@@ -360,7 +360,7 @@ async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
 ) -> None:
     async with daemon(short_dir) as d:
         policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         _flip_bit(d, f"version {VERSION}")
         await d.relaunch()
         await asyncio.wait_for(policy.client.closed, 20)
@@ -417,7 +417,7 @@ async def test_rank_cannot_come_back_as_what_it_was_not(short_dir: Path) -> None
 async def test_other_nodes_find_versions_at_the_same_address_afterwards(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         rank = await start(d, POLICY)
-        made = await rank.client.create_version(VERSION, rank.slots)
+        made = await rank.client.versions.create(VERSION, rank.slots)
         endpoint = await d.endpoint()
         await d.relaunch()
         assert await d.endpoint() == endpoint
@@ -430,7 +430,7 @@ async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         for number in range(1, 4):
             rank = await start(d, POLICY, incarnation=number)
-            await rank.client.create_version(VersionKey(POLICY, number), rank.slots)
+            await rank.client.versions.create(VersionKey(POLICY, number), rank.slots)
         assert _extents()
         for client in d.ranks:
             await client.close()

@@ -20,9 +20,9 @@ from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed,
 from phaseloom.common.statewire import StatusReport
 from phaseloom.common.streams import state_subject
 from tests.support.jobs import (
+    NOOP,
     TASKS,
     TENANT,
-    oracle,
     policy_seq,
     run_job,
     running_mesh,
@@ -35,13 +35,6 @@ from tests.support.statedaemon import flip_in_memory
 STEPS = 5
 A, B = TASKS
 MiB = 2**20
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """SHA-256 of each task's final weights, undisturbed."""
-    root = tmp_path_factory.mktemp("oracle")
-    return {task: oracle(task, short(task, STEPS), root / task) for task in TASKS}
 
 
 async def test_killed_state_managers_cost_two_sharing_jobs_nothing(
@@ -66,12 +59,6 @@ async def test_killed_state_managers_cost_two_sharing_jobs_nothing(
                 assert len(log.starts(f"{task}.{name}")) == 1, f"{task}.{name} started again"
 
 
-NOOP = [
-    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
-    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
-]
-
-
 async def test_version_that_only_memory_holds_survives_the_state_manager(short_dir: Path) -> None:
     async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:
         job = await t.submit_job("noop", NOOP)
@@ -79,7 +66,7 @@ async def test_version_that_only_memory_holds_survives_the_state_manager(short_d
         await policy.optim_step(client.AdamParams(1e-3))
         published = policy.publish_weights()
         digest = (await published).digest
-        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=5)
+        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=30)
         synced = sampler.sync_weights(published)
         assert (await synced).digest == digest
         await policy.optim_step(client.AdamParams(1e-3))
@@ -98,7 +85,7 @@ async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_kill
         job = await t.submit_job("noop", [pair, NOOP[1]])
         policy, sampler = job.deployment("policy"), job.deployment("sampler")
         await policy.optim_step(client.AdamParams(1e-3))
-        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=5)
+        await until_gone(mesh.kill("statemgr-train-0"), timeout_s=30)
         published = policy.publish_weights()
         assert (await sampler.sync_weights(published)).digest == (await published).digest
         assert log.failures() == []
@@ -125,6 +112,48 @@ async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Pa
         await second.optim_step(client.AdamParams(1e-3))
         assert log.failures() == []
         assert [len(log.starts(f"{job.name}.policy")) for job in jobs] == [2, 1]
+
+
+async def test_bit_that_flips_in_a_version_before_it_is_sealed_costs_the_job_nothing(
+    short_dir: Path,
+) -> None:
+    """Its policy is rebuilt from its seal and the log, and makes it again: the sync waits."""
+    train = NodeConfig("train-0", "train", [16 * MiB])
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    config = MeshConfig(nodes=nodes, seal_every=0)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        job = await t.submit_job("noop", NOOP)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        await policy.optim_step(client.AdamParams(1e-3))
+        publishing = policy.publish_weights()
+        published = await publishing
+        (pid,) = mesh.pids("statemgr-train-0")
+        flip_in_memory(pid, f"version {TENANT}.noop.policy.{published.version}", place=0)
+        assert (await sampler.sync_weights(publishing)).digest == published.digest
+        await policy.optim_step(client.AdamParams(1e-3))
+        assert log.failures() == []
+        assert len(log.starts("noop.policy")) == 2
+        assert len(log.starts("noop.sampler")) == 1
+
+
+async def test_version_that_a_seal_finds_bad_is_made_again_and_sealed(short_dir: Path) -> None:
+    """Nobody has read it: who is to put it on disk verifies it, too."""
+    train = NodeConfig("train-0", "train", [16 * MiB])
+    nodes = [NodeConfig("rollout-0", "rollout", [8 * MiB]), train]
+    config = MeshConfig(nodes=nodes, seal_every=3)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as t:
+        policy = (await t.submit_job("noop", NOOP[:1])).deployment("policy")
+        await policy.optim_step(client.AdamParams(1e-3))
+        published = await policy.publish_weights()
+        (pid,) = mesh.pids("statemgr-train-0")
+        flip_in_memory(pid, f"version {TENANT}.noop.policy.{published.version}", place=0)
+        async with asyncio.timeout(120):
+            for kind in (SealFailed, WpgLost, SealCommitted):
+                while not any(isinstance(event, kind) for event in log.events):
+                    await policy.optim_step(client.AdamParams(1e-3))
+        (sealed, *_) = (event for event in log.events if isinstance(event, SealCommitted))
+        assert published.version in sealed.versions
+        assert log.failures() == []
 
 
 async def _digested(mesh: Mesh, node: str) -> None:

@@ -153,17 +153,17 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
         ranks = await start_ranks(d, POLICY, [MiB, MiB])
         readers = await start_ranks(d, SAMPLER, [MiB, MiB])
         key = VersionKey(POLICY, 2)
-        buffer = await ranks[0].client.begin_version(key, ranks[0].slots)
+        buffer = await ranks[0].client.versions.begin(key, ranks[0].slots)
         assert isinstance(buffer, memoryview)
         buffer[:] = bytes([7]) * MiB
-        made = await ranks[0].client.commit_version(key, buffer)
+        made = await ranks[0].client.versions.commit(key, buffer)
         for rank in readers:
             content, digest = await open_version(rank.client, key, [], rank.slots)
             assert (bytes(content[:3]), digest) == (b"\x07\x07\x07", made.digest)
             with pytest.raises(CallerError, match="of another model"):
                 await open_version(rank.client, key, [], [])
         with pytest.raises(CallerError, match="not the first here") as caught:
-            await ranks[1].client.begin_version(VersionKey(POLICY, 3), ranks[1].slots)
+            await ranks[1].client.versions.begin(VersionKey(POLICY, 3), ranks[1].slots)
         assert caught.value.info.code is Code.PERMISSION_DENIED
 
 

@@ -26,7 +26,6 @@ from phaseloom.common.statewire import (
     DropVersions,
     HoldVersion,
     LetGo,
-    RankHello,
     RegisterHeap,
     StateMessage,
     StatusReport,
@@ -37,7 +36,17 @@ from phaseloom.common.statewire import (
 from phaseloom.common.tensortable import TensorTable
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version, open_version
-from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start, start_ranks
+from tests.support.statedaemon import (
+    POLICY,
+    SAMPLER,
+    Daemon,
+    MiB,
+    Rank,
+    daemon,
+    greeted,
+    start,
+    start_ranks,
+)
 from tests.support.staterank import slots_of
 
 SIZE = 2 * MiB
@@ -208,9 +217,7 @@ async def test_content_goes_with_its_last_user(short_dir: Path) -> None:
 async def test_nobody_can_write_what_is_shared(short_dir: Path) -> None:
     """Not through a descriptor that was writable once, nor by opening it anew."""
     async with daemon(short_dir) as d:
-        await d.agent.register_wpg(["mine"], FIRST, 1, [0], 0)
-        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
-        await peer.call(RankHello("mine"))
+        peer = await greeted(d, FIRST)
         _, (fd,) = await peer.call(
             RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
         )
@@ -238,9 +245,7 @@ def content_of(seq: int) -> bytes:
 
 async def test_extent_that_a_rank_keeps_mapped_is_never_shared(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
-        await d.agent.register_wpg(["mine"], FIRST, 1, [0], 0)
-        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
-        await peer.call(RankHello("mine"))
+        peer = await greeted(d, FIRST)
         _, (fd,) = await peer.call(
             RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
         )
@@ -277,9 +282,7 @@ async def test_rank_that_lies_about_its_copy_loses_its_life_and_nobody_else_anyt
     async with daemon(short_dir) as d:
         good = await frozen(d, SECOND)
         expected = await visit(d, good, SECOND, 1)
-        await d.agent.register_wpg(["liar"], FIRST, 1, [0], 0)
-        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, lie)
-        await peer.call(RankHello("liar"))
+        peer = await greeted(d, FIRST, handler=lie)
         _, fds = await peer.call(
             RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True)
         )
@@ -299,9 +302,7 @@ async def test_model_that_is_no_hash_and_frozen_state_in_host_memory_are_refused
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir) as d:
-        await d.agent.register_wpg(["mine"], FIRST, 1, [0], 0)
-        peer: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
-        await peer.call(RankHello("mine"))
+        peer = await greeted(d, FIRST)
         for request, field in (
             (
                 RegisterHeap(SIZE, TensorTable.of(slots_of(SIZE)).packed, frozen=True, model="x"),
@@ -350,9 +351,9 @@ async def policy_and_sampler(d: Daemon, policy_bytes: int = SIZE) -> tuple[Rank,
 
 async def synced(d: Daemon, sampler: Rank, policy: Rank, version: VersionKey, seq: int) -> str:
     """Publish what the policy is at and bring it to the sampler, which is on its device."""
-    await policy.client.create_version(version, policy.slots)
+    await policy.client.versions.create(version, policy.slots)
     digest = await load_version(sampler.client, version, [], sampler.slots)
-    await sampler.client.hold_version(version, seq)
+    await sampler.client.versions.hold(version, seq)
     sampler.seq = seq
     return digest
 
@@ -417,7 +418,7 @@ async def test_version_that_is_held_in_the_middle_of_a_copy_changes_nothing_of_i
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
         policy, sampler = await policy_and_sampler(d)
         policy.run(5)
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         content = sampler.run(6)
         loop, held = asyncio.get_running_loop(), asyncio.Event()
 
@@ -806,9 +807,9 @@ async def test_version_of_another_job_is_nobody_s_host_copy(short_dir: Path) -> 
         await d.agent.switch_in(POLICY, 1, 1, [])
         await d.agent.switch_in(FOREIGN, 1, 1, [])
         policy.run(1)
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         with pytest.raises(CallerError) as caught:
-            await foreign.client.hold_version(VERSION, 1)
+            await foreign.client.versions.hold(VERSION, 1)
         assert caught.value.info.code is Code.PERMISSION_DENIED
         assert only(await d.agent.status()).version is None
 
@@ -848,7 +849,7 @@ async def test_descriptor_on_its_way_is_that_of_the_version_though_it_is_dropped
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
         policy, sampler = await policy_and_sampler(d, MiB)
         policy.run(1)
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         await d.agent.drop_wpg(POLICY, 1)  # so that the version's memory is nobody else's
         agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage, keep)
         await agent.call(AgentHello(SECRET))

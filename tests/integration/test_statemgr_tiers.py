@@ -457,7 +457,7 @@ async def publishing(d: Daemon, version: VersionKey) -> tuple[Rank, str]:
     rank = await start(d, POLICY, SIZE)
     await d.agent.switch_in(POLICY, 1, 1, [])
     rank.run(1)
-    return rank, (await rank.client.create_version(version, rank.slots)).digest
+    return rank, (await rank.client.versions.create(version, rank.slots)).digest
 
 
 def is_mapped(version: VersionKey) -> bool:

@@ -44,7 +44,7 @@ async def test_mesh_comes_up_and_leaves_no_process_when_it_is_stopped(tmp_path: 
         assert state["url"] == mesh.url
         assert set(state["pids"]) == SERVICES | {"nats"}
         assert sorted(state["pids"].values()) == sorted(pids)
-    await until_gone(everything, timeout_s=5)
+    await until_gone(everything, timeout_s=30)
     assert {file.stem for file in (tmp_path / "logs").iterdir()} == SERVICES
     for file in (tmp_path / "logs").iterdir():
         assert " stopped after " in file.read_text().splitlines()[-1], file
@@ -73,7 +73,7 @@ async def test_mesh_keeps_its_address_when_the_server_is_killed(tmp_path: Path) 
         await mesh.ready()
         url = mesh.url
         (killed,) = mesh.kill("nats")
-        await until_gone([killed], timeout_s=5)
+        await until_gone([killed], timeout_s=30)
         await mesh.ready()
         assert mesh.url == url
         assert mesh.pids("nats") != [killed]
@@ -82,10 +82,13 @@ async def test_mesh_keeps_its_address_when_the_server_is_killed(tmp_path: Path) 
 async def test_mesh_says_what_is_missing_when_a_service_does_not_come_up(tmp_path: Path) -> None:
     config = MeshConfig(ordering="no_such_policy")
     async with Mesh(config, tmp_path) as mesh:
-        with pytest.raises(ResourceError, match="no scheduler"):
-            await mesh.ready(timeout_s=6)
-        log = (tmp_path / "logs" / "scheduler.log").read_text()
-    assert "no_such_policy" in log
+        log, missing = "", ""
+        async with asyncio.timeout(120):
+            while "no_such_policy" not in log or ": no scheduler;" not in missing:
+                with pytest.raises(ResourceError) as error:
+                    await mesh.ready(timeout_s=1)
+                missing = str(error.value)
+                log = (tmp_path / "logs" / "scheduler.log").read_text()
     assert "Traceback" not in log
 
 
@@ -118,7 +121,7 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
     output, _ = await process.communicate()
     assert process.returncode == 0
     assert b"stopping" in output
-    await until_gone(everything, timeout_s=5)
+    await until_gone(everything, timeout_s=30)
     assert not (run / "s").exists()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ async def main():
     bus = await Bus.open(config.load(BusConfig, "bus"), "client")
     headers = {"Content-Type": "x"}
     with telemetry.span("submit", job="sums"):
-        await bus.client.request("call", b"", headers=telemetry.inject(headers), timeout=5)
+        await bus.client.request("call", b"", headers=telemetry.inject(headers), timeout=30)
     assert headers == {"Content-Type": "x"}
     await bus.close()
     end()
@@ -200,13 +199,15 @@ async def test_setup_says_what_to_install_when_the_otlp_exporter_is_missing() ->
 
 @pytest.mark.parametrize("ratio", ["0", "1"])
 async def test_span_is_cheap_when_it_goes_nowhere(ratio: str) -> None:
-    """Sampled out or without a target: below 50 µs on the slowest machine, 5 µs on most."""
-    started = time.monotonic()
+    """Sampled out or without a target: below 50 µs on the slowest machine, 5 µs on most.
+
+    Of the process's own time: others may have the processor meanwhile.
+    """
     code, output = await run_snippet(
-        "began = time.perf_counter()\n"
+        "began = time.process_time()\n"
         "for n in range(20_000):\n    telemetry.record('execute', 1.0, 2.0, seq=n)\n"
-        "print((time.perf_counter() - began) / 20_000 * 1e6)",
+        "print((time.process_time() - began) / 20_000 * 1e6)",
         SAMPLE_RATIO=ratio,
     )
     assert code == 0, output
-    assert float(output) < 50, time.monotonic() - started
+    assert float(output) < 50

@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import PartSources, Slice
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import shard
@@ -49,8 +51,8 @@ SHOWN = ticket(VERSION, "sampler", "node0", "a", "b")
 
 
 @asynccontextmanager
-async def mending(directory: Path, name: str = "a") -> AsyncIterator[Daemon]:
-    async with daemon(directory / name, devices=[16 * MiB] * 3, NODE=name) as d:
+async def mending(directory: Path, name: str = "a", *, site: str = "") -> AsyncIterator[Daemon]:
+    async with daemon(directory / name, devices=[16 * MiB] * 3, NODE=name, SITE=site) as d:
         yield d
         await d.agent.status()  # which states what must hold of the books
 
@@ -59,15 +61,15 @@ async def published(d: Daemon, *, is_sealed: bool) -> Rank:
     policy = await start(d, POLICY, SIZE)
     await d.agent.switch_in(POLICY, 1, 1, [])
     policy.run(1)
-    await policy.client.create_version(VERSION, policy.slots)
+    await policy.client.versions.create(VERSION, policy.slots)
     if is_sealed:
         await seal(d, 1)
     return policy
 
 
-async def seal(d: Daemon, seq: int) -> None:
+async def seal(d: Daemon, seq: int, **more: Any) -> None:
     await d.agent.prepare_seal(POLICY, 1, seq)
-    await d.agent.write_seal(POLICY, 1, seq, [VERSION.seq])
+    await d.agent.write_seal(POLICY, 1, seq, [VERSION.seq], **more)
 
 
 async def sampling(d: Daemon, *, frozen: bool = False) -> Rank:
@@ -108,7 +110,7 @@ async def are_synced(ranks: list[PartRank], *sources: str) -> None:
 async def sliced(reader: PartRank, *sources: str) -> bytes:
     held = [PartSources("1of2", list(sources))]
     shown = SHOWN if sources else None
-    memory, _ = await reader.client.open_slices(VERSION, [SOME], held, shown)
+    memory, _ = await reader.client.versions.open_slices(VERSION, [SOME], held, shown)
     return bytes(memory[: SOME.num_bytes])
 
 
@@ -163,7 +165,7 @@ async def test_host_copy_that_is_the_version_goes_to_the_good_memory(short_dir: 
         policy = await published(d, is_sealed=True)
         sampler = await sampling(d, frozen=True)
         await synced(sampler)
-        await sampler.client.hold_version(VERSION, 2)
+        await sampler.client.versions.hold(VERSION, 2)
         sampler.seq = 2
         other = await start(d, REFERENCE, SIZE)
         await d.agent.switch_in(REFERENCE, 1, 1, [])
@@ -227,11 +229,13 @@ async def test_bad_part_is_fetched_anew_from_another_node(
 
 
 async def test_version_that_is_lost_is_named_and_can_be_published_again(short_dir: Path) -> None:
+    """A seal has it, whose file is bad: no life that is rebuilt from there would make it again."""
     async with mending(short_dir) as d:
-        policy = await published(d, is_sealed=False)
+        policy = await published(d, is_sealed=True)
         sampler = await sampling(d)
         before = sampler.digest()
         flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_file(d.files / "acme" / "sums" / "policy" / "version-2.state", -SIZE // 2)
         with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
             await synced(sampler, await d.endpoint())
         assert caught.value.info.code is Code.DATA_LOSS
@@ -239,23 +243,72 @@ async def test_version_that_is_lost_is_named_and_can_be_published_again(short_di
         assert caught.value.info.details["version"] == str(VERSION)
         assert sampler.digest() == before
         assert (await d.agent.status()).versions == []
-        await policy.client.create_version(VERSION, policy.slots)
+        await policy.client.versions.create(VERSION, policy.slots)
         assert await synced(sampler) == policy.digest()
 
 
-@pytest.mark.parametrize("of_slices", [False, True])
-async def test_part_that_is_lost_is_named(short_dir: Path, *, of_slices: bool) -> None:
+async def test_version_that_no_seal_has_is_made_again_by_its_policy(short_dir: Path) -> None:
+    """What is not sealed is rebuilt from the seal and the log: its life is over, and who syncs the
+    version is told to come again, until the next life begins."""
     async with mending(short_dir) as d:
-        await published_in_parts(d, is_sealed=False)
+        policy = await published(d, is_sealed=False)
+        sampler = await sampling(d)
+        expected, before = policy.digest(), sampler.digest()
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        for _ in range(2):
+            with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
+                await synced(sampler, await d.endpoint())
+            assert caught.value.info.code is Code.UNAVAILABLE
+        await asyncio.wait_for(policy.client.closed, 20)
+        assert sampler.digest() == before
+        assert (await d.agent.status()).versions == []
+        again = await start(d, POLICY, SIZE, incarnation=2)
+        with pytest.raises(CallerError, match="NOT_FOUND"):
+            await synced(sampler)
+        await d.agent.switch_in(POLICY, 2, 1, [])
+        again.run(1)
+        await again.client.versions.create(VERSION, again.slots)
+        assert await synced(sampler) == expected
+
+
+async def test_version_that_host_memory_alone_has_sealed_is_not_made_again(
+    short_dir: Path,
+) -> None:
+    async with mending(short_dir) as d:
+        policy = await published(d, is_sealed=False)
+        policy.run(2)
+        await seal(d, 2, durability=Durability.HOST)
+        sampler = await sampling(d)
+        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
+            await synced(sampler)
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert not policy.client.closed.done()
+
+
+@pytest.mark.parametrize("of_slices", [False, True])
+@pytest.mark.parametrize("is_sealed", [False, True])
+async def test_part_that_is_lost_is_named(
+    short_dir: Path, *, is_sealed: bool, of_slices: bool
+) -> None:
+    """Where no seal has the version, all of it is made again."""
+    async with mending(short_dir) as d:
+        await published_in_parts(d, is_sealed=is_sealed)
         (reader,) = await readers(d, 1)
         flip_in_memory(d.process.pid, PART, 40)
+        named, code = WHOLE, Code.UNAVAILABLE
+        if is_sealed:
+            flip_in_file(d.files / "acme" / "sums" / "policy" / "version-2-1of2.state", -4096)
+            named, code = f"part 1of2 of {WHOLE}", Code.DATA_LOSS
         source = await d.endpoint()
         reading = sliced(reader, source) if of_slices else reader.sync(VERSION, source)
-        with pytest.raises(ResourceError, match=f"part 1of2 of {WHOLE} went bad") as caught:
+        with pytest.raises(ResourceError, match=f"{named} went bad") as caught:
             await reading
-        assert caught.value.info.code is Code.DATA_LOSS
+        assert caught.value.info.code is code
         assert caught.value.info.remedy
         assert reader.backend.holds(arrays(9))
+        if not is_sealed:
+            assert (await d.agent.status()).versions == []
 
 
 async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Path) -> None:
@@ -263,7 +316,7 @@ async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Pa
         await published(d, is_sealed=False)
         sampler = await sampling(d, frozen=True)
         await synced(sampler)
-        await sampler.client.hold_version(VERSION, 2)
+        await sampler.client.versions.hold(VERSION, 2)
         sampler.seq = 2
         other = await start(d, REFERENCE, SIZE)
         await d.agent.switch_in(REFERENCE, 1, 1, [])
@@ -293,7 +346,8 @@ async def test_source_finds_out_that_its_version_is_bad(
         else:
             with pytest.raises(ResourceError) as caught:
                 await synced(sampler, await train.endpoint())
-            assert caught.value.info.code is Code.DATA_LOSS
+            # Its policy makes it again.
+            assert caught.value.info.code is Code.UNAVAILABLE
             assert sampler.digest() == before
             assert (await train.agent.status()).versions == []
         assert f"{WHOLE} is bad in host memory" in train.text()
@@ -306,10 +360,36 @@ async def test_source_reads_a_bad_part_anew(short_dir: Path, *, of_slices: bool)
         source, ranks = await train.endpoint(), await readers(rollout)
         flip_in_memory(train.process.pid, PART, 40)
         if of_slices:
-            await ranks[0].client.open(VERSION, [source], SHOWN)
+            await ranks[0].client.versions.open(VERSION, [source], SHOWN)
             assert await sliced(ranks[0], source) == SOME_BYTES
         else:
             await are_synced(ranks, source)
+        assert f"{PART} is bad in host memory" in train.text()
+
+
+async def test_nodes_of_a_site_share_nothing_bad(short_dir: Path) -> None:
+    """What one was given, and what the other was told of it, is from memory that had gone bad."""
+    rows = shard(SHAPES["a"], RankGroup(1, 2)).rows
+    num_bytes = 256 * len(rows)
+    all_rows = Slice("1of2", "a", "float32", [0, 0], [len(rows), 64], 0, num_bytes)
+    async with (
+        mending(short_dir, "a", site="east") as train,
+        mending(short_dir, "b", site="west") as one,
+        mending(short_dir, "c", site="west") as other,
+    ):
+        await published_in_parts(train, is_sealed=True)
+        flip_in_memory(train.process.pid, PART, 256 * len(rows) // 2)
+        source, shown = await train.endpoint(), ticket(VERSION, "sampler", "b", "c")
+
+        async def sync(d: Daemon) -> bytes:
+            (reader,) = await readers(d, 1)
+            await reader.client.versions.open(VERSION, [source], shown)
+            held = [PartSources("1of2", [source])]
+            memory, _ = await reader.client.versions.open_slices(VERSION, [all_rows], held, shown)
+            return bytes(memory[:num_bytes])
+
+        expected = ONE["a"][rows.start : rows.stop].tobytes()
+        assert all(each == expected for each in await asyncio.gather(sync(one), sync(other)))
         assert f"{PART} is bad in host memory" in train.text()
 
 
@@ -317,9 +397,10 @@ async def test_source_that_lost_a_part_gives_no_slices_of_it(short_dir: Path) ->
     async with mending(short_dir) as train, mending(short_dir, "b") as rollout:
         await published_in_parts(train, is_sealed=False)
         source, (reader,) = await train.endpoint(), await readers(rollout, 1)
-        await reader.client.open(VERSION, [source], SHOWN)
+        await reader.client.versions.open(VERSION, [source], SHOWN)
         flip_in_memory(train.process.pid, PART, 40)
         with pytest.raises(ResourceError) as caught:
             await sliced(reader, source)
-        assert caught.value.info.code is Code.DATA_LOSS
-        assert "1of2" not in {key.part for key in (await train.agent.status()).versions}
+        # Its policy makes all of it again.
+        assert caught.value.info.code is Code.UNAVAILABLE
+        assert (await train.agent.status()).versions == []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,8 @@ import numpy as np
 import pytest
 
 from phaseloom.common.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Layout
+from phaseloom.common.ids import VersionKey
 from phaseloom.common.resharding import (
-    Along,
-    End,
-    Fetch,
-    FusedQkv,
-    GatedMlp,
-    Parameter,
-    Plan,
-    Sharding,
-    Vocabulary,
     node_fetches,
     plan,
     source_parts,
@@ -37,139 +26,35 @@ from phaseloom.common.statewire import (
     Role,
     Slice,
     TensorSlot,
-    VersionPart,
-    VersionParts,
 )
-from phaseloom.worker.copying import packed
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import ticket
+from tests.support.modelslices import (
+    LAYOUTS,
+    MODEL,
+    check_slices,
+    commit,
+    part_called,
+    slices_of,
+    version_rank,
+    write,
+)
 from tests.support.sharded import Array, tensors
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon, emptied
 
-QKV = FusedQkv(num_heads=8, num_kv_heads=4, head_size=8)
-MODEL = [
-    Parameter("embed", (250, 64), "bfloat16", End.FIRST, Vocabulary(multiple=16)),
-    *(
-        parameter
-        for layer in range(4)
-        for parameter in (
-            Parameter(f"{layer}.qkv", (128, 64), "bfloat16", layer, QKV),
-            Parameter(f"{layer}.out", (64, 64), "bfloat16", layer, Along(1)),
-            Parameter(f"{layer}.norm", (64,), "float32", layer),
-            *(
-                Parameter(f"{layer}.{expert}.up", (96, 64), "bfloat16", layer, GatedMlp(), expert)
-                for expert in range(4)
-            ),
-            *(
-                Parameter(f"{layer}.{expert}.down", (64, 48), "int8", layer, Along(1), expert)
-                for expert in range(4)
-            ),
-        )
-    ),
-    Parameter("head", (250, 64), "bfloat16", End.LAST, Vocabulary(multiple=16)),
-]
-LAYOUTS = [
-    Sharding(Layout(1, 1, 1, 1, 1), 4, 4),
-    Sharding(Layout(1, 4, 1, 1, 1), 4, 4, expert_tp=4),
-    Sharding(Layout(2, 2, 2, 1, 2), 4, 4, expert_tp=2),
-    Sharding(Layout(4, 1, 1, 1, 4), 4, 4, fsdp=4),
-    Sharding(Layout(2, 2, 1, 1, 4), 4, 4, fsdp=2),
-    Sharding(Layout(1, 2, 4, 1, 2), 4, 4),
-    Sharding(Layout(2, 2, 2, 1, 1), 4, 4, rules={QKV: None}),
-]
 _CONTROL = 64 * 1024
 """More than handshakes and control messages of a fetch take."""
 
 
-async def _client(d: Daemon, key: DeploymentKey) -> RankStateClient:
-    """A rank that only writes or reads versions."""
-    await d.agent.register_wpg([f"{key}"], key, 1, [0], 0)
-    client = await RankStateClient.connect(
-        d.socket, f"{key}", applied=lambda: 0, on_loaded=lambda: None
-    )
-    d.ranks.append(client)
-    return client
-
-
-async def _write(client: RankStateClient, key: VersionKey, content: dict[str, Array]) -> str:
-    slots, _ = packed(
-        [
-            TensorSlot(name, Role.WEIGHT, dtype, list(each.shape), 0, each.nbytes)
-            for name, each in content.items()
-            for dtype in [_dtype_of(name)]
-        ]
-    )
-    memory = await client.begin_version(key, slots)
-    assert isinstance(memory, memoryview)
-    for slot, each in zip(slots, content.values(), strict=True):
-        memory[slot.offset : slot.offset + slot.num_bytes] = np.ascontiguousarray(each).tobytes()
-    return (await client.commit_version(key, memory)).digest
-
-
-def _dtype_of(name: str) -> str:
-    return next((each.dtype for each in MODEL if each.name == name), "uint8")
-
-
-async def _commit(digests: dict[str, str], key: VersionKey, *writers: RankStateClient) -> None:
-    """All of its parts are written, maybe on other nodes."""
-    parts = [VersionPart(part, 0, digest, "") for part, digest in digests.items()]
-    for writer in writers:
-        await writer.commit_parts(key, VersionParts(Layout(), 1, "", parts))
-
-
 async def _write_part(client: RankStateClient, seed: int) -> None:
     """The only one of `KEY`, and its manifest."""
-    await _commit({PART.part: await _write(client, PART, _content(seed))}, KEY, client)
+    await commit({PART.part: await write(client, PART, _content(seed))}, KEY, client)
 
 
-def _part(number: int, parts: Sequence[object]) -> str:
-    return f"{number}of{len(parts)}"
-
-
-def _slices(fetches: list[Fetch], parts: Sequence[object]) -> list[Slice]:
-    found: list[Slice] = []
-    offset = 0
-    for fetch in fetches:
-        parameter = MODEL[fetch.parameter]
-        found.append(
-            Slice(
-                part=_part(fetch.part, parts),
-                name=parameter.name,
-                dtype=parameter.dtype,
-                start=list(fetch.start),
-                size=list(fetch.size),
-                offset=offset,
-                num_bytes=fetch.num_bytes,
-            )
-        )
-        offset += -(-fetch.num_bytes // 64) * 64
-    return found
-
-
-def _check(made: Plan, target: Sharding, ranks: set[int], got: memoryview) -> int:
-    """Every target rank's bytes are what they are to be; returns how many are needed."""
-    fetches = node_fetches(made, ranks)
-    slices = _slices(fetches, source_parts(made))
-    expected = tensors(list(made.parameters), target)
-    built = {key: np.zeros_like(each) for key, each in expected.items() if key[1] in ranks}
-    written = {key: np.zeros(each.shape, np.uint8) for key, each in built.items()}
-    for fetch, at in zip(fetches, slices, strict=True):
-        content = got[at.offset : at.offset + at.num_bytes]
-        for use in fetch.uses:
-            key = (fetch.parameter, use.rank)
-            box = tuple(slice(s, s + n) for s, n in zip(use.start, fetch.size, strict=True))
-            dtype = built[key].dtype
-            built[key][box] = np.frombuffer(content, dtype).reshape(fetch.size)
-            written[key][box] += 1
-    for key, each in built.items():
-        assert np.array_equal(each, expected[key]), (made.parameters[key[0]], key)
-        assert written[key].max(initial=0) <= 1
-    return sum(fetch.num_bytes for fetch in fetches)
-
-
-def _came(d: Daemon) -> tuple[int, int]:
+async def _came(d: Daemon) -> tuple[int, int]:
     """(from other nodes, from here), of the last slices."""
+    await d.agent.status()  # its log comes here meanwhile
     found = re.findall(r"slices of version \S+ came: (\d+) bytes from other nodes, (\d+)", d.text())
     return int(found[-1][0]), int(found[-1][1])
 
@@ -183,8 +68,8 @@ async def test_a_node_gets_exactly_what_its_ranks_need(short_dir: Path) -> None:
         slow = [await stack.enter_async_context(link(await node.endpoint())) for node in nodes[:2]]
         world = _World(
             [*zip(nodes, slow, strict=False)],
-            [await _client(node, POLICY) for node in nodes[:2]],
-            [(node, await _client(node, SAMPLER)) for node in (nodes[2], nodes[0])],
+            [await version_rank(node, POLICY) for node in nodes[:2]],
+            [(node, await version_rank(node, SAMPLER)) for node in (nodes[2], nodes[0])],
         )
         for seed in range(8):
             await _sync(world, VersionKey(POLICY, seed + 2), random.Random(seed))
@@ -215,16 +100,16 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
     digests: dict[str, str] = {}
     here: set[str] = set()
     for number, ranks in enumerate(parts):
-        part = _part(number, parts)
+        part = part_called(number, parts)
         mine = msgspec.structs.replace(key, part=part)
         content = {MODEL[p].name: each for (p, rank), each in held.items() if rank == ranks[0]}
         numbers = sorted({rank % 2 for rank in ranks} | {chance.randrange(2)})
         for holder in numbers:
-            digests[part] = await _write(world.writers[holder], mine, content)
+            digests[part] = await write(world.writers[holder], mine, content)
         named.append(PartSources(part, [world.sources[n][1].endpoint for n in numbers]))
         if 0 in numbers:
             here.add(part)
-    await _commit(digests, key, *world.writers)
+    await commit(digests, key, *world.writers)
     everyone = list(range(target.layout.num_ranks))
     chance.shuffle(everyone)
     half = (len(everyone) + 1) // 2
@@ -234,19 +119,19 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
     ):
         if not needy:
             continue
-        await reader.open(key, [slow.endpoint for _, slow in world.sources], shown)
+        await reader.versions.open(key, [slow.endpoint for _, slow in world.sources], shown)
         before = world.passed_bytes
-        slices = _slices(node_fetches(made, needy), parts)
-        memory, described = await reader.open_slices(key, slices, named, shown)
-        planned = _check(made, target, needy, memory)
-        crossed, local = _came(node)
+        slices = slices_of(node_fetches(made, needy), parts)
+        memory, described = await reader.versions.open_slices(key, slices, named, shown)
+        planned = check_slices(made, target, needy, memory)
+        crossed, local = await _came(node)
         passed = world.passed_bytes - before
         assert crossed + local == planned
         assert crossed <= passed < crossed * 1.02 + _CONTROL
         is_source = node is world.sources[0][0]
         assert local == sum(s.num_bytes for s in slices if is_source and s.part in here)
         # Whoever asks for the same on this node gets the same memory.
-        again, same = await reader.open_slices(key, slices, named, shown)
+        again, same = await reader.versions.open_slices(key, slices, named, shown)
         assert (bytes(again), same.digest) == (bytes(memory), described.digest)
         assert world.passed_bytes - before == passed
 
@@ -276,12 +161,12 @@ async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path)
         daemon(short_dir / "b") as rollout,
         link(await train.endpoint()) as slow,
     ):
-        await _write_part(await _client(train, POLICY), 1)
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        await _write_part(await version_rank(train, POLICY), 1)
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         slow.hold_after_bytes = SIZE // 4
         sources = [PartSources("0of1", [slow.endpoint])]
-        opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
+        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
         await slow.held.wait()
         slow.cut()
         slow.release()
@@ -297,12 +182,12 @@ async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_d
         daemon(short_dir / "b") as rollout,
         link(await train.endpoint()) as slow,
     ):
-        await _write_part(await _client(train, POLICY), 1)
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        await _write_part(await version_rank(train, POLICY), 1)
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         slow.hold_after_bytes = SIZE // 4
         sources = [PartSources("0of1", [slow.endpoint])]
-        opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
+        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
         await slow.held.wait()
         await rollout.kill()
         slow.release()
@@ -324,12 +209,12 @@ async def test_what_a_killed_source_leaves_its_replica_brings(short_dir: Path) -
         link(await replica.endpoint()) as other,
     ):
         for node in (train, replica):
-            await _write_part(await _client(node, POLICY), 1)
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+            await _write_part(await version_rank(node, POLICY), 1)
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         dying.hold_after_bytes = SIZE // 8
         sources = [PartSources("0of1", [dying.endpoint, other.endpoint])]
-        opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
+        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
         await dying.held.wait()
         await train.kill()
         dying.cut()
@@ -347,13 +232,13 @@ async def test_a_source_that_comes_back_with_another_version_is_refused(short_di
         link(await train.endpoint()) as slow,
     ):
         for seed, node in enumerate((train, other)):
-            await _write_part(await _client(node, POLICY), seed)
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+            await _write_part(await version_rank(node, POLICY), seed)
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         used = (await rollout.agent.status()).host_used_bytes
         slow.hold_after_bytes = SIZE // 4
         sources = [PartSources("0of1", [slow.endpoint])]
-        opening = asyncio.create_task(reader.open_slices(KEY, _HALF, sources, ticket(KEY)))
+        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
         await slow.held.wait()
         slow.source = await other.endpoint()
         slow.cut()
@@ -366,20 +251,21 @@ async def test_a_source_that_comes_back_with_another_version_is_refused(short_di
 
 async def test_a_part_whose_memory_went_bad_is_never_taken(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        writer = await _client(train, POLICY)
+        writer = await version_rank(train, POLICY)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [2048, SIZE // 2048], 0, SIZE)]
-        memory = await writer.begin_version(PART, slots)
+        memory = await writer.versions.begin(PART, slots)
         assert isinstance(memory, memoryview)
-        made = await writer.commit_version(PART, memory)
-        await _commit({PART.part: made.digest}, KEY, writer)
+        made = await writer.versions.commit(PART, memory)
+        await commit({PART.part: made.digest}, KEY, writer)
         memory[SIZE // 2] ^= 1
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         used = (await rollout.agent.status()).host_used_bytes
         sources = [PartSources("0of1", [await train.endpoint()])]
         with pytest.raises(PhaseloomError) as caught:
-            await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
-        assert caught.value.info.code is Code.DATA_LOSS
+            await reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY))
+        # Its policy makes it again.
+        assert caught.value.info.code is Code.UNAVAILABLE
         assert (await rollout.agent.status()).host_used_bytes == used
 
 
@@ -398,40 +284,40 @@ _BAD = [
 
 async def test_a_slice_that_is_none_is_refused(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        await _write_part(await _client(train, POLICY), 1)
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        await _write_part(await version_rank(train, POLICY), 1)
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         used = (await rollout.agent.status()).host_used_bytes
         sources = [PartSources("0of1", [await train.endpoint()])]
         for bad, says in _BAD:
             with pytest.raises(PhaseloomError) as caught:
-                await reader.open_slices(KEY, [bad], sources, ticket(KEY))
+                await reader.versions.open_slices(KEY, [bad], sources, ticket(KEY))
             assert says in str(caught.value), bad
             assert (await rollout.agent.status()).host_used_bytes == used
-        memory, _ = await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
+        memory, _ = await reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))
 
 
 async def test_slices_of_a_version_that_was_written_whole(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        await _write(await _client(train, POLICY), KEY, _content(1))
-        reader = await _client(rollout, SAMPLER)
+        await write(await version_rank(train, POLICY), KEY, _content(1))
+        reader = await version_rank(rollout, SAMPLER)
         sources = [PartSources("", [await train.endpoint()])]
         half = [msgspec.structs.replace(_HALF[0], part="")]
         with pytest.raises(CallerError, match="without a ticket"):
-            await reader.open_slices(KEY, half, sources)
-        memory, _ = await reader.open_slices(KEY, half, sources, ticket(KEY))
+            await reader.versions.open_slices(KEY, half, sources)
+        memory, _ = await reader.versions.open_slices(KEY, half, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))
         await rollout.logged(f"came: {SIZE // 2} bytes from other nodes, 0 from here")
 
 
 async def test_parts_survive_a_kill_of_their_daemon(short_dir: Path) -> None:
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        writer = await _client(train, POLICY)
+        writer = await version_rank(train, POLICY)
         await _write_part(writer, 1)
         await train.relaunch()
-        reader = await _client(rollout, SAMPLER)
-        await reader.open(KEY, [await train.endpoint()], ticket(KEY))
+        reader = await version_rank(rollout, SAMPLER)
+        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
         sources = [PartSources("0of1", [await train.endpoint()])]
-        memory, _ = await reader.open_slices(KEY, _HALF, sources, ticket(KEY))
+        memory, _ = await reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))

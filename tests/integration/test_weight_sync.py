@@ -17,6 +17,7 @@ from phaseloom.common.ids import VersionKey
 from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.versions import fetching as versionfetching
 from phaseloom.statemgr.versions import wire
 from phaseloom.statemgr.versions.fetching import Connection
 from phaseloom.statemgr.versions.incoming import Incoming, Readable
@@ -55,7 +56,7 @@ async def _published(d: Daemon, num_bytes: int = SIZE) -> Rank:
     policy = await start(d, POLICY, num_bytes)
     await d.agent.switch_in(POLICY, 1, 1, [])
     policy.run(1)
-    await policy.client.create_version(KEY, policy.slots)
+    await policy.client.versions.create(KEY, policy.slots)
     return policy
 
 
@@ -238,6 +239,41 @@ async def test_a_neighbour_that_cannot_be_reached_costs_its_blocks_only(short_di
         assert SIZE + 3 * BLOCK <= slow.passed_bytes < SIZE + 3 * BLOCK + _CONTROL
 
 
+async def test_a_neighbour_that_never_delivers_is_left(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says again and again that its block is on the way."""
+    monkeypatch.setattr(versionfetching, "RELAY_PATIENCE", 0.1)
+
+    async def session(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(connection.description)
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        while True:
+            await stream.send(Waiting())
+            await asyncio.sleep(0.2)
+
+    async with daemon(short_dir / "east", SITE="east") as train:
+        policy = await _published(train)
+        source = await train.endpoint()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        with listener:
+            liar = home(site="west", endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
+            connection = await Connection.open(source, KEY, ticket(KEY), liar)
+            assert isinstance(await connection.ask(Next(0)), Part)
+            connection.close()
+            server = tls.Server(identity(), 10.0, {wire.SERVICE: session})
+            serving = asyncio.create_task(server.serve(listener))
+            running = fetching(KEY, home(site="west", endpoint="127.0.0.1:1"))
+            await running.bring(source)
+            assert running.incoming is not None
+            assert bytes(running.incoming.memory) == bytes(policy.heap.buffer)
+            assert (running.from_source_bytes, running.relayed_bytes) == (SIZE, 0)
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
 async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
@@ -321,14 +357,15 @@ async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path
         policy = await _published(train)
         sampler = await _sampler(rollout)
         before = sampler.digest()
-        target = await policy.client.begin_version(VersionKey(POLICY, 3), policy.slots)
+        target = await policy.client.versions.begin(VersionKey(POLICY, 3), policy.slots)
         assert isinstance(target, memoryview)
-        await policy.client.commit_version(VersionKey(POLICY, 3), target)
+        await policy.client.versions.commit(VersionKey(POLICY, 3), target)
         target[SIZE // 2] ^= 1
         bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:
             await load_version(
                 sampler.client, bad, [await train.endpoint()], sampler.slots, ticket(bad)
             )
-        assert caught.value.info.code is Code.DATA_LOSS
+        # Its policy makes it again.
+        assert caught.value.info.code is Code.UNAVAILABLE
         assert sampler.digest() == before

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.ids import VersionKey
-from tests.support.meshcerts import ticket
+from phaseloom.common.ids import DeploymentKey, VersionKey
+from tests.support.meshcerts import NODE, ticket
 from tests.support.netns import Host, NotPermittedError, hosts
 from tests.support.partranks import VERSION, arrays, publish, start_part_ranks
 from tests.support.readversions import open_version
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
 NUM_FAR = 3
+REFERENCE = DeploymentKey("acme", "sums", "reference")
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Mesh:
     async def publish(self, seq: int) -> VersionKey:
         key = VersionKey(POLICY, seq)
         self.policy.run(seq)
-        await self.policy.client.create_version(key, self.policy.slots)
+        await self.policy.client.versions.create(key, self.policy.slots)
         return key
 
     async def sync(self, key: VersionKey) -> float:
@@ -52,9 +53,12 @@ class Mesh:
 
 @asynccontextmanager
 async def _nodes(
-    directory: Path, size: int, *, far_site: str, num_far: int = NUM_FAR
+    directory: Path, size: int, *, far_site: str, num_far: int = NUM_FAR, name: str = ""
 ) -> AsyncIterator[tuple[Host, list[Daemon]]]:
-    """The host behind the slow link; its node, and those at the far site."""
+    """The host behind the slow link; its node, and those at the far site.
+
+    Args: name: what the nodes' names begin with; empty: all have the same.
+    """
     async with AsyncExitStack() as stack:
         try:
             slow, *far = await stack.enter_async_context(hosts(1 + num_far))
@@ -72,6 +76,7 @@ async def _nodes(
                         launcher=host.launcher,
                         HOST=host.address,
                         SITE=site,
+                        NODE=f"{name}{number}" if name else NODE,
                     )
                 )
                 for number, (host, site) in enumerate(places)
@@ -117,6 +122,31 @@ async def test_one_copy_of_parts_crosses_the_slow_link(short_dir: Path) -> None:
             (await start_part_ranks([d], SAMPLER, 1, is_sharded=False, shapes=shapes))[0]
             for d in rollout
         ]
+        await slow.limit(20 * MiB)
+        source, before = await train.endpoint(), await slow.sent_bytes()
+        await asyncio.gather(*(reader.sync(VERSION, source) for reader in readers))
+        assert 1.0 <= (await slow.sent_bytes() - before) / size < 1.03
+        assert all(reader.backend.holds(content) for reader in readers)
+
+
+async def test_one_copy_of_what_several_samplers_need_crosses_the_slow_link(
+    short_dir: Path,
+) -> None:
+    """One over three nodes, each of which needs some rows of the parts that two ranks wrote; the
+    other needs all of them on one node."""
+    shapes = {"a": [2060, 1024], "b": [2059, 1024]}
+    content, size = arrays(1, shapes), 4119 * 4096
+    async with _nodes(short_dir, 18 * MiB, far_site="west", num_far=4, name="n") as (
+        slow,
+        (train, *rollout),
+    ):
+        policy = await start_part_ranks([train], POLICY, 2, shapes=shapes)
+        await train.agent.switch_in(POLICY, 1, 1, [])
+        await publish(policy, VERSION, content)
+        readers = await start_part_ranks(rollout[:3], SAMPLER, 3, shapes=shapes)
+        readers += await start_part_ranks(
+            rollout[3:], REFERENCE, 1, is_sharded=False, shapes=shapes
+        )
         await slow.limit(20 * MiB)
         source, before = await train.endpoint(), await slow.sent_bytes()
         await asyncio.gather(*(reader.sync(VERSION, source) for reader in readers))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
@@ -40,7 +38,6 @@ from tests.support.jobs import rank_pid, running_mesh, tenant
 from tests.support.node import (
     NODE,
     STEP,
-    VOCAB,
     TestNode,
     exploding,
     lesson,
@@ -49,23 +46,12 @@ from tests.support.node import (
     running_node,
 )
 from tests.support.processes import until_gone
+from tests.support.tinymodel import VOCAB
 
 TRAINING: list[Args] = [lesson(0), STEP, lesson(1), STEP]
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_node() -> AsyncIterator[TestNode]:
-    async with running_node() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
-    async with shared_node.fresh():
-        yield shared_node
 
 
 async def train(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
-from typing import cast
 
 import pytest
+from opentelemetry.context import Context
 
 from phaseloom.common import streams
 from phaseloom.common.bus import Bus
@@ -15,14 +16,17 @@ from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.messages import (
     Args,
     Batching,
+    Completion,
     LoadState,
     Operation,
     OperationFinished,
+    OperationsFinished,
     Outcome,
     Permit,
     SyncWeights,
 )
 from phaseloom.worker.leader import Leader
+from phaseloom.worker.outcomes import Outcomes
 from phaseloom.worker.rankwire import RunPermits
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.device import KEY, Device, device, permit, sample
@@ -33,8 +37,19 @@ POLICY = DeploymentKey(KEY.tenant, KEY.job, "policy")
 
 
 def leader(device: Device, bus: Bus, state: RankStateClient | None = None) -> Leader:
-    state = state or cast("RankStateClient", None)  # most here moves no weights
+    state = state or _unconnected(device)  # most here moves no weights
     return Leader(device.executor.settings, bus, state, device.executor, device.ranks, device.queue)
+
+
+def _unconnected(device: Device) -> RankStateClient:
+    return RankStateClient(
+        "nowhere",
+        "token",
+        applied=lambda: 0,
+        on_loaded=lambda: None,
+        executor=device.ranks.device_thread,
+        reconnect_s=0.0,
+    )
 
 
 def given(*permits: Permit) -> RunPermits:
@@ -63,6 +78,21 @@ async def test_mutating_operation_is_refused_while_others_read(bus: Bus) -> None
         await read
         assert await bus.get_stored(streams.DONE, streams.done_subject(mutating)) is None
         assert await bus.get_stored(streams.DONE, streams.done_subject(reading)) is not None
+
+
+async def test_ends_that_come_together_share_an_entry_of_the_log(bus: Bus) -> None:
+    done = Completion("id", Outcome.COMPLETED)
+    async with device(Batching.OPERATION) as d:
+        outcomes = Outcomes(d.executor.settings, bus)
+        permits = [permit(await put(bus, f"r{i}", sample(1)), sample(1)) for i in range(3)]
+        keys = [one.operation for one in permits]
+        outcomes.unended.update(keys)
+        await asyncio.gather(*(outcomes.finished(one, done, Context()) for one in permits))
+    assert await bus.log_end() == 1
+    async with aclosing(bus.read_entries()) as entries:
+        entry = await anext(entries)
+    assert isinstance(entry.event, OperationsFinished)
+    assert [one.key for one in entry.event.operations] == keys
 
 
 async def test_operation_without_a_payload_fails_and_a_permit_out_of_order_does_not_run(
@@ -96,7 +126,7 @@ async def test_sync_whose_weights_are_in_but_cannot_be_booked_makes_the_life_dir
         heap, slots = d.heap, d.backend.slots
         policy = await start(state, POLICY, heap.num_bytes, slots=slots, content=7, device=0)
         await state.agent.switch_in(POLICY, 1, 1, [])
-        await policy.client.create_version(VersionKey(POLICY, 1), d.executor.weight_slots)
+        await policy.client.versions.create(VersionKey(POLICY, 1), d.executor.weight_slots)
         await state.agent.switch_out(POLICY, 1, 1)
         await state.agent.register_wpg(["mine"], KEY, 1, [0], 0)
         client = await RankStateClient.connect(

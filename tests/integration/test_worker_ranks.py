@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
@@ -50,6 +48,7 @@ from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.fsdp import FsdpBackend
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
+from phaseloom.worker.copying import packed
 from phaseloom.worker.heap import PAGE_BYTES
 from tests.support.node import (
     STEP,
@@ -62,23 +61,12 @@ from tests.support.node import (
 )
 from tests.support.processes import gone, until_gone
 
+NUM_DEVICES = 2
 TWO = Layout(dp=2)
 TRAINING: list[Args] = [lesson(0), lesson(1, rows=3), STEP, lesson(2, rows=1), STEP]
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_node() -> AsyncIterator[TestNode]:
-    async with running_node(num_devices=2) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
-    async with shared_node.fresh():
-        yield shared_node
 
 
 async def train(
@@ -185,14 +173,14 @@ async def test_sync_that_cannot_be_had_changes_no_rank_and_comes_later(node: Tes
 
 
 async def test_publish_that_finds_no_room_for_a_part_is_refused_and_the_ranks_go_on() -> None:
-    """Host memory has room for the part of one of them, and NVMe for nothing."""
-    spec = policy_spec(layout=TWO)
+    """Host memory has room for the smaller part alone. Whichever asks first, and wherever the other
+    one is by then: the larger one never fits."""
+    spec = policy_spec(layout=TWO, hidden_size=33, intermediate_size=1024)
     groups = [RankGroup(rank, 2) for rank in range(2)]
-    shapes = parameter_shapes(spec.model)
-    heaps = [FsdpBackend.heap_bytes(spec, group) for group in groups]
-    parts = [plan(shapes, trainable=False, ranks=group).heap_bytes for group in groups]
-    pages = sum(-(-num_bytes // PAGE_BYTES) for num_bytes in [*heaps, *parts])
-    memory_bytes = (pages - 1) * PAGE_BYTES
+    heaps = [pages(FsdpBackend.heap_bytes(spec, group)) for group in groups]
+    parts = [pages(part_bytes(spec, group)) for group in groups]
+    assert parts[0] > parts[1]
+    memory_bytes = (sum(heaps) + parts[1]) * PAGE_BYTES
     async with running_node(2, memory_bytes, nvme_bytes=0) as node, node.fresh():
         policy, _ = await node.start_wpg(spec, devices=[0, 1])
         pids = node.rank_pids(policy)
@@ -202,6 +190,17 @@ async def test_publish_that_finds_no_room_for_a_part_is_refused_and_the_ranks_go
         assert (await node.run(policy, 2, lesson())).outcome is Outcome.COMPLETED
         assert (await node.run(policy, 3, STEP, 2)).outcome is Outcome.COMPLETED
         assert node.rank_pids(policy) == pids
+
+
+def part_bytes(spec: DeploymentSpec, group: RankGroup) -> int:
+    """Of a weights version, what this rank writes."""
+    weights = plan(parameter_shapes(spec.model), trainable=False, ranks=group).weights
+    places, _ = packed(list(weights.slots.values()))
+    return max(place.offset + place.num_bytes for place in places)
+
+
+def pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES)
 
 
 async def test_sync_that_changed_nothing_is_told(node: TestNode) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from phaseloom.common.codec import decode
@@ -16,8 +14,10 @@ from phaseloom.common.messages import (
     Args,
     Checkpoint,
     Completion,
+    DeploymentSpec,
     LoadState,
     LoadStateResult,
+    ModelSpec,
     Outcome,
     PublishWeights,
     SaveState,
@@ -28,18 +28,6 @@ from phaseloom.worker.backends import backend_factory
 from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_node() -> AsyncIterator[TestNode]:
-    async with running_node() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
-    async with shared_node.fresh():
-        yield shared_node
 
 
 async def train(
@@ -280,6 +268,14 @@ async def test_loading_a_checkpoint_of_another_model_is_refused_and_changes_noth
     assert done.error is not None
     assert done.error.code is Code.FAILED_PRECONDITION
     assert await sha(node, policy, "still-mine") == before
+
+
+async def test_noop_backend_loads_what_it_has_saved(node: TestNode) -> None:
+    spec = DeploymentSpec("noop", policy_spec().pool, "noop", ModelSpec({"num_floats": 3}))
+    policy, _ = await node.start_wpg(spec)
+    expected = await sha(node, policy, "name")
+    loaded = await node.run(policy, 1, LoadState("name"))
+    assert loaded.result == LoadStateResult(expected), loaded.error
 
 
 async def test_checkpoint_that_cannot_be_written_fails_alone(node: TestNode) -> None:

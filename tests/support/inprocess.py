@@ -40,8 +40,9 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.statewire import Role
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, Unwatched
+from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap
+from tests.support.looker import Looker
 from tests.support.saved import load, save
 
 R_co = TypeVar("R_co", covariant=True)
@@ -168,7 +169,7 @@ class Deployment:
 
         def run() -> GenerateResult:
             self.backend.check_generate(args)
-            (result,) = self.backend.generate([args], Unwatched())
+            (result,) = self.backend.generate([args], Looker())
             assert result is not None
             return result
 

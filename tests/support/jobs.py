@@ -48,6 +48,11 @@ FIRST_GRPO_SEQ = 2 * WARMUP_STEPS + 2
 """Of the policy: after the warm-up's updates and the version that is cut from them."""
 _PATIENCE_S = 60.0
 SEQS_PER_STEP = MICRO_BATCHES + 2
+NOOP = [
+    client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
+    client.DeploymentSpec("sampler", "rollout", "noop", client.ModelSpec({})),
+]
+"""Two deployments that need no time."""
 
 
 def short(task: str, steps: int) -> Settings:
@@ -239,14 +244,14 @@ class Wire:
         reply = await self._client.request(
             f"{streams.PREFIX}.op.{self.tenant}.{operation}",
             data,
-            timeout=5,
+            timeout=30,
             headers={CONTENT_TYPE: content_type},
         )
         return pub_ack(reply)
 
     async def request(self, subject: str, body: bytes) -> Any:
         """Send JSON as a person would, without headers; the answer, decoded."""
-        return json.loads((await self._client.request(subject, body, timeout=5)).data)
+        return json.loads((await self._client.request(subject, body, timeout=30)).data)
 
     async def outcome(self, operation: str) -> Completion:
         """What was first stored for it."""

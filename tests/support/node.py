@@ -64,10 +64,10 @@ from phaseloom.common.messages import (
 from phaseloom.common.natsserver import EmbeddedServer
 from tests.support.jobs import Log
 from tests.support.processes import child_pids, until_gone
+from tests.support.tinymodel import VOCAB, config
 
 NODE = NodeId("n0")
 TENANT = "acme"
-VOCAB = 29
 _SECRET = "for tests only"
 _PATIENCE_S = 60.0
 _GONE_S = 20.0
@@ -76,20 +76,7 @@ E = TypeVar("E")
 
 
 def model_spec(**changes: Any) -> ModelSpec:
-    """Two layers, grouped query heads, tied embeddings."""
-    config: dict[str, Any] = {
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    return ModelSpec({**config, **changes}, init_seed=7)
+    return ModelSpec(config(**changes), init_seed=7)
 
 
 def policy_spec(
@@ -414,6 +401,7 @@ async def running_node(
     host_memory_bytes: int = 2**30,
     lease_ttl_s: float = 3.0,
     nvme_bytes: int = 2**30,
+    peer_timeout_s: float = 10.0,
 ) -> AsyncIterator[TestNode]:
     """A node and a bus of its own."""
     node = NodeConfig(
@@ -422,6 +410,7 @@ async def running_node(
     environment = {
         f"{configuration.PREFIX}WORKER_LEASE_TTL_S": str(lease_ttl_s),
         f"{configuration.PREFIX}STATEMGR_NVME_BYTES": str(nvme_bytes),
+        f"{configuration.PREFIX}STATEMGR_PEER_TIMEOUT_S": str(peer_timeout_s),
     }
     with tempfile.TemporaryDirectory(prefix="pl-") as name:
         directory = Path(name)

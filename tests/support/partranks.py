@@ -82,7 +82,7 @@ class PartRank:
 
     def __post_init__(self) -> None:
         executor = Executor(self.settings, self.backend)
-        self.weights = RankWeights(self.settings, self.client, executor)
+        self.weights = RankWeights(self.settings, self.client.versions, executor)
 
     async def bring(self, version: VersionKey, *sources: str) -> Brought:
         return await self.weights.bring(version, permit(version, self.settings, sources))
@@ -164,7 +164,9 @@ async def publish(
     for rank in ranks:
         rank.backend.fill(content)
     manifest = await write(ranks, version)
-    digests = {(await rank.client.commit_parts(version, manifest)).digest for rank in ranks}
+    digests = {
+        (await rank.client.versions.commit_parts(version, manifest)).digest for rank in ranks
+    }
     (digest,) = digests
     return digest
 

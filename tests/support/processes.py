@@ -1,10 +1,42 @@
-"""What is running, as /proc says."""
+"""Services as processes of their own, and what is running, as /proc says."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from phaseloom.common.config import inherited
+from phaseloom.common.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.natsserver import EmbeddedServer
+
+
+@asynccontextmanager
+async def service(
+    name: str, server: EmbeddedServer, **environment: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """One on this bus; killed at the end if it still runs."""
+    bus = server.credentials.bus
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"phaseloom.{name}.main"),
+        env={
+            **inherited(),
+            "PHASELOOM_BUS_URL": bus.url,
+            "PHASELOOM_BUS_USER": bus.user,
+            "PHASELOOM_BUS_PASSWORD": bus.password,
+            DIE_WITH_PARENT: str(os.getpid()),
+            **environment,
+        },
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 def gone(pid: int) -> bool:

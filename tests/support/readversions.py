@@ -20,11 +20,11 @@ async def open_version(
 ) -> tuple[memoryview, str]:
     """A whole version of these tensors, verified, and its digest.
 
-    Raises: as `RankStateClient.open` and `verified`; CallerError: it is of another model.
+    Raises: as `RankVersions.open` and `verified`; CallerError: it is of another model.
     """
-    opened = await client.open(key, sources, ticket)
+    opened = await client.versions.open(key, sources, ticket)
     Layouts().paired(opened.table, slots)
-    opened = await client.verified(opened)
+    opened = await client.versions.verified(opened)
     return opened.memory, opened.described.digest
 
 
@@ -36,6 +36,6 @@ async def load_version(
     ticket: Ticket | None = None,
 ) -> str:
     """Copy a version over these slots of the heap. Returns: its digest. Raises: likewise."""
-    opened = await client.open(key, sources, ticket)
-    await client.load(opened, slots)
+    opened = await client.versions.open(key, sources, ticket)
+    await client.versions.load(opened, slots)
     return opened.described.digest

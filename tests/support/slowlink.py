@@ -64,6 +64,7 @@ async def link(source: str) -> AsyncIterator[Link]:
     async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while chunk := await reader.read(65536):
             writer.write(chunk)
+        writer.write_eof()
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from phaseloom.common.blockhash import digest_of
+from phaseloom.common.framing import Handler, Peer
 from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import StatusReport, TensorSlot
+from phaseloom.common.statewire import RankHello, StateMessage, StatusReport, TensorSlot
 from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
@@ -266,6 +267,21 @@ async def join(
         fill(rank.heap, rank.content)
         rank.seq = applied
         await rank.client.commit_initial(applied)
+
+
+async def greeted(
+    daemon: Daemon,
+    key: DeploymentKey,
+    *,
+    incarnation: int = 1,
+    handler: Handler[StateMessage] | None = None,
+) -> Peer[StateMessage]:
+    """A rank's session, proved and no more: what it says, and answers, is for the test to say."""
+    token = f"raw {key} {incarnation}"
+    await daemon.agent.register_wpg([token], key, incarnation, [0], 0)
+    peer: Peer[StateMessage] = await Peer.connect(daemon.socket, StateMessage, handler)
+    await peer.call(RankHello(token))
+    return peer
 
 
 @asynccontextmanager

@@ -489,7 +489,7 @@ class Storm:
                 return
             self._run(member)
             actor, seq = member.ranks[0], member.seq
-            call = actor.client.create_version(VersionKey(member.key, seq), actor.slots())
+            call = actor.client.versions.create(VersionKey(member.key, seq), actor.slots())
             made = await self._try(member, "publish", call)
             if made is not None:
                 assert made.digest == member.state[0][0]
@@ -516,7 +516,7 @@ class Storm:
             member.seq += 1
             member.state = [actor.bytes()]
             assert member.state[0][0] == expected
-            await self._try(member, "hold", _done(actor.client.hold_version(key, member.seq)))
+            await self._try(member, "hold", _done(actor.client.versions.hold(key, member.seq)))
 
     async def _drop_version(self, member: Member) -> None:
         if member.versions:

@@ -231,7 +231,7 @@ async def test_run_dies_with_its_parent_when_asked_to() -> None:
     await until_ready(parent)
     parent.kill()
     await parent.wait()
-    await until_gone([pid], timeout_s=5)
+    await until_gone([pid], timeout_s=30)
 
 
 async def test_run_dies_at_once_when_the_parent_is_gone_already() -> None:

@@ -214,10 +214,10 @@ async def test_process_without_a_port_measures_nothing_and_loads_nothing() -> No
         "async def main():\n"
         "    async with endpoint('example', MetricsConfig()):\n"
         "        metrics.before_scrape(lambda: None)\n"
-        "        began = time.perf_counter()\n"
+        "        began = time.process_time()\n"
         "        for _ in range(10_000):\n"
         "            metrics.count(metrics.PERMITS, kind='forward')\n"
-        "        print((time.perf_counter() - began) / 10_000 * 1e6)\n"
+        "        print((time.process_time() - began) / 10_000 * 1e6)\n"
         "asyncio.run(main())\n"
         "print('prometheus_client' in sys.modules)\n"
     )

@@ -3,6 +3,8 @@ refused before it costs anything."""
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -62,15 +64,15 @@ def test_end_is_known_exactly_where_each_tensor_lies_for_itself(slots: list[Tens
 def _packed(**columns: Any) -> bytes:
     given: dict[str, Any] = {
         "names": ["w"],
-        "roles": ["weight"],
-        "dtypes": ["uint8"],
-        "shapes": [[1]],
-        "offsets": [0],
-        "sizes": [1],
-        "global_shapes": [],
-        "starts": [],
+        "kinds": [KIND],
+        "numbers": bytes(4),
+        "offsets": bytes(8),
+        "sizes": bytes([1, *bytes(7)]),
     }
     return msgspec.msgpack.encode(list((given | columns).values()))
+
+
+KIND = ["weight", "uint8", [1], [], []]
 
 
 @pytest.mark.parametrize(
@@ -82,17 +84,56 @@ def _packed(**columns: Any) -> bytes:
         EMPTY.packed[:-1],
         msgspec.msgpack.encode([TensorSlot("w", Role.WEIGHT, "uint8", [1], 0, 1)]),
         _packed(names=["w", "v"]),
-        _packed(offsets=[]),
-        _packed(global_shapes=[[1]]),
-        _packed(global_shapes=[[1], [1]], starts=[[0], [0]]),
-        _packed(offsets=[0.5]),
-        _packed(roles=["none"]),
+        _packed(offsets=b""),
+        _packed(sizes=bytes(16)),
+        _packed(numbers=bytes(3)),
+        _packed(numbers=bytes([1, 0, 0, 0])),
+        _packed(numbers=b"\xff" * 4),
+        _packed(kinds=[]),
+        _packed(kinds=[["none", *KIND[1:]]]),
+        _packed(kinds=[[*KIND[:2], [0.5], [], []]]),
+        _packed(kinds=[[*KIND[:2], [1] * 65, [], []]]),
+        _packed(kinds=[KIND] * (MAX_TENSORS + 1)),
         _packed(names=[b"\xff"]),
-        _packed(shapes=[[1] * 65]),
-        _packed(shapes=[[]] * (MAX_TENSORS + 1)),
     ],
 )
 def test_what_is_no_table_is_refused(packed: bytes) -> None:
     assert TensorTable.read(_packed()).tensors == [TensorSlot("w", Role.WEIGHT, "uint8", [1], 0, 1)]
     with pytest.raises(CallerError, match="no table of tensors"):
         TensorTable.read(packed)
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(2**63, 1), (0, 2**64), (-(2**63) - 1, 1)])
+def test_numbers_beyond_64_bits_make_no_table(offset: int, num_bytes: int) -> None:
+    with pytest.raises(CallerError, match="no table of tensors"):
+        TensorTable.of([TensorSlot("w", Role.WEIGHT, "uint8", [1], offset, num_bytes)])
+
+
+@pytest.mark.parametrize("num_kinds", [1, 500])
+@pytest.mark.parametrize(
+    ("dims", "dim", "name"),
+    [([], 0, ""), ([1, 2], 300, "a.weight"), ([1] * 64, 2**63, "x" * 300), ([1], 300, "é🧵" * 40)],
+)
+def test_what_it_takes_in_memory_is_never_more_than_it_says(
+    dims: list[int], dim: int, name: str, num_kinds: int
+) -> None:
+    """Whatever a hostile rank packs into a frame."""
+    number = 500
+    shape = [dim for _ in dims]
+    kind = ["weight", name or "x", shape, shape, shape]
+    packed = _packed(
+        names=[f"{name}{i}" for i in range(number)],
+        kinds=[kind] * num_kinds,
+        numbers=b"".join(struct.pack("<I", i % num_kinds) for i in range(number)),
+        offsets=b"".join(struct.pack("<q", 2**40 + 64 * i) for i in range(number)),
+        sizes=struct.pack("<q", 2**40) * number,
+    )
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        table = TensorTable.read(msgspec.Raw(packed))
+        assert len(table.tensors) == number
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken <= table.memory_bytes <= 2 * taken

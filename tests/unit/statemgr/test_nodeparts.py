@@ -28,10 +28,12 @@ def parts_of(root: Path, node: str) -> NodeParts:
     return NodeParts(Checkpoints(root, NodeId(node)), StateDirectory(root))
 
 
-def cut(rank: int, *, seq: int = 1, num_ranks: int = 2) -> Cut:
+def cut(rank: int, *, seq: int = 1, num_ranks: int = 2, incarnation: int = 1) -> Cut:
     """Of one rank a node."""
     part = CutPart(1, SIZE, TensorTable.of(SLOTS))
-    return Cut(KEY, 1, "save", "step-1", seq, [part], rank_offset=rank, num_ranks=num_ranks)
+    return Cut(
+        KEY, incarnation, "save", "step-1", seq, [part], rank_offset=rank, num_ranks=num_ranks
+    )
 
 
 def held(rank: int, byte: int) -> Held:
@@ -40,22 +42,33 @@ def held(rank: int, byte: int) -> Held:
     return Held(rank, SLOTS, memory, checksum(memory))
 
 
-def test_newest_is_taken_where_the_ranks_were_on_two_nodes(tmp_path: Path) -> None:
-    """The life that came after is the one that rank 0 is of."""
-    for age, (node, byte) in enumerate([("z", 1), ("a", 2), ("m", 3)]):
-        parts_of(tmp_path, node).write(cut(1), [held(1, byte)], NEVER)
+@pytest.mark.parametrize("incarnation", [1, 2, 3])
+def test_part_of_the_same_life_is_taken_where_the_ranks_were_on_several_nodes(
+    tmp_path: Path, incarnation: int
+) -> None:
+    """Whichever was left last: two lives' states at one seq may differ."""
+    for age, (node, life) in enumerate([("z", 1), ("a", 3), ("m", 2)]):
+        parts_of(tmp_path, node).write(cut(1, incarnation=life), [held(1, life)], NEVER)
         (written,) = tmp_path.rglob(f".*.{node}.part")
         os.utime(written, (age, age))
     found = parts_of(tmp_path, "first")
-    (place,) = found.find(cut(0))
+    (place,) = found.find(cut(0, incarnation=incarnation))
     memory = memoryview(bytearray(SIZE))
     found.read(place, memory)
-    assert bytes(memory) == bytes([3]) * SIZE
+    assert bytes(memory) == bytes([incarnation]) * SIZE
     found.discard(cut(0))
     assert not list(tmp_path.rglob("*.part"))
 
 
-@pytest.mark.parametrize("other", [cut(1, seq=2), cut(1, num_ranks=4)])
+def test_what_an_earlier_life_left_is_not_this_one_s(tmp_path: Path) -> None:
+    node = parts_of(tmp_path, "second")
+    assert not node.is_written(cut(1))
+    node.write(cut(1), [held(1, 1)], NEVER)
+    assert node.is_written(cut(1))
+    assert not node.is_written(cut(1, incarnation=2))
+
+
+@pytest.mark.parametrize("other", [cut(1, seq=2), cut(1, num_ranks=4), cut(1, incarnation=2)])
 def test_part_of_another_cut_is_not_taken(tmp_path: Path, other: Cut) -> None:
     parts_of(tmp_path, "second").write(other, [held(1, 1)], NEVER)
     with pytest.raises(PhaseloomError, match="another") as refused:

@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 from phaseloom.common.errors import CallerError
 from phaseloom.common.statewire import Role, Slice, TensorSlot
-from phaseloom.statemgr.core.slices import MAX_BATCH_BYTES, Box, batches, runs, slots_of
+from phaseloom.statemgr.core.slices import (
+    MAX_BATCH_BYTES,
+    Batch,
+    Box,
+    Piece,
+    all_of,
+    batches,
+    box_of,
+    contains,
+    left_of,
+    overlap,
+    raw_slot,
+    runs,
+    slots_of,
+)
 
 
 @st.composite
@@ -88,3 +102,81 @@ def test_pieces_of_a_large_box_lie_end_to_end(size: list[int]) -> None:
             assert np.array_equal(found, np.arange(at, at + len(found)))
             at += len(found)
     assert at == flat.size
+
+
+@given(st.data())
+def test_what_is_left_of_a_box_and_what_is_taken_are_the_box(data: st.DataObject) -> None:
+    shape, start, size = data.draw(_boxes())
+    whole = Box("w", start, size)
+    left = [whole]
+    seen = np.zeros(shape, np.int8)
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = [data.draw(st.integers(0, n - 1)) for n in shape]
+        most = [n - a for n, a in zip(shape, at, strict=True)]
+        taken = Box("w", at, [data.draw(st.integers(1, n)) for n in most])
+        common = [each for each in (overlap(box, taken) for box in left) if each is not None]
+        for each in common:
+            assert contains(whole, each)
+            assert contains(taken, each)
+            seen[_inside(each)] += 1
+        left = left_of(left, taken)
+        assert all(overlap(box, taken) is None for box in left)
+    for each in left:
+        seen[_inside(each)] += 1
+    expected = np.zeros(shape, np.int8)
+    expected[_inside(whole)] = 1
+    assert np.array_equal(seen, expected)
+
+
+def _inside(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))
+
+
+@given(_boxes(), st.data())
+def test_shares_of_a_batch_go_where_the_whole_would(
+    box: tuple[list[int], list[int], list[int]], data: st.DataObject
+) -> None:
+    """Cut anywhere, and each share put where it belongs from its own bytes."""
+    shape, start, size = box
+    part = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    num_bytes = 2 * math.prod(size)
+    batch = Batch(
+        "", [Piece(Slice("", "w", "int16", start, size, 128, num_bytes), Box("w", start, size))]
+    )
+    at = [data.draw(st.integers(s, s + n - 1)) for s, n in zip(start, size, strict=True)]
+    end = [data.draw(st.integers(a + 1, s + n)) for a, s, n in zip(at, start, size, strict=True)]
+    cut = Box("w", at, [e - a for a, e in zip(at, end, strict=True)])
+    shares = [[(0, cut)], [(0, each) for each in left_of(batch.boxes, cut)]]
+    memory = memoryview(bytearray(128 + num_bytes))
+    for share in batch.shared(shares):
+        share.put(memory, b"".join(part[_inside(each)].tobytes() for each in share.boxes))
+    assert bytes(memory[128:]) == part[_inside(Box("w", start, size))].tobytes()
+    for bad in (shares[:1], [*shares, shares[0]], [[(1, cut)]], [[(0, Box("v", start, size))]]):
+        if bad != [[(0, batch.boxes[0])]]:
+            with pytest.raises(CallerError):
+                batch.shared(bad)
+
+
+@given(st.lists(st.tuples(_boxes(), st.integers(0, 2)), max_size=5), st.integers(0, 200))
+def test_all_of_a_part_is_its_tensors_and_what_lies_between(
+    tensors: list[tuple[tuple[list[int], list[int], list[int]], int]], extra: int
+) -> None:
+    """Each byte once, and found again by its name."""
+    slots, end = [], 0
+    for number, ((shape, _, _), odd) in enumerate(tensors):
+        num_bytes = 2 * math.prod(shape) + odd  # where it is odd, they are not its elements
+        slots.append(TensorSlot(f"w{number}", Role.WEIGHT, "int16", shape, end, num_bytes))
+        end += -(-num_bytes // 64) * 64 + 64 * odd
+    part = np.random.default_rng(1).integers(0, 256, end + extra, np.uint8).tobytes()
+    seen = np.zeros(len(part), np.uint8)
+    named = {slot.name: slot for slot in slots}
+    for each in all_of("0of2", slots, len(part)):
+        slot = named.get(each.name) or raw_slot(each.name, len(part))
+        assert slot is not None
+        seen[each.offset : each.offset + each.num_bytes] += 1
+        offsets, length = runs(slot, box_of(each))
+        assert offsets == [0]
+        assert (slot.offset, length) == (each.offset, each.num_bytes)
+    assert np.all(seen == 1)
+    for name in ("w", f"bytes from {len(part)}", "bytes from -1", "bytes from " + "9" * 30, ""):
+        assert raw_slot(name, len(part)) is None

@@ -27,7 +27,7 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
     hierarchy = Hierarchy(node, directory, 0)
     weights = Weights(node, directory, hierarchy, identity(), 10.0)
-    slices = Slices(node, hierarchy, weights, identity(), 10.0)
+    slices = Slices(node, hierarchy, weights)
     node.residency.register(["token"], KEY, 1, [0], 0)
     wpg = node.residency.current(KEY, 1)
     busy, only_thread = threading.Event(), ThreadPoolExecutor(1)

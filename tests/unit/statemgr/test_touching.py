@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
+from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.ids import DeploymentKey, NodeId
+from phaseloom.common.statewire import Done, StateMessage
 from phaseloom.statemgr.core.residency import Rank, State
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.touching import Touching
@@ -22,8 +25,10 @@ KEY = DeploymentKey("acme", "job", "policy")
 class Busy:
     def __init__(self) -> None:
         self.is_busy = False
+        self.was_asked = False
 
     def __call__(self) -> bool:
+        self.was_asked = True
         return self.is_busy
 
 
@@ -77,6 +82,43 @@ async def test_it_waits_for_what_is_moved() -> None:
         async with asyncio.timeout(30):
             while touched_bytes(node, rank) < SIZE:
                 await asyncio.sleep(0)
+
+
+async def test_the_answer_that_brings_the_extent_goes_first() -> None:
+    """It leaves when the agent keeps the handles that it speaks of."""
+    was_told, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def keep(_: StateMessage, fds: list[int]) -> tuple[StateMessage, Sequence[int]]:
+        close_fds(fds)
+        was_told.set()
+        await may_answer.wait()
+        return Done(), ()
+
+    one, other = socket.socketpair()
+    agent: Peer[StateMessage] = Peer(one, StateMessage)
+    far: Peer[StateMessage] = Peer(other, StateMessage, keep)
+    agent.start()
+    far.start()
+    async with filling() as (node, touching, rank, busy):
+        node.keeper.attach(agent)
+
+        async def answer() -> None:
+            touching.begin(rank)
+            await node.keeper.record()
+
+        answering = asyncio.create_task(answer())
+        await was_told.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not busy.was_asked
+        may_answer.set()
+        await answering
+        async with asyncio.timeout(30):
+            while touched_bytes(node, rank) < SIZE:
+                await asyncio.sleep(0)
+        node.keeper.detach(agent)
+    await agent.close()
+    await far.close()
 
 
 @pytest.mark.parametrize("why", ["filled", "lost", "stopped"])

@@ -27,7 +27,7 @@ async def test_version_that_is_dropped_on_its_way_is_not_found_by_who_relays_it(
     directory = StateDirectory(tmp_path)
     weights = Weights(node, directory, Hierarchy(node, directory, 0), identity(), 1.0)
     description = VersionDescription(0, [], "0" * 32)
-    weights._incoming[KEY] = Incoming(description, memoryview(b""))
+    weights._bringing.incoming[KEY] = Incoming(description, memoryview(b""))
     with pytest.raises(CallerError) as caught:
         async with weights.reading(KEY, may_be_incoming=True):
             pass

@@ -53,9 +53,15 @@ _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
+SERVICE_CONNECT_S = 60.0
+"""A service waits so long for its first connection: the server, or the machine, may be slow. One
+that refuses it ends that after `_CONNECT_TIMEOUT_S`."""
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 _BATCH = 256
+_ANSWER_BYTES = 16 * 2**20
+"""Of many stored messages at once. The server, left to itself, sends more than it lets wait for a
+connection (64 MiB), and cuts off who reads it slowly."""
 _MICROSECOND = 1e-6
 _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
@@ -177,10 +183,12 @@ async def connect(
     inbox_prefix: str = "_INBOX",
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     read_pause_s: float = 0.0,
+    timeout_s: float = _CONNECT_TIMEOUT_S,
 ) -> MeshClient:
     """A connection that never gives up; refuses servers too old for what we rely on.
 
     Args:   read_pause_s: see `MeshClient`.
+            timeout_s: for the first connection.
     Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
     """
 
@@ -212,7 +220,6 @@ async def connect(
             await on_reconnect()
 
     try:
-        # The client never gives up: later that is wanted, but a first connection is bounded.
         connecting = client.connect(
             url,
             name=name,
@@ -227,7 +234,8 @@ async def connect(
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
         )
-        await within(_CONNECT_TIMEOUT_S, connecting)
+        # The client never gives up: later that is wanted, but a first connection is bounded.
+        await within(timeout_s, connecting)
     except (TimeoutError, OSError, nats.errors.Error) as error:
         await client.close()
         raise ResourceError(
@@ -277,7 +285,15 @@ class Bus:
         self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
 
     @classmethod
-    async def open(cls, config: BusConfig, name: str, *, read_pause_s: float = 0.0) -> Bus:
+    async def open(
+        cls,
+        config: BusConfig,
+        name: str,
+        *,
+        read_pause_s: float = 0.0,
+        timeout_s: float = _CONNECT_TIMEOUT_S,
+    ) -> Bus:
+        """Connect and provision; see `connect`."""
         bus: Bus
 
         async def again() -> None:
@@ -297,9 +313,10 @@ class Bus:
                 config.password,
                 on_reconnect=again,
                 read_pause_s=read_pause_s,
+                timeout_s=timeout_s,
             )
         )
-        await bus.provision()
+        await bus._provision_first()
         return bus
 
     async def close(self) -> None:
@@ -322,6 +339,25 @@ class Bus:
                 await self.js.key_value(bucket.bucket)
             except (BucketNotFoundError, NotFoundError):
                 await self.js.create_key_value(bucket)
+
+    async def _provision_first(self) -> None:
+        """Raises: ResourceError: the server answers too slowly for it, or not at all."""
+        try:
+            async with asyncio.timeout(SERVICE_CONNECT_S):
+                while True:
+                    try:
+                        return await self.provision()
+                    except (NatsTimeoutError, NoRespondersError) as error:
+                        log.warning("streams are not provisioned yet: %r", error)
+                        await asyncio.sleep(_PROVISION_PAUSE_S)
+        except BaseException as error:
+            await close_client(self.client)
+            if isinstance(error, TimeoutError):
+                raise ResourceError(
+                    f"the NATS server did not make the streams within {SERVICE_CONNECT_S:.0f} s",
+                    remedy="is its machine overloaded, or its disk?",
+                ) from error
+            raise
 
     async def provision_tenant(self, tenant: str, max_bytes: int) -> None:
         await self._ensure_stream(streams.tenant_stream(tenant, max_bytes))
@@ -595,7 +631,7 @@ class Bus:
         try:
             *messages, end = await self.client.request_many(
                 f"$JS.API.DIRECT.GET.{stream}",
-                _json.encode({"multi_last": subjects}),
+                _json.encode({"multi_last": subjects, "max_bytes": _ANSWER_BYTES}),
                 timeout=_REQUEST_TIMEOUT_S,
             )
         except NoRespondersError:

@@ -7,7 +7,7 @@ import gc
 from typing import NoReturn
 
 from phaseloom.common import config, lifecycle
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.profiler.shell import Shell
 
 _READ_PAUSE_S = 0.1
@@ -18,7 +18,9 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(BusConfig, "bus")
     # What the imports made stays: no collection needs to go through it again.
     gc.freeze()
-    bus = await Bus.open(settings, "profiler", read_pause_s=_READ_PAUSE_S)
+    bus = await Bus.open(
+        settings, "profiler", read_pause_s=_READ_PAUSE_S, timeout_s=SERVICE_CONNECT_S
+    )
     try:
         async with asyncio.TaskGroup() as group:
             following = group.create_task(Shell(bus).run())

@@ -7,11 +7,15 @@ import asyncio
 import msgspec
 
 from phaseloom.common import config, lifecycle
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.errors import CallerError
+from phaseloom.common.patience import until_done
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.observing import Lag
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
+
+_PROVISION_ATTEMPT_S = 10.0
+"""To make a stream may be long, where the disk is slow."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,15 +70,22 @@ async def serve(stop: asyncio.Event) -> None:
     """Route until told to stop; what is in hand then is finished first."""
     settings = config.load(RouterConfig, "router")
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
-    bus = await Bus.open(config.load(BusConfig, "bus"), settings.name)
+    bus_config = config.load(BusConfig, "bus")
+    bus = await Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
     try:
         for tenant in settings.tenants:
-            await bus.provision_tenant(tenant, settings.ops_max_bytes)
+            await _provision(bus, tenant, settings.ops_max_bytes)
         Lag(bus, settings.tenants, SOURCE).register()
         async with Router(bus, limits, settings.session_ttl_s).running(settings.tenants):
             await stop.wait()
     finally:
         await bus.close()
+
+
+async def _provision(bus: Bus, tenant: str, max_bytes: int) -> None:
+    await until_done(
+        lambda: bus.provision_tenant(tenant, max_bytes), "provision", _PROVISION_ATTEMPT_S
+    )
 
 
 def main() -> None:

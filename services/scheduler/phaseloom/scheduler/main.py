@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -17,13 +18,13 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common import config, lifecycle, streams
 from phaseloom.common.api import serve_api
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.codec import content_type_of, decode
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import OperationKey
-from phaseloom.common.leases import Lease, scheduler_lease_key
+from phaseloom.common.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.messages import Completion, SchedulerConfig
-from phaseloom.common.patience import PatientLog
+from phaseloom.common.patience import PatientLog, until_done
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
@@ -103,17 +104,41 @@ def _check_policy(name: str, known: Iterable[str], field: str) -> None:
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Lead, or stand by until the one that leads is gone."""
+    """Lead, or stand by until the one that leads is gone; whoever loses the lease stands by again.
+
+    A lease is lost where the machine or the server is slow for a moment: no reason to end.
+    """
     settings = config.load(Config, "scheduler")
     _check_policy(settings.placement, placement.POLICIES, "placement")
     _check_policy(settings.ordering, ordering.POLICIES, "ordering")
-    bus = await Bus.open(config.load(BusConfig, "bus"), settings.name)
+    gauges = Gauges()
+    gauges.register()
+    while not stop.is_set():
+        try:
+            await _serve_once(settings, gauges, stop)
+        except* LeaseLost as lost:
+            log.warning("this one does not lead any more: %s", _first(lost))
+
+
+def _first(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
+    """Stand by, then lead, until told to stop.
+
+    Over a connection of its own: what a leader has asked for, and what it answers, end with it.
+    Raises: LeaseLost: also in a group.
+    """
+    bus_config = config.load(BusConfig, "bus")
+    bus = await Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
     try:
         lease = await _lease(bus, settings, stop)
         if lease is None:
             return
         try:
-            await _lead(bus, settings, lease, stop)
+            await _while_held(lease, _lead(bus, settings, gauges, stop))
         finally:
             await _release(lease)
     finally:
@@ -147,31 +172,44 @@ async def _release(lease: Lease) -> None:
         log.warning("the lease is left to run out: %r", error)
 
 
-async def _lead(bus: Bus, settings: Config, lease: Lease, stop: asyncio.Event) -> None:
-    """Fold and perform until told to stop.
-
-    Raises: LeaseLost: another may lead; nothing is performed any more.
-    """
+async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
+    """Fold and perform until told to stop."""
     snapshots = Snapshots(bus)
     core = await _restored(bus, snapshots)
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = PatientLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
-    Gauges(core, bus).register()
     keeping = Housekeeping(bus, decisions, shell)
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(lease.keep()),
-            tasks.create_task(sink.run()),
-            tasks.create_task(shell.run()),
-            tasks.create_task(keeping.watch_nodes(settings.lease_margin_s)),
-            tasks.create_task(keeping.watch_sessions()),
-            tasks.create_task(keeping.sweep_outcomes(settings.outcome_retention_s)),
-            tasks.create_task(_serve_api(bus, shell)),
-        ]
-        await stop.wait()
-        await _leave_final_snapshot(shell, sink)
-        await lifecycle.end(running)
+    with gauges.of(core, bus):
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(sink.run()),
+                tasks.create_task(shell.run()),
+                tasks.create_task(keeping.watch_nodes(settings.lease_margin_s)),
+                tasks.create_task(keeping.watch_sessions()),
+                tasks.create_task(keeping.sweep_outcomes(settings.outcome_retention_s)),
+                tasks.create_task(_serve_api(bus, shell)),
+            ]
+            try:
+                await stop.wait()
+                await _leave_final_snapshot(shell, sink)
+            finally:
+                await lifecycle.end(running)
+
+
+async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
+    """Lead for as long as the lease is renewed, from the first moment on: to restore takes time.
+
+    Raises: LeaseLost: another may lead; nothing is performed any more.
+    """
+    tasks = [asyncio.create_task(lease.keep()), asyncio.create_task(leading)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        await lifecycle.end(tasks)
 
 
 async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
@@ -186,7 +224,7 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
         if stored is None
         else Core.restore(stored.payload, is_final=stored.manifest.is_final)
     )
-    first = await bus.log_start()
+    first = await until_done(bus.log_start, "the log's start")
     if first > core.state.sequence + 1:
         raise ResourceError(
             f"the decision log begins at {first}, the newest snapshot is of {core.state.sequence}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from phaseloom.common import metrics, streams
 from phaseloom.common.bus import Bus
-from phaseloom.common.ids import JobKey
 from phaseloom.common.messages import Permit
 from phaseloom.common.metrics import Reading
 from phaseloom.scheduler.core.core import Core
@@ -23,7 +23,38 @@ def stepped(outputs: Iterable[Output], duration_s: float) -> None:
 
 
 class Gauges:
-    """What a scrape reads: queues from the core, lag and sizes from the server."""
+    """What a scrape reads of the core that leads; of one that stands by, nothing."""
+
+    def __init__(self) -> None:
+        self._term: _Term | None = None
+
+    def register(self) -> None:
+        """Once a process: it may lead more than once."""
+        metrics.before_scrape(self._refresh)
+        metrics.observe(metrics.QUEUE_DEPTH, lambda: self._read(_Term.depths))
+        metrics.observe(metrics.SCHEDULER_LAG, lambda: self._read(_Term.lag))
+        metrics.observe(metrics.LOG_SIZE, lambda: self._read(_Term.log_size))
+        metrics.observe(metrics.OPERATIONS_SIZE, lambda: self._read(_Term.sizes))
+
+    @contextmanager
+    def of(self, core: Core, bus: Bus) -> Iterator[None]:
+        """Within the block this one leads."""
+        self._term = _Term(core, bus)
+        try:
+            yield
+        finally:
+            self._term = None
+
+    async def _refresh(self) -> None:
+        if self._term is not None:
+            await self._term.refresh()
+
+    def _read(self, reading: Callable[[_Term], list[Reading]]) -> list[Reading]:
+        return [] if self._term is None else reading(self._term)
+
+
+class _Term:
+    """Of one leader: queues from its core, lag and sizes from the server."""
 
     def __init__(self, core: Core, bus: Bus) -> None:
         self._core = core
@@ -32,32 +63,28 @@ class Gauges:
         self._log_bytes = 0
         self._operations_bytes: dict[str, int] = {}
 
-    def register(self) -> None:
-        metrics.before_scrape(self._refresh)
-        metrics.observe(metrics.QUEUE_DEPTH, lambda: metrics.per_job(self._depths()))
-        metrics.observe(metrics.SCHEDULER_LAG, lambda: [(self._lag(), {})])
-        metrics.observe(metrics.LOG_SIZE, lambda: [(self._log_bytes, {})])
-        metrics.observe(metrics.OPERATIONS_SIZE, self._sizes)
-
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         log = (await self._bus.js.stream_info(streams.SCHED)).state
         self._log_end, self._log_bytes = log.last_seq, log.bytes
         for tenant in {job.key.tenant for job in self._core.state.jobs.values()}:
             stream = await self._bus.js.stream_info(streams.ops_stream(tenant))
             self._operations_bytes[tenant] = stream.state.bytes
 
-    def _depths(self) -> dict[JobKey, float]:
+    def depths(self) -> list[Reading]:
         state = self._core.state
         depths = {j.key: 0.0 for j in state.jobs.values() if j.state not in JOB_ENDED}
         for deployment in state.deployments.values():
             if deployment.key.job_key in depths:
                 num_open = len(deployment.operations) + len(deployment.unordered)
                 depths[deployment.key.job_key] += num_open
-        return depths
+        return metrics.per_job(depths)
 
-    def _lag(self) -> int:
+    def lag(self) -> list[Reading]:
         # The server was asked a moment ago, the core has gone on since.
-        return max(0, self._log_end - self._core.state.sequence)
+        return [(max(0, self._log_end - self._core.state.sequence), {})]
 
-    def _sizes(self) -> list[Reading]:
+    def log_size(self) -> list[Reading]:
+        return [(self._log_bytes, {})]
+
+    def sizes(self) -> list[Reading]:
         return [(size, {"tenant": tenant}) for tenant, size in self._operations_bytes.items()]

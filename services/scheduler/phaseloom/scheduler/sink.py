@@ -146,7 +146,7 @@ class BusSink:
     async def save(self, sequence: int, snapshot: bytes, *, is_final: bool = False) -> None:
         """Store a snapshot; the log below the one before it is not needed any more.
 
-        Raises: ResourceError: ABORTED, another leader has stored one.
+        Raises: LeaseLost: another leader has stored one.
         """
         await self._deletions.join()
         before = await self._snapshots.save(sequence, snapshot, is_final=is_final)

@@ -13,9 +13,10 @@ import zlib
 import msgspec
 
 from phaseloom.common import streams
-from phaseloom.common.bus import Bus, Conflict
+from phaseloom.common.bus import Bus, Conflict, Stored
 from phaseloom.common.codec import decode, encode
 from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.leases import LeaseLost
 from phaseloom.common.patience import until_done
 from phaseloom.common.streams import Bucket
 
@@ -61,7 +62,7 @@ class Snapshots:
         Raises: ResourceError: DATA_LOSS, damaged.
         """
         for _ in range(_READ_ATTEMPTS):
-            stored = await self._bus.kv_get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
+            stored = await self._read(MANIFEST_KEY)
             if stored is None or stored.is_gone:
                 self._revision = stored.sequence if stored else 0
                 return None
@@ -76,7 +77,7 @@ class Snapshots:
     async def save(self, sequence: int, snapshot: bytes, *, is_final: bool) -> int:
         """Store a snapshot; returns the sequence of the one before it, 0 where there was none.
 
-        Raises: ResourceError: ABORTED, another leader has stored one.
+        Raises: LeaseLost: another leader has stored one.
         """
         packed = await asyncio.to_thread(zlib.compress, snapshot, 1)
         parts = [
@@ -97,7 +98,13 @@ class Snapshots:
     async def take_over(self) -> None:
         """What is folded from now on is behind the newest snapshot: it is final no more."""
         if self._manifest is not None and self._manifest.is_final:
-            await self._swap(msgspec.structs.replace(self._manifest, is_final=False))
+            manifest = msgspec.structs.replace(self._manifest, is_final=False)
+            await until_done(lambda: self._swap(manifest), "store the manifest", _ATTEMPT_S)
+
+    async def _read(self, key: str) -> Stored | None:
+        return await until_done(
+            lambda: self._bus.kv_get_raw(Bucket.SNAPSHOTS, key), "read the snapshot", _ATTEMPT_S
+        )
 
     async def _put(self, key: str, part: bytes) -> None:
         await until_done(
@@ -117,7 +124,7 @@ class Snapshots:
         except Conflict:
             stored = await self._bus.kv_get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
             if stored is None or stored.payload != payload:
-                raise ResourceError(
+                raise LeaseLost(
                     "another scheduler has stored a snapshot: this one does not lead any more",
                     code=Code.ABORTED,
                 ) from None
@@ -128,8 +135,8 @@ class Snapshots:
         parts = []
         for index in range(manifest.num_chunks):
             key = _chunk_key(manifest.sequence, index)
-            stored = await self._bus.kv_get(Bucket.SNAPSHOTS, key)
-            if stored is None:
+            stored = await self._read(key)
+            if stored is None or stored.is_gone:
                 return None
             parts.append(stored.payload)
         packed = b"".join(parts)

@@ -15,8 +15,10 @@ from phaseloom.common.config import load
 from phaseloom.common.ids import NodeId
 from phaseloom.common.statewire import StateMessage
 from phaseloom.statemgr import capacity, observing
+from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
+from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.core.contents import bases_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh import tls
@@ -32,6 +34,7 @@ from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.sharing import Sharing
 from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.serving import VersionServer
 from phaseloom.statemgr.versions.sliceserving import SliceServer
 from phaseloom.statemgr.versions.slicing import Slices
@@ -170,7 +173,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
     hierarchy = Hierarchy(node, directory, nvme_bytes, spare_bytes)
     sealer = Sealer(node, directory, hierarchy)
-    exporter = await asyncio.to_thread(_exporter, config, node, directory, hierarchy)
+    exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, hierarchy)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     weights = Weights(node, directory, hierarchy, identity, timeout_s, site=config.site)
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
@@ -178,13 +181,22 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
             weights.found(header)
         else:
             sealer.found(header, str(path))
-    slices = Slices(node, hierarchy, weights, identity, timeout_s)
+    publishing = Publishing(node, hierarchy, weights)
+    slices = Slices(node, hierarchy, weights)
     replicator = Replicator(
         node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
     )
     gate = Gate(config.secret)
     versions = VersionServer(gate, timeout_s, weights.reading, weights.mend, site=config.site)
-    boxes = SliceServer(gate, timeout_s, slices.reading, weights.digests_of, weights.mend)
+    boxes = SliceServer(
+        gate,
+        timeout_s,
+        open_part=slices.reading,
+        open_brought=slices.brought,
+        digests_of=weights.digests_of,
+        mend=weights.mend,
+        site=config.site,
+    )
     files = FileServer(
         node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
     )
@@ -193,7 +205,10 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
         wire.SLICES: boxes.session,
         filewire.SERVICE: files.session,
     }
-    parts = Parts(node, sealer, weights, slices, hierarchy, exporter, replicator, disk)
+    parts = Parts(
+        *(node, sealer, publishing, weights, slices, hierarchy),
+        *(exporter, loader, replicator, disk),
+    )
     return parts, services
 
 
@@ -203,21 +218,18 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _exporter(
+def _checkpoints(
     config: StateManagerConfig, node: Node, directory: StateDirectory, hierarchy: Hierarchy
-) -> Exporter:
+) -> tuple[Exporter, Loader]:
     root = Path(config.checkpoint_root) if config.checkpoint_root else None
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
-    return Exporter(
-        node,
-        hierarchy,
-        files,
-        checkpoints,
-        sealed=SealedCopies(node, directory),
-        file_bytes=config.checkpoint_file_bytes,
-    )
+    apart = Apart(node, hierarchy)
+    file_bytes = config.checkpoint_file_bytes
+    exporter = Exporter(node, hierarchy, files, checkpoints, apart, file_bytes=file_bytes)
+    sealed = SealedCopies(node, directory)
+    return exporter, Loader(node, files.disk, checkpoints, apart, sealed)
 
 
 def main() -> None:

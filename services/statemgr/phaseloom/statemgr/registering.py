@@ -23,7 +23,7 @@ async def register_heap(
     Raises: CallerError: a bad layout. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
             DATA_LOSS: the seal is bad.
     """
-    tensors = node.layouts.read(request.tensors)
+    tensors = node.layouts.read(request.tensors, rank.wpg)
     node.residency.check_heap(rank, request.heap_bytes, tensors, request.host_bytes)
     check_identity(request)
     # Its other ranks' copies stay: to be switched in, all must be in host memory at once.

@@ -60,6 +60,7 @@ from phaseloom.common.statewire import (
 )
 from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.checkpoints.exporting import Exporter
+from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.core.residency import Rank
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.registering import commit_initial, register_heap, require_alive
@@ -68,6 +69,7 @@ from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.switching import switch_in, switch_out
+from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slicing import Slices
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -99,10 +101,12 @@ class Parts:
 
     node: Node
     sealer: Sealer
+    publishing: Publishing
     weights: Weights
     slices: Slices
     hierarchy: Hierarchy
     exporter: Exporter
+    loader: Loader
     replicator: Replicator
     disk: DiskPath
 
@@ -120,10 +124,12 @@ class StateManager:
     ) -> None:
         self._node = parts.node
         self._sealer = parts.sealer
+        self._publishing = parts.publishing
         self._weights = parts.weights
         self._slices = parts.slices
         self._hierarchy = parts.hierarchy
         self._exporter = parts.exporter
+        self._loader = parts.loader
         self._replicator = parts.replicator
         self._disk = parts.disk
         self._secret = secret
@@ -348,13 +354,13 @@ class StateManager:
                 if not body.version.part:
                     _require_first(rank)
                 require_alive(rank.wpg)
-                return await self._weights.create(rank.wpg, body)
+                return await self._publishing.create(rank.wpg, body)
             case CommitVersion():
                 if not body.version.part:
                     _require_first(rank)
-                await self._weights.commit(rank.wpg, body)
+                await self._publishing.commit(rank.wpg, body)
             case CommitParts():
-                return await self._weights.commit_parts(rank.wpg, body), ()
+                return await self._publishing.commit_parts(rank.wpg, body), ()
             case OpenVersion():
                 return await self._open_version(rank, body)
             case OpenOnDevice():
@@ -405,7 +411,7 @@ class StateManager:
                 _require_leader(rank)
                 return await self._exporter.write(rank, body)
             case ReadCheckpoint():
-                return await self._exporter.read(rank, body)
+                return await self._loader.read(rank, body)
             case PruneCheckpoints():
                 _require_leader(rank)
                 await self._exporter.prune(rank, body)

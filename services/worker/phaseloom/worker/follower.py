@@ -38,7 +38,7 @@ class Follower:
     _cancelled: Cancelled = field(default_factory=Cancelled)
 
     def __post_init__(self) -> None:
-        self.weights = RankWeights(self.settings, self.state, self.executor)
+        self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
     def cancel(self, operation: OperationKey) -> None:
         self._cancelled.add(operation)
@@ -95,7 +95,8 @@ class Follower:
             case _ if share.prepares:
                 return await or_failed(self._prepare(args, share.permit))
             case PublishWeights() if share.manifest is not None:
-                await self.state.commit_parts(self._published(share.permit), share.manifest)
+                version = self._published(share.permit)
+                await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():
                 await self._take(share.permit)
         return None
@@ -137,7 +138,7 @@ class Follower:
         await self.weights.take(brought)
         assert permit.operation.seq is not None
         if brought.is_whole:
-            await self.state.hold_version(brought.version, permit.operation.seq)
+            await self.state.versions.hold(brought.version, permit.operation.seq)
 
 
 @dataclass(frozen=True, slots=True)

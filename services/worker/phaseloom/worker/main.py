@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from phaseloom.common import config, framing, lifecycle, streams
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.errors import ResourceError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.leases import Lease, node_lease_key
@@ -15,19 +15,22 @@ from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.inspecting import serve_state
 from phaseloom.worker.othernodes import serve_nodes
+from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rankwire import RankMessage
 from phaseloom.worker.shell import Agent
 from phaseloom.worker.wpg import fork_server, remove_old_stores
 
 _CONNECT_PAUSE_S = 0.1
-_CONNECT_TRIES = 100
+_CONNECT_TRIES = 600
+"""A machine that starts everything at once is slow."""
 
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
     # Ranks are forked from a child: what agents prove themselves by is not theirs.
     config.keep_from_children("worker", "state_secret")
-    bus = await Bus.open(config.load(BusConfig, "bus"), f"agent {settings.node}")
+    bus_config = config.load(BusConfig, "bus")
+    bus = await Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
     try:
         state = await _connect_state(settings)
@@ -88,20 +91,18 @@ async def _announce(
     settings: WorkerConfig, bus: Bus, state: AgentStateClient, revision: int
 ) -> None:
     status = await state.status()
-    await bus.append(
-        NodeUp(
-            node=NodeId(settings.node),
-            pool=settings.pool,
-            devices=[DeviceSpec(memory_bytes) for memory_bytes in settings.devices],
-            host_memory_bytes=settings.host_memory_bytes,
-            revision=revision,
-            state_endpoint=status.endpoint,
-            exclusive_residency=settings.exclusive_residency,
-            price_per_hour=settings.price,
-            can_move=status.can_move,
-        ),
-        msg_id=f"node-up:{settings.node}:{revision}",
+    up = NodeUp(
+        node=NodeId(settings.node),
+        pool=settings.pool,
+        devices=[DeviceSpec(memory_bytes) for memory_bytes in settings.devices],
+        host_memory_bytes=settings.host_memory_bytes,
+        revision=revision,
+        state_endpoint=status.endpoint,
+        exclusive_residency=settings.exclusive_residency,
+        price_per_hour=settings.price,
+        can_move=status.can_move,
     )
+    await until_answered(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"))
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ import uvloop
 from blake3 import blake3
 
 from phaseloom.common import config, lifecycle, telemetry
-from phaseloom.common.bus import Bus, BusConfig, connect
+from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
 from phaseloom.common.errors import InternalError, PhaseloomError, unforeseen
 from phaseloom.common.framing import Peer, close_fds
 from phaseloom.common.messages import ModelSpec
 from phaseloom.common.statewire import Done
-from phaseloom.worker import devicememory
+from phaseloom.worker import devicememory, progress
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.device import DeviceQueue
@@ -119,7 +119,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         if settings.rank == 0:
             leader = await _leader(settings, ranks, executor, state)
             running.append(tasks.create_task(leader.queue.serve()))
-            running.append(tasks.create_task(leader.report_progress()))
+            running.append(tasks.create_task(progress.report(leader.bus, leader.queue)))
             answer = _leader_answers(leader)
         else:
             answer = _follower_answers(Follower(settings, state, executor, ranks))
@@ -187,7 +187,8 @@ async def _leader(
 ) -> Leader:
     bus_config = config.load(BusConfig, "bus")
     name = f"worker {settings.deployment}"
-    bus = Bus(await connect(bus_config.url, name, bus_config.user, bus_config.password))
+    user, password = bus_config.user, bus_config.password
+    bus = Bus(await connect(bus_config.url, name, user, password, timeout_s=SERVICE_CONNECT_S))
     queue = DeviceQueue(executor, ranks, settings.spec.batching)
     return Leader(settings, bus, state, executor, ranks, queue)
 

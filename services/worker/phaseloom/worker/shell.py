@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkServerContext
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 from nats.aio.msg import Msg
@@ -24,7 +25,7 @@ from phaseloom.common.bus import Bus
 from phaseloom.common.codec import decode
 from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
 from phaseloom.common.framing import Handler, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId
+from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.messages import (
     MUTATING_KINDS,
     ActivationOpened,
@@ -112,7 +113,9 @@ class Agent:
         self._by_token: dict[str, Wpg] = {}
         self._turns: defaultdict[DeploymentKey, Turns] = defaultdict(Turns)
         self._state_lock = asyncio.Lock()
-        self._seal_lock = asyncio.Lock()
+        self._sealing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
+        """Held until a deployment's seal is written. No other waits for it: what holds it up may be
+        another node, and who waits holds up operations of its own."""
         self._in_hand: dict[int, Msg] = {}
         self._stops: list[StopWpg] = []
         """Under way."""
@@ -248,9 +251,7 @@ class Agent:
                 case MirrorState():
                     await self._mirror(command)
                 case ReleaseVersions():
-                    # A seal under way may still have to write them.
-                    async with self._seal_lock:
-                        await self._state.drop_versions(command.versions)
+                    await self._release(command.versions)
                 case PrefetchState():
                     await self._prefetch(command)
         await message.ack()
@@ -534,28 +535,36 @@ class Agent:
     async def _seal(self, command: SealState) -> None:
         """Commit a seal: the copy is made now, written while the deployment runs on."""
         key = command.deployment
+        sealing = self._sealing_of(key)
         try:
             async with self._turns[key].alone():
-                # Held until the seal is written: its versions must not be released meanwhile. Who
-                # waits for another seal keeps its own deployment waiting, and no switch.
-                await self._seal_lock.acquire()
+                await sealing.acquire()
                 try:
                     async with self._state_lock:
                         await self._state.prepare_seal(key, command.incarnation, command.seq)
                 except BaseException:
-                    self._seal_lock.release()
+                    sealing.release()
                     raise
                 finally:
                     self._note_sealed(command)
             try:
                 await self._write_seal(command)
             finally:
-                self._seal_lock.release()
+                sealing.release()
         except PhaseloomError as error:
             await self._append(
                 SealFailed(key, command.seq, command.node, error.info),
                 f"seal-failed:{key}:{command.id}",
             )
+
+    def _sealing_of(self, policy: DeploymentKey) -> asyncio.Lock:
+        return self._sealing.setdefault(policy, asyncio.Lock())
+
+    async def _release(self, versions: list[VersionKey]) -> None:
+        """A seal under way may still have to write them."""
+        for policy in dict.fromkeys(version.policy for version in versions):
+            async with self._sealing_of(policy):
+                await self._state.drop_versions([v for v in versions if v.policy == policy])
 
     def _note_sealed(self, command: SealState) -> None:
         wpg = self._wpgs.get(command.deployment)

@@ -33,8 +33,8 @@ from phaseloom.worker.core.reading import (
     parts_of,
 )
 from phaseloom.worker.executor import Executor
+from phaseloom.worker.rankversions import Opened, RankVersions
 from phaseloom.worker.rankwire import RankConfig
-from phaseloom.worker.stateclient import Opened, RankStateClient
 
 _PARTS_AT_ONCE = 4
 """Each is pulled by several streams."""
@@ -56,7 +56,7 @@ class Brought:
 @dataclass
 class RankWeights:
     settings: RankConfig
-    state: RankStateClient
+    versions: RankVersions
     executor: Executor
     _planned: dict[tuple[Layout, int, int], Needs] = field(default_factory=dict)
     """Of the layout that wrote the last version in parts."""
@@ -78,7 +78,7 @@ class RankWeights:
             return None
         part = part_name(number, len(self._parts)) if self.is_in_parts else ""
         slots = self.executor.weight_slots
-        copy = await self.state.create_version(part_of(version, part), slots)
+        copy = await self.versions.create(part_of(version, part), slots)
         return VersionPart(part, copy.num_bytes, copy.digest, self._layout_digest)
 
     def manifest(self, written: Iterable[VersionPart | None]) -> VersionParts:
@@ -117,29 +117,29 @@ class RankWeights:
 
         Raises: PhaseloomError: nothing has changed.
         """
-        opened = await self.state.open(version, permit.sources, permit.ticket)
+        opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
             brought = await self._bring_parts(version, opened, permit)
             await self.take(brought)
             return brought
-        await self.state.load(opened, self.executor.weight_slots)
+        await self.versions.load(opened, self.executor.weight_slots)
         return Brought(version, opened.described.digest, [], is_whole=True)
 
     async def bring(self, version: VersionKey, permit: Permit) -> Brought:
         """What this rank needs, to be copied later. Raises: PhaseloomError: it cannot be had."""
-        opened = await self.state.open(version, permit.sources, permit.ticket)
+        opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
             return await self._bring_parts(version, opened, permit)
         backend = self.executor.backend
         tensors = opened.table.tensors
         paired(tensors, backend.version_slots)
-        opened = await self.state.verified(opened)
+        opened = await self.versions.verified(opened)
         pieces = [(opened.memory, from_part(tensors, self._of_whole, self._reader))]
         return Brought(version, opened.described.digest, pieces, is_whole=True)
 
     async def take(self, brought: Brought) -> None:
         """Replace this rank's weights. Raises: they may be neither now."""
-        await self.state.scatter(brought.pieces)
+        await self.versions.scatter(brought.pieces)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -154,7 +154,7 @@ class RankWeights:
         return fetches_of_whole(self._reader)
 
     async def _bring_parts(self, version: VersionKey, opened: Opened, permit: Permit) -> Brought:
-        opened = await self.state.verified(opened)
+        opened = await self.versions.verified(opened)
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self._model:
             raise of_another_model("its tensors are others")
@@ -190,7 +190,7 @@ class RankWeights:
     ) -> Opened:
         """A part that is as the manifest says. Raises: PhaseloomError."""
         key = part_of(version, part.part)
-        opened = await self.state.open(key, sources, permit.ticket, part.digest)
+        opened = await self.versions.open(key, sources, permit.ticket, part.digest)
         described = opened.described
         is_meant = (described.digest, layout_digest(described.tensors)) == (
             part.digest,
@@ -198,13 +198,13 @@ class RankWeights:
         )
         if not is_meant:
             raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
-        return await self.state.verified(opened)
+        return await self.versions.verified(opened)
 
     async def _slices(
         self, version: VersionKey, needed: Needs, sources: list[PartSources], permit: Permit
     ) -> tuple[memoryview, Runs]:
         slices = needed.slices
-        memory, _ = await self.state.open_slices(version, slices, sources, permit.ticket)
+        memory, _ = await self.versions.open_slices(version, slices, sources, permit.ticket)
         return memory, from_slices(slices, needed.fetches, self._reader)
 
 

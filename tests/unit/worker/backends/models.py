@@ -16,27 +16,10 @@ from phaseloom.common.messages import (
     ModelSpec,
 )
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, Unwatched
+from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap
-
-VOCAB = 29
-
-
-def config(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
-    """Two layers, grouped query heads, tied embeddings."""
-    sizes: dict[str, Any] = {
-        "model_type": model_type,
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    return {**sizes, **changes}
+from tests.support.looker import Looker
+from tests.support.tinymodel import VOCAB, config
 
 
 def spec(backend: str = "fsdp", *, trainable: bool | None = None, **changes: Any) -> DeploymentSpec:
@@ -60,7 +43,7 @@ def generate(backend: Backend, *requests: Generate) -> list[GenerateResult]:
     """All in one call, and nobody cancels."""
     for args in requests:
         backend.check_generate(args)
-    results = backend.generate(requests, Unwatched())
+    results = backend.generate(requests, Looker())
     return [result for result in results if result is not None]
 
 

@@ -29,7 +29,8 @@ from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.heap import Heap
 from tests.support.saved import load, save
-from tests.unit.worker.backends.models import VOCAB, batch, generate, running, spec
+from tests.support.tinymodel import VOCAB
+from tests.unit.worker.backends.models import batch, generate, running, spec
 
 ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
 

@@ -19,7 +19,8 @@ from phaseloom.common.messages import (
     SamplingParams,
 )
 from tests.support.inprocess import Job
-from tests.unit.worker.backends.models import batch, config
+from tests.support.tinymodel import config
+from tests.unit.worker.backends.models import batch
 
 ADAM = AdamParams(1e-2)
 

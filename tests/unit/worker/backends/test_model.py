@@ -13,7 +13,8 @@ from phaseloom.common.statewire import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.model import build_model, parameter_shapes
 from phaseloom.worker.heap import ALIGNMENT_BYTES, Heap
-from tests.unit.worker.backends.models import config, running, spec
+from tests.support.tinymodel import config
+from tests.unit.worker.backends.models import running, spec
 
 
 def test_build_model_is_a_function_of_the_seed_and_leaves_the_global_generator() -> None:

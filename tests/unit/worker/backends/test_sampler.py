@@ -28,7 +28,8 @@ from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.heap import Heap
-from tests.unit.worker.backends.models import VOCAB, batch, generate, running, spec
+from tests.support.tinymodel import VOCAB
+from tests.unit.worker.backends.models import batch, generate, running, spec
 
 PROMPTS = [Prompt([3, 1, 4, 1, 5, 9], 1), Prompt([2], 2), Prompt([6, 5, 3], 3)]
 

@@ -17,7 +17,8 @@ from phaseloom.common.messages import (
     SamplingParams,
 )
 from phaseloom.worker.backends import sampler as sampler_module
-from phaseloom.worker.backends.base import Backend, Unwatched
+from phaseloom.worker.backends.base import Backend
+from tests.support.looker import Looker
 from tests.unit.worker.backends.models import generate, running, spec
 
 REQUESTS = [
@@ -26,23 +27,6 @@ REQUESTS = [
     Generate([Prompt([8], 4), Prompt([9, 7], 5)], SamplingParams(4, 0.0), 2),
     Generate([Prompt([1, 2, 3], 6)], SamplingParams(17, 1.0, [0, 1, 2, 3]), 5, True),
 ]
-
-
-class Looker:
-    """A `Watch` that cancels a request once so many of its tokens are done."""
-
-    def __init__(self, cancel_at: dict[int, int] | None = None) -> None:
-        self.seen: dict[int, list[tuple[int, int]]] = {}
-        self.asked: set[int] = set()
-        self._cancel_at = cancel_at or {}
-
-    def is_cancelled(self, i: int) -> bool:
-        self.asked.add(i)
-        done = self.seen[i][-1][0] if i in self.seen else 0
-        return i in self._cancel_at and done >= self._cancel_at[i]
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        self.seen.setdefault(i, []).append((num_done, num_total))
 
 
 @pytest.fixture
@@ -153,7 +137,7 @@ def test_ranks_generate_what_one_does(sampler: Backend, dp: int) -> None:
     layout = Layout(dp=dp)
     expected = generate(sampler, *REQUESTS)
     shares = [
-        sampler.generate(split_shared(REQUESTS, layout, rank), Unwatched()) for rank in range(dp)
+        sampler.generate(split_shared(REQUESTS, layout, rank), Looker()) for rank in range(dp)
     ]
     for i, whole in enumerate(expected):
         results: list[Result] = [r for r in (share[i] for share in shares) if r is not None]

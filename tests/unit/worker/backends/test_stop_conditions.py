@@ -20,7 +20,8 @@ from phaseloom.common.messages import (
     Sequence,
 )
 from phaseloom.worker.backends.base import Backend
-from tests.unit.worker.backends.models import VOCAB, config, generate, running, spec
+from tests.support.tinymodel import VOCAB, config
+from tests.unit.worker.backends.models import generate, running, spec
 
 PROMPTS = [Prompt([3, 1, 4], seed) for seed in range(4)]
 TEXTS = ["ab", "b", "", "ca", "a", "c"] + [chr(ord("d") + i) for i in range(VOCAB - 6)]

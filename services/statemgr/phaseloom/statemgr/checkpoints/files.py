@@ -2,12 +2,15 @@
 
 `<root>/<tenant>/<job>/<deployment>/<name>`. The daemon may die after the rename and before anybody
 is told; the operation then comes again, finds its own work done and is answered the same. What is
-being written is a draft, `.<name>.<node>.draft`: other nodes may have the same root. Blocking: call
-it in a thread.
+being written is a draft, `.<name>.<node>.draft`: other nodes may have the same root.
+
+What only reads is asynchronous. What writes is blocking, to be called in a thread: between a file,
+its fsync and the rename nothing else comes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -16,11 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiofiles
+import aiofiles.os
 from blake3 import blake3
 
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId, check_name
 from phaseloom.statemgr.core.marker import MARKER_FILE, Marker, decode_marker, superseded
+from phaseloom.statemgr.disk.files import sync_directory
 
 _OPERATION_DIGITS = 16
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -46,10 +52,10 @@ class Checkpoints:
             path = path / check_name(part, "deployment")
         return path / check_name(name, "args.name")
 
-    def existing(self, key: DeploymentKey, name: str) -> Path:
+    async def existing(self, key: DeploymentKey, name: str) -> Path:
         """Raises: CallerError: NOT_FOUND, or no name."""
         directory = self.directory(key, name)
-        if not directory.is_dir():
+        if not await aiofiles.os.path.isdir(directory):
             raise CallerError(
                 f"checkpoint {name!r} does not exist",
                 code=Code.NOT_FOUND,
@@ -58,15 +64,15 @@ class Checkpoints:
             )
         return directory
 
-    def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
+    async def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
         """Of the checkpoint, where this operation wrote it; None: it has yet to.
 
         Raises: CallerError: ALREADY_EXISTS, another wrote it; or no name.
         """
         directory = self.directory(key, name)
-        if not directory.exists():
+        if not await aiofiles.os.path.exists(directory):
             return None
-        marker = _marker_of(directory)
+        marker = await _readable_marker(directory)
         if marker is None or marker.operation_id != operation:
             raise name_taken(name)
         return marker
@@ -79,7 +85,7 @@ class Checkpoints:
             missing = [d for d in draft.parents if not d.exists()]
             draft.mkdir(parents=True)
             for made in missing:
-                sync(made.parent)
+                sync_directory(made.parent)
         return draft
 
     def commit(self, key: DeploymentKey, name: str, marker: Marker) -> None:
@@ -90,35 +96,36 @@ class Checkpoints:
         draft, directory = self._draft(key, name), self.directory(key, name)
         with writing():
             write_synced(draft / MARKER_FILE, marker.encode())
-            sync(draft)
+            sync_directory(draft)
             try:
                 draft.rename(directory)
             except OSError as error:
                 if error.errno in _TAKEN:
                     raise name_taken(name) from error
                 raise
-            sync(directory.parent)
+            sync_directory(directory.parent)
 
     def drop(self, key: DeploymentKey, name: str) -> None:
         """Forget a draft."""
         shutil.rmtree(self._draft(key, name), ignore_errors=True)
 
-    def next_number(self, key: DeploymentKey, name: str) -> int:
-        return 1 + max((marker.number for _, marker in self._markers(key, name)), default=0)
+    async def next_number(self, key: DeploymentKey) -> int:
+        """Raises: OSError."""
+        return 1 + max((marker.number for _, marker in await self._markers(key)), default=0)
 
-    def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
-        """Remove all that may go but the newest `keep`; returns what is gone.
-
-        Each loses its name first, so that none can be loaded in part.
-        """
-        gone = superseded(self._markers(key, "any"), keep, needed)
+    async def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
+        """Remove all that may go but the newest `keep`; returns what is gone. Raises: OSError."""
+        gone = superseded(await self._markers(key), keep, needed)
         for name in gone:
-            directory = self.directory(key, name)
-            nameless = self._draft(key, name)
-            shutil.rmtree(nameless, ignore_errors=True)
-            directory.rename(nameless)
-            shutil.rmtree(nameless, ignore_errors=True)
+            await asyncio.to_thread(self._remove, key, name)
         return gone
+
+    def _remove(self, key: DeploymentKey, name: str) -> None:
+        """It loses its name first, so that it cannot be loaded in part."""
+        nameless = self._draft(key, name)
+        shutil.rmtree(nameless, ignore_errors=True)
+        self.directory(key, name).rename(nameless)
+        shutil.rmtree(nameless, ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove the drafts that a life of this node before left."""
@@ -147,18 +154,31 @@ class Checkpoints:
     def _draft(self, key: DeploymentKey, name: str) -> Path:
         return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
 
-    def _markers(self, key: DeploymentKey, name: str) -> Iterator[tuple[str, Marker]]:
+    async def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
         """Of all that can be read."""
-        place = self.directory(key, name).parent
-        for directory in sorted(place.iterdir()) if place.is_dir() else ():
-            marker = None if directory.name.startswith(".") else _marker_of(directory)
+        place = self.directory(key, "any").parent
+        if not await aiofiles.os.path.isdir(place):
+            return []
+        found = []
+        for name in sorted(await aiofiles.os.listdir(place)):
+            marker = None if name.startswith(".") else await _readable_marker(place / name)
             if marker is not None:
-                yield directory.name, marker
+                found.append((name, marker))
+        return found
 
 
-def _marker_of(directory: Path) -> Marker | None:
+async def marker_of(directory: Path) -> Marker | None:
+    """None: it has none. Raises: OSError; ValueError: it is bad."""
     try:
-        return decode_marker((directory / MARKER_FILE).read_bytes())
+        async with aiofiles.open(directory / MARKER_FILE, "rb") as file:
+            return decode_marker(await file.read())
+    except FileNotFoundError:
+        return None
+
+
+async def _readable_marker(directory: Path) -> Marker | None:
+    try:
+        return await marker_of(directory)
     except (OSError, ValueError):
         return None
 
@@ -203,12 +223,3 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync(directory: Path) -> None:
-    """Raises: OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -3,8 +3,9 @@
 Each node but rank 0's puts its ranks' cut as a state file under the checkpoint root, beside where
 the checkpoint will be; rank 0's node reads these and makes whole tensors of all of it. So the nodes
 of a deployment must share the file system of that root. Files carry the operation's name: those of
-another attempt to write a checkpoint of the same name are never taken for its. Blocking: call it in
-a thread.
+another attempt to write a checkpoint of the same name are never taken for its. They say which life
+was cut: of one that was rebuilt nothing is put together with what the life before has left, for the
+two may differ in bits. Blocking: call it in a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from phaseloom.common.errors import CallerError, Code
+import msgspec
+
+from phaseloom.common.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.held import Held
@@ -34,7 +37,9 @@ class NodeParts:
         self._directory = directory
 
     def is_written(self, cut: Cut) -> bool:
-        return self._own(cut).is_file()
+        """Whether this node's is there, of the same life."""
+        header = _header_of(self._own(cut))
+        return header is not None and header.incarnation == cut.incarnation
 
     def write(self, cut: Cut, ranks: Sequence[Held], cancelled: threading.Event) -> None:
         """This node's.
@@ -45,6 +50,7 @@ class NodeParts:
         header = seal_header(
             cut.key, cut.seq, sections, rank_offset=cut.rank_offset, num_ranks=cut.num_ranks
         )
+        header = msgspec.structs.replace(header, incarnation=cut.incarnation)
         memories = [each.memory for each in ranks]
         self._directory.write(self._own(cut), header, memories, cancelled)
 
@@ -64,9 +70,9 @@ class NodeParts:
                     remedy="give the state managers of all nodes of the deployment one "
                     "checkpoint_root, on a file system that they share",
                 )
-            found = find_parts(paths[0])
+            found = find_parts(_of_life(paths, cut.incarnation))
             if not _is_of(found[0].header, cut, rank):
-                raise data_loss(str(paths[0]), f"it is another cut's than that at {cut.seq}")
+                raise data_loss(found[0].file, f"it is another cut's than that at {cut.seq}")
             places += found
         return places
 
@@ -94,8 +100,29 @@ class NodeParts:
         ]
 
 
+def _of_life(paths: list[Path], incarnation: int) -> Path:
+    """The newest that is of this life; where none is, the newest."""
+    for path in paths:
+        header = _header_of(path)
+        if header is not None and header.incarnation == incarnation:
+            return path
+    return paths[0]
+
+
+def _header_of(path: Path) -> StateHeader | None:
+    """None: it is not there, or bad."""
+    try:
+        return find_parts(path)[0].header
+    except PhaseloomError:
+        return None
+
+
 def _is_of(header: StateHeader, cut: Cut, rank: int) -> bool:
     """Whether it is the part from this rank on of the state that was cut."""
-    is_at = (header.deployment, header.seq) == (cut.key, cut.seq)
+    is_at = (header.deployment, header.incarnation, header.seq) == (
+        cut.key,
+        cut.incarnation,
+        cut.seq,
+    )
     is_theirs = (header.rank_offset, header.num_ranks) == (rank, cut.num_ranks)
     return is_at and is_theirs and len(header.parts) == len(cut.parts)

@@ -1,11 +1,11 @@
 """A checkpoint that `shards.py` wrote, or another program: into the memory of any layout.
 
 Of each file only the blocks are read that hold something of what is wanted; each is verified.
-Blocking: call it in a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import queue
@@ -31,7 +31,8 @@ from phaseloom.statemgr.checkpoints.chunks import (
     staging,
     sums_of,
 )
-from phaseloom.statemgr.core.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker, decode_marker
+from phaseloom.statemgr.checkpoints.files import marker_of
+from phaseloom.statemgr.core.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
 from phaseloom.statemgr.core.safetensors import (
     LENGTH_BYTES,
     Entry,
@@ -55,13 +56,25 @@ class _File:
 
 
 class SavedState:
-    """A checkpoint that was opened: its index and headers are read and verified."""
+    """A checkpoint that was opened: its index and headers are read and verified.
 
-    def __init__(self, disk: Disk, directory: Path) -> None:
+    Blocking, but for `open`: call it in a thread.
+    """
+
+    @classmethod
+    async def open(cls, disk: Disk, directory: Path) -> SavedState:
         """Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model."""
+        try:
+            marker = await marker_of(directory)
+        except (OSError, ValueError) as error:
+            raise _data_loss(directory / MARKER_FILE, str(error)) from error
+        return await asyncio.to_thread(cls, disk, directory, marker)
+
+    def __init__(self, disk: Disk, directory: Path, marker: Marker | None) -> None:
+        """Args: marker: None: it has none. Raises: as `open`."""
         self._disk = disk
         self._directory = directory
-        self.marker = self._marker()
+        self.marker = marker
         self._files: dict[str, _File] = {}
         self._weights = self._tensors(MODEL)
         self._training = self._tensors(TRAINING)
@@ -180,15 +193,6 @@ class SavedState:
             raise self._loss(file, error.strerror or repr(error), 0, file.num_bytes) from error
         with contextlib.closing(opened):
             yield opened
-
-    def _marker(self) -> Marker | None:
-        path = self._directory / MARKER_FILE
-        try:
-            return decode_marker(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise _data_loss(path, str(error)) from error
 
     def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
         """By name: its file, and its place there; none: there are no such files."""

@@ -24,7 +24,7 @@ from phaseloom.statemgr.core.pieces import Piece, Pieces
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
-MAGIC = b"PLBOOKS2"
+MAGIC = b"PLBOOKS3"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 

@@ -20,6 +20,7 @@ class Fetcher(NamedTuple):
     """One fetch of one daemon."""
 
     endpoint: str
+    """Where it serves what it gets."""
     session: str
 
 

@@ -5,50 +5,76 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from operator import attrgetter
+from weakref import WeakValueDictionary
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.statewire import RegisterHeap, TensorSlot
 from phaseloom.common.tensortable import ALIGNMENT_BYTES, TensorTable
+from phaseloom.statemgr.core.lives import Wpg
 
 _OFFSET = attrgetter("offset")
 _MAX_KNOWN_BYTES = 256 * 1024 * 1024
-_SLOT_BYTES = 512
-"""About what a decoded slot takes in memory, its name aside."""
+_MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
+"""What it registers and what it publishes, each with as many tensors as there may be."""
 
 
 class Layouts:
-    """What ranks have sent of late: the same bytes are decoded, and checked, once.
+    """What ranks have sent: the same bytes are decoded, and checked, once.
 
-    Bounded; what falls out is decoded again when it comes again. What cannot be a layout is not
-    kept.
+    What is kept for when it comes again is bounded, by what it takes when it is decoded. So is
+    what a life's ranks have sent and somebody uses: who sends others without end is refused.
     """
 
-    def __init__(self, max_bytes: int = _MAX_KNOWN_BYTES) -> None:
+    def __init__(
+        self, max_bytes: int = _MAX_KNOWN_BYTES, max_bytes_of_a_rank: int = _MAX_BYTES_OF_A_RANK
+    ) -> None:
         self._max_bytes = max_bytes
+        self._max_bytes_of_a_rank = max_bytes_of_a_rank
         self._known: OrderedDict[bytes, TensorTable] = OrderedDict()
+        self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
+        """Those that are known, and those that fell out and somebody uses still."""
         self.known_bytes = 0
 
-    def read(self, packed: bytes) -> TensorTable:
-        """Raises: CallerError: it is no table of tensors."""
-        known = self._known.get(packed)
-        if known is not None:
-            self._known.move_to_end(packed)
-            return known
-        table = TensorTable.read(packed)
+    def read(self, packed: bytes, wpg: Wpg) -> TensorTable:
+        """Raises: CallerError: it is no table of tensors. ResourceError: RESOURCE_EXHAUSTED: with
+        it, what this life has sent takes too much."""
+        table = self._alive.get(packed)
+        if table is None:
+            table = TensorTable.read(packed)
+        if table not in wpg.layouts:
+            self._check_share(wpg, table)
+            wpg.layouts.add(table)
         if table.end is not None:
             self._keep(table)
         return table
 
+    def _check_share(self, wpg: Wpg, table: TensorTable) -> None:
+        used = sum(each.memory_bytes for each in wpg.layouts)
+        limit = self._max_bytes_of_a_rank * len(wpg.ranks)
+        if used + table.memory_bytes > limit:
+            raise ResourceError(
+                f"a layout of {len(table)} tensors takes {table.memory_bytes} bytes: other layouts "
+                f"of {wpg} take {used} of {limit}",
+                code=Code.RESOURCE_EXHAUSTED,
+                field="tensors",
+                remedy="have fewer tensors on one rank, or publish all versions in one layout",
+                details={
+                    "needed_bytes": str(table.memory_bytes),
+                    "used_bytes": str(used),
+                    "limit": str(limit),
+                },
+            )
+
     def _keep(self, table: TensorTable) -> None:
-        self._known[table.packed] = table
-        self.known_bytes += _memory_of(table)
+        """It came last; what came longest ago goes."""
+        if table.packed in self._known:
+            self._known.move_to_end(table.packed)
+            return
+        self._alive[table.packed] = self._known[table.packed] = table
+        self.known_bytes += table.memory_bytes
         while self.known_bytes > self._max_bytes:
             _, oldest = self._known.popitem(last=False)
-            self.known_bytes -= _memory_of(oldest)
-
-
-def _memory_of(table: TensorTable) -> int:
-    return len(table.packed) + _SLOT_BYTES * len(table)
+            self.known_bytes -= oldest.memory_bytes
 
 
 def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:

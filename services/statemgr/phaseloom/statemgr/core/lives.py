@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from phaseloom.common.errors import InternalError
 from phaseloom.common.ids import DeploymentKey, VersionKey
@@ -210,6 +211,8 @@ class Wpg:
     prepared: PreparedSeal | None = None
     sealed: set[int] = field(default_factory=set)
     """Seals that this life has written."""
+    layouts: WeakSet[TensorTable] = field(default_factory=WeakSet, repr=False)
+    """That its ranks have sent, and somebody uses or keeps."""
     rank_offset: int = 0
     """Of its first rank here; `Rank.index` counts from it."""
     num_ranks: int = 0

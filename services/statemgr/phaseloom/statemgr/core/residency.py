@@ -253,6 +253,10 @@ class Residency:
         wpg = self._wpgs.get(key)
         return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
 
+    def newest(self, key: DeploymentKey) -> int:
+        """The newest life of it that was ever here; 0: none was."""
+        return self._fences.get(key, 0)
+
     def fences(self) -> list[tuple[DeploymentKey, int]]:
         return sorted(self._fences.items())
 

@@ -1,14 +1,19 @@
 """Boxes of tensors: what a reader needs of a weights version's parts, cut for the transfer.
 
 Pure. A box is gathered from where its tensor lies, runs of adjacent bytes, and lies end to end at
-the reader; cut along its outermost dim that is longer than one, its pieces do, too.
+the reader; cut along its outermost dim that is longer than one, its pieces do, too. What is cut
+otherwise, because somebody else brings the rest, lies there in runs as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +25,8 @@ from phaseloom.statemgr.core.layout import check_layout
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """That are asked for at once, at most."""
-_BATCH_BOXES = 256
+MAX_BATCH_BOXES = 256
+_RAW = re.compile(r"bytes from ([0-9]{1,18})")
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -31,15 +37,75 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     size: list[int]
 
 
+class Piece(NamedTuple):
+    """What of a slice is asked for at once."""
+
+    slice: Slice
+    box: Box
+    """Inside the slice, in the part's tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.box.size) * item_bytes(self.slice.dtype)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Boxes of one part that are asked for at once."""
 
     part: str
-    boxes: list[Box]
-    spans: list[slice]
-    """Where they belong, in their order; neighbours are one."""
-    num_bytes: int
+    pieces: list[Piece]
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [piece.box for piece in self.pieces]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """Where the boxes belong, in their order; neighbours are one."""
+        found: list[slice] = []
+        for piece in self.pieces:
+            offsets, length = runs(slot_of(piece.slice), inside(piece.slice, piece.box))
+            for at in offsets:
+                if found and found[-1].stop == at + piece.slice.offset:
+                    found[-1] = slice(found[-1].start, found[-1].stop + length)
+                else:
+                    found.append(slice(at + piece.slice.offset, at + piece.slice.offset + length))
+        return found
+
+    def put(self, memory: memoryview, content: bytes | memoryview) -> None:
+        """The boxes' bytes, end to end, where they belong. Raises: CallerError: not as many."""
+        if len(content) != self.num_bytes:
+            raise CallerError(f"{len(content)} bytes, not {self.num_bytes}", field="slices")
+        at = 0
+        for span in self.spans:
+            length = span.stop - span.start
+            memory[span] = content[at : at + length]
+            at += length
+
+    def shared(self, shares: Sequence[Sequence[Fragment]]) -> list[Batch]:
+        """The batch that each share is. Raises: CallerError: together they are not this one."""
+        left = [[box] for box in self.boxes]
+        found = []
+        for fragments in shares:
+            pieces = []
+            for number, box in fragments:
+                if not (0 <= number < len(left) and contains(self.pieces[number].box, box)):
+                    raise CallerError(f"{box} of box {number}, which it is not", field="boxes")
+                left[number] = left_of(left[number], box)
+                pieces.append(Piece(self.pieces[number].slice, box))
+            found.append(Batch(self.part, pieces))
+        if any(left) or sum(each.num_bytes for each in found) != self.num_bytes:
+            raise CallerError("the shares are not what was asked for", field="boxes")
+        return found
+
+
+Fragment = tuple[int, Box]
+"""Some of a box, which is told by its number among those that were asked for."""
 
 
 def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
@@ -68,6 +134,60 @@ def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
     return slots
 
 
+def slot_of(of: Slice) -> TensorSlot:
+    """A slice as a tensor of the reader's memory."""
+    return TensorSlot(of.name, Role.WEIGHT, of.dtype, of.size, of.offset, of.num_bytes)
+
+
+def all_of(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
+    """A part as slices, each where it is in the part: of its tensors, and of what lies between."""
+    found: list[Slice] = []
+    end = 0
+    for slot in sorted(tensors, key=attrgetter("offset")):
+        if not _is_plain(slot):
+            continue
+        if end < slot.offset:
+            found.append(_raw(part, end, slot.offset))
+        start = [0] * len(slot.shape)
+        found.append(
+            Slice(part, slot.name, slot.dtype, start, slot.shape, slot.offset, slot.num_bytes)
+        )
+        end = slot.offset + slot.num_bytes
+    return [*found, _raw(part, end, num_bytes)] if end < num_bytes else found
+
+
+def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
+    """What of a part of this size such a slice is named after; None: it has another name."""
+    place = _RAW.fullmatch(name)
+    if place is None or int(place[1]) >= num_bytes:
+        return None
+    size = num_bytes - int(place[1])
+    return TensorSlot(name, Role.WEIGHT, "uint8", [size], int(place[1]), size)
+
+
+def _raw(part: str, start: int, end: int) -> Slice:
+    return Slice(part, f"bytes from {start}", "uint8", [0], [end - start], start, end - start)
+
+
+def _is_plain(slot: TensorSlot) -> bool:
+    """Its bytes are its elements, end to end; what any other has is only bytes."""
+    try:
+        return slot.num_bytes == math.prod(slot.shape) * item_bytes(slot.dtype) > 0
+    except CallerError:
+        return False
+
+
+def box_of(of: Slice) -> Box:
+    """A slice, where it is in the part."""
+    return Box(of.name, of.start, of.size)
+
+
+def inside(of: Slice, box: Box) -> Box:
+    """A box of a part's tensor, in the slice of that as a tensor."""
+    start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
+    return Box(of.name, start, box.size)
+
+
 def batches(slices: Sequence[Slice]) -> list[Batch]:
     """All of them, cut and put together to about the same size, part by part."""
     limit = Blocks(sum(each.num_bytes for each in slices)).size
@@ -76,31 +196,78 @@ def batches(slices: Sequence[Slice]) -> list[Batch]:
     for each in slices:
         by_part.setdefault(each.part, []).append(each)
     for part, mine in by_part.items():
-        boxes: list[Box] = []
-        spans: list[slice] = []
-        size = 0
-        for box, span in (piece for each in mine for piece in _pieces(each, limit)):
-            num_bytes = span.stop - span.start
-            if boxes and (size + num_bytes > limit or len(boxes) == _BATCH_BOXES):
-                found.append(Batch(part, boxes, spans, size))
-                boxes, spans, size = [], [], 0
-            boxes.append(box)
-            if spans and spans[-1].stop == span.start:
-                spans[-1] = slice(spans[-1].start, span.stop)
-            else:
-                spans.append(span)
-            size += num_bytes
-        if boxes:
-            found.append(Batch(part, boxes, spans, size))
+        pieces = (Piece(each, box) for each in mine for box in _boxes(each, limit))
+        found += [Batch(part, group) for group in grouped(pieces, limit)]
     return found
 
 
-def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
-    """(offsets from the tensor's beginning, length): the box's bytes, in its order.
+def grouped(pieces: Iterable[Piece], limit: int = MAX_BATCH_BYTES) -> Iterator[list[Piece]]:
+    """In order, as many together as can be asked for at once."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        num_bytes = piece.num_bytes
+        if group and (size + num_bytes > limit or len(group) == MAX_BATCH_BOXES):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += num_bytes
+    if group:
+        yield group
+
+
+def contains(whole: Box, box: Box) -> bool:
+    return whole.name == box.name and overlap(whole, box) == box
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor share; None: nothing."""
+    if len(one.start) != len(other.start):
+        return None
+    start, size = [], []
+    for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True):
+        begin, end = max(a, b), min(a + n, b + m)
+        if begin >= end:
+            return None
+        start.append(begin)
+        size.append(end - begin)
+    return Box(one.name, start, size)
+
+
+def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
+    """What is left of disjoint boxes of one tensor, as such."""
+    left: list[Box] = []
+    for each in boxes:
+        common = overlap(each, taken)
+        left += [each] if common is None else without(each, common)
+    return left
+
+
+def without(whole: Box, taken: Box) -> list[Box]:
+    """What is left of a box, as disjoint boxes. Args: taken: inside it."""
+    left: list[Box] = []
+    start, size = list(whole.start), list(whole.size)
+    for dim, (at, length) in enumerate(zip(taken.start, taken.size, strict=True)):
+        before, after = at - start[dim], start[dim] + size[dim] - at - length
+        for begin, count in ((start[dim], before), (at + length, after)):
+            if count:
+                left.append(
+                    Box(
+                        whole.name,
+                        [*start[:dim], begin, *start[dim + 1 :]],
+                        [*size[:dim], count, *size[dim + 1 :]],
+                    )
+                )
+        start[dim], size[dim] = at, length
+    return left
+
+
+def bytes_of(tensor: TensorSlot, box: Box) -> int:
+    """How many a box has.
 
     Raises: CallerError: the box is not inside the tensor, or larger than what is asked for at once.
     """
-    shape, item = tensor.shape, item_bytes(tensor.dtype)
+    shape = tensor.shape
     if not len(box.start) == len(box.size) == len(shape) or not all(
         at >= 0 and size >= 1 and at + size <= whole
         for at, size, whole in zip(box.start, box.size, shape, strict=True)
@@ -108,8 +275,19 @@ def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
         raise CallerError(
             f"{box.start} + {box.size} is not inside {tensor.name} of shape {shape}", field="boxes"
         )
-    if math.prod(box.size) * item > MAX_BATCH_BYTES:
+    num_bytes = math.prod(box.size) * item_bytes(tensor.dtype)
+    if num_bytes > MAX_BATCH_BYTES:
         raise CallerError(f"{box} is more than {MAX_BATCH_BYTES} bytes", field="boxes")
+    return num_bytes
+
+
+def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
+    """(offsets from the tensor's beginning, length): the box's bytes, in its order.
+
+    Raises: CallerError: as `bytes_of`.
+    """
+    bytes_of(tensor, box)
+    shape, item = tensor.shape, item_bytes(tensor.dtype)
     strides = [item] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -128,17 +306,10 @@ def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
     return offsets, inner
 
 
-def _pieces(whole: Slice, limit: int) -> Iterator[tuple[Box, slice]]:
-    if whole.num_bytes <= limit:
-        span = slice(whole.offset, whole.offset + whole.num_bytes)
-        yield Box(whole.name, whole.start, whole.size), span
-        return
+def _boxes(whole: Slice, limit: int) -> Iterator[Box]:
     item = item_bytes(whole.dtype)
-    at = whole.offset
     for start, size in _cut(whole.start, whole.size, item, limit):
-        num_bytes = math.prod(size) * item
-        yield Box(whole.name, start, size), slice(at, at + num_bytes)
-        at += num_bytes
+        yield Box(whole.name, start, size)
 
 
 def _cut(

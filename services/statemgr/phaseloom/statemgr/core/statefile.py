@@ -82,6 +82,8 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """of so many on all nodes; 0: these are all, or an older release did not say."""
     part: str = ""
     """Of a version that is written in parts: which one; empty: all of it, or its manifest."""
+    incarnation: int = 0
+    """Of a node's part of a checkpoint: the life that was cut."""
 
     @property
     def parts(self) -> list[Section]:

@@ -1,14 +1,15 @@
 """Memory to a file and back, several blocks at a time, each with its checksum.
 
-While some threads move blocks, others take checksums: neither holds the GIL. Blocking: call it in a
-thread.
+Some threads do nothing but move blocks, so that the disk has its next one as soon as one is done;
+others take checksums meanwhile. Neither holds the GIL. Blocking: call it in a thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.probing import opener, probe
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 Files = Mapping[int, tuple[BlockFile, int]]
@@ -29,8 +31,8 @@ Files = Mapping[int, tuple[BlockFile, int]]
 
 DEPTH = 4
 """Blocks between memory and disk at a time."""
-_NUM_THREADS = DEPTH + 2
-"""Some take checksums while others move blocks."""
+_NUM_CHECKING = 2
+"""Threads that take checksums: each is faster than a disk."""
 
 
 class Cancelled(ResourceError):
@@ -58,28 +60,45 @@ class Disk:
         offset: int,
         memory: Source,
         num_bytes: int,
-        cancelled: threading.Event,
         *,
-        has: Callable[[int, bytes], bool] | None = None,
+        cancelled: threading.Event,
     ) -> bytes:
-        """The beginning of `memory`. Returns: the checksums of its blocks. Raises: OSError.
-        Cancelled.
+        """The beginning of `memory`. Returns: its blocks' checksums. Raises: OSError. Cancelled."""
 
-        Args: has: whether a block, by number and checksum, is on the disk already.
+        def put(start: int, end: int) -> None:
+            file.write(memory[start:end], offset + start)
+
+        def take(start: int, end: int, _: None) -> bytes:
+            return checksum(memory[start:end])
+
+        moving, checking = (DEPTH, put), (_NUM_CHECKING, take)
+        return b"".join(_in_two_steps(num_bytes, BLOCK_BYTES, moving, checking, cancelled))
+
+    def write_new(
+        self,
+        file: BlockFile,
+        offset: int,
+        memory: Source,
+        num_bytes: int,
+        *,
+        cancelled: threading.Event,
+        has: Callable[[int, bytes], bool],
+    ) -> bytes:
+        """As `write`, but for what is on the disk already.
+
+        Args: has: whether a block, by number and checksum, is.
         """
 
-        in_flight = threading.Semaphore(DEPTH)
+        def take(start: int, end: int) -> bytes:
+            return checksum(memory[start:end])
 
-        def write(start: int, end: int) -> bytes:
-            block = memory[start:end]
-            taken = checksum(block) if has is not None else b""
-            if has is not None and has(start // BLOCK_BYTES, taken):
-                return taken
-            with in_flight:
-                file.write(block, offset + start)
-            return taken or checksum(block)
+        def put_new(start: int, end: int, taken: bytes) -> bytes:
+            if not has(start // BLOCK_BYTES, taken):
+                file.write(memory[start:end], offset + start)
+            return taken
 
-        return b"".join(_each_block(num_bytes, BLOCK_BYTES, write, cancelled))
+        checking, moving = (_NUM_CHECKING, take), (DEPTH, put_new)
+        return b"".join(_in_two_steps(num_bytes, BLOCK_BYTES, checking, moving, cancelled))
 
     def read(
         self, files: Files, place: Place, memory: memoryview, cancelled: threading.Event
@@ -91,17 +110,17 @@ class Disk:
         part = place.part
         check_blocks(place)
         make_huge(memory[: part.num_bytes])
-        in_flight = threading.Semaphore(DEPTH)
         block_bytes = place.header.block_bytes or BLOCK_BYTES
 
-        def read(start: int, end: int) -> None:
-            block = memory[start:end]
+        def get(start: int, end: int) -> int:
             file, offset = files[part.source_of(start // block_bytes)]
-            with in_flight:
-                count = file.read(block, offset + start)
-            _check(place, start, block, count)
+            return file.read(memory[start:end], offset + start)
 
-        _each_block(part.num_bytes, block_bytes, read, cancelled)
+        def check(start: int, end: int, count: int) -> None:
+            _check(place, start, memory[start:end], count)
+
+        moving, checking = (DEPTH, get), (_NUM_CHECKING, check)
+        _in_two_steps(part.num_bytes, block_bytes, moving, checking, cancelled)
         is_older = not place.header.block_bytes
         if is_older and xxhash.xxh3_128(memory[: part.num_bytes]).hexdigest() != part.digest:
             raise data_loss(place.file, "the checksum of its content does not match")
@@ -129,24 +148,42 @@ def _check(place: Place, start: int, block: memoryview, count: int) -> None:
             raise place.loss("their checksum does not match", start, end)
 
 
-def _each_block(
+def _in_two_steps(
     num_bytes: int,
     block_bytes: int,
-    work: Callable[[int, int], T],
+    first: tuple[int, Callable[[int, int], S]],
+    then: tuple[int, Callable[[int, int, S], T]],
     cancelled: threading.Event,
 ) -> list[T]:
-    """Raises: the first failure, all at rest."""
+    """What `then` makes of each block's start, its end, and what `first` made of these.
 
-    def unless_cancelled(start: int) -> T:
+    Args:   first, then: with as many threads of their own, each of which takes the next block.
+    Raises: what the first block raised that failed, all at rest.
+    """
+
+    def begin(start: int) -> Future[T]:
+        unless_cancelled()
+        end = min(start + block_bytes, num_bytes)
+        return behind.submit(finish, start, end, first[1](start, end))
+
+    def finish(start: int, end: int, made: S) -> T:
+        unless_cancelled()
+        return then[1](start, end, made)
+
+    def unless_cancelled() -> None:
         if cancelled.is_set():
             raise Cancelled
-        return work(start, min(start + block_bytes, num_bytes))
 
-    with ThreadPoolExecutor(_NUM_THREADS, "disk") as threads:
-        moves = [threads.submit(unless_cancelled, n) for n in range(0, num_bytes, block_bytes)]
-        try:
-            return [move.result() for move in moves]
-        finally:
-            for move in moves:
-                move.cancel()
-            wait(moves)
+    with _threads(then[0]) as behind, _threads(first[0]) as ahead:
+        begun = [ahead.submit(begin, start) for start in range(0, num_bytes, block_bytes)]
+        return [each.result().result() for each in begun]
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """At the end what has begun is over, and nothing else begins."""
+    threads = ThreadPoolExecutor(number, "disk")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)

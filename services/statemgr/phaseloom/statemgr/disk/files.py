@@ -323,10 +323,16 @@ class StateDirectory:
         part = place.part
         if base is not None and base.has_all(part, place.index):
             return base.blocks(place.index)
-        has = None if base is None else partial(base.has, place.index)
-        blocks = self.disk.write(file, place.offset, memory, part.num_bytes, cancelled, has=has)
+        num_bytes = part.num_bytes
+        if base is None:
+            blocks = self.disk.write(file, place.offset, memory, num_bytes, cancelled=cancelled)
+        else:
+            has = partial(base.has, place.index)
+            blocks = self.disk.write_new(
+                file, place.offset, memory, num_bytes, cancelled=cancelled, has=has
+            )
         if part.digest and combined(blocks) != part.digest:
-            raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
+            raise place.loss("the host copy is not what its digest says", 0, num_bytes)
         return blocks
 
     def make_directory(self, directory: Path) -> None:

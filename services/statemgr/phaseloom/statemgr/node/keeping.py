@@ -65,21 +65,35 @@ class Keeper:
         self._fds = []
 
     async def record(self) -> None:
-        """Bring the agent's handles and the index up to date. Raises nothing."""
+        """Bring the agent's handles and the index up to date. Raises nothing.
+
+        What one has kept, another that has come meanwhile has not: it is told all from the start.
+        """
         async with self._lock:
-            if self._agent is None:
-                return
-            await self._tell(keep=sorted(self._handles().keys() - self._held), drop=[])
-            self._write()
-            await self._tell(keep=[], drop=sorted(self._held - self._handles().keys()))
+            while (agent := self._agent) is not None:
+                await self._bring_up_to_date(agent)
+                if self._agent is agent:
+                    return
+
+    async def _bring_up_to_date(self, agent: Peer[StateMessage]) -> None:
+        # The index last: it names the others.
+        missing = sorted(self._handles().keys() - self._held, reverse=True)
+        await self._tell(agent, keep=missing, drop=[])
+        self._write()
+        await self._tell(agent, keep=[], drop=sorted(self._held - self._handles().keys()))
+
+    async def recorded(self) -> None:
+        """Wait for those who record now; what they record for goes on before the caller does."""
+        async with self._lock:
+            pass
 
     def _handles(self) -> dict[int, int]:
         return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))
 
-    async def _tell(self, keep: list[int], drop: list[int]) -> None:
+    async def _tell(self, agent: Peer[StateMessage], keep: list[int], drop: list[int]) -> None:
+        """As long as it is the agent."""
         for start in range(0, max(len(keep), bool(drop)), MAX_FDS):
-            agent = self._agent
-            if agent is None:
+            if self._agent is not agent:
                 return
             # Looked up now: an extent may be freed while one before it was on its way.
             handles = self._handles()
@@ -94,8 +108,9 @@ class Keeper:
                     agent.cut("it does not keep handles")
                 self.detach(agent)
                 return
-            self._held |= set(some)
-            self._held -= set(drop)
+            if self._agent is agent:
+                self._held |= set(some)
+                self._held -= set(drop)
 
     def _write(self) -> None:
         payload = self._encoder.encode(self._describe())

@@ -60,6 +60,7 @@ class Replicator:
         self._elsewhere: dict[DeploymentKey, BringState] = {}
         """Where each deployment's files may be had, as was said last."""
         sealer.bring_again = self._bring_again
+        sealer.mend = weights.mend
 
     async def bring(self, request: BringState) -> None:
         """Have what is asked for here: on this disk, or in host memory where it is kept there.

@@ -15,7 +15,7 @@ from pathlib import Path
 from phaseloom.common.errors import PhaseloomError
 from phaseloom.common.statewire import LoadedFrom
 from phaseloom.statemgr.core.residency import Rank, Wpg
-from phaseloom.statemgr.core.statefile import Place, check_restorable
+from phaseloom.statemgr.core.statefile import Place, Section, check_restorable
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.imaging import find_image_parts, read_image
@@ -80,18 +80,23 @@ def _is_of(copy: SealedCopy, wpg: Wpg, digests: Sequence[str]) -> bool:
     )
 
 
+def section_of(rank: Rank, first: Place) -> Section:
+    """A rank's, of the seal that begins there. Raises: PhaseloomError: it is of another layout."""
+    return check_restorable(
+        first.header,
+        rank.index,
+        len(rank.wpg.ranks),
+        heap_bytes=rank.extent_bytes,
+        tensors=rank.tensors,
+        file=first.file,
+        rank_offset=rank.wpg.rank_offset,
+        num_ranks_of_all=rank.wpg.num_ranks,
+    )
+
+
 def _holds(first: Place, rank: Rank, digest: str) -> bool:
     try:
-        part = check_restorable(
-            first.header,
-            rank.index,
-            len(rank.wpg.ranks),
-            heap_bytes=rank.extent_bytes,
-            tensors=rank.tensors,
-            file=first.file,
-            rank_offset=rank.wpg.rank_offset,
-            num_ranks_of_all=rank.wpg.num_ranks,
-        )
+        part = section_of(rank, first)
     except PhaseloomError:
         return False
     return part.blocks != b"" and part.digest == digest

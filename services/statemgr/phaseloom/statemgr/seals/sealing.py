@@ -18,14 +18,15 @@ from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (
     Section,
     StateHeader,
-    check_restorable,
     seal_header,
     superseded_seals,
 )
+from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.memory import copy, joined
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.imaging import find_image_parts, image_bytes, read_image, write_image
+from phaseloom.statemgr.seals.sealedcopies import section_of
 from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.switching import on_each_device
@@ -42,6 +43,8 @@ class Sealer:
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
         self.bring_again: Callable[[DeploymentKey, int], Awaitable[None]] = _nowhere_else
         """Replaces a seal that is bad here by another node's copy. Raises: PhaseloomError: none."""
+        self.mend: Callable[[VersionKey], Awaitable[None]] = _not_mended
+        """Takes a version that is bad here out of service. Raises: PhaseloomError: it is lost."""
 
     def found(self, header: StateHeader, file: str) -> None:
         """A seal that was on disk at start."""
@@ -169,16 +172,7 @@ class Sealer:
             return
         path = self._directory.seal(wpg.key, wpg.seal_seq)
         places = await asyncio.to_thread(find_parts, path)
-        part = check_restorable(
-            places[0].header,
-            rank.index,
-            len(wpg.ranks),
-            heap_bytes=rank.extent_bytes,
-            tensors=rank.tensors,
-            file=str(path),
-            rank_offset=wpg.rank_offset,
-            num_ranks_of_all=wpg.num_ranks,
-        )
+        part = section_of(rank, places[0])
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(self._directory.read, places[rank.index], memory)
@@ -189,16 +183,7 @@ class Sealer:
         wpg, memory = rank.wpg, self._node.memory
         image = memory[kept.extent].view(kept.num_bytes)
         places = find_image_parts(image, kept.name)
-        part = check_restorable(
-            places[0].header,
-            rank.index,
-            len(wpg.ranks),
-            heap_bytes=rank.extent_bytes,
-            tensors=rank.tensors,
-            file=kept.name,
-            rank_offset=wpg.rank_offset,
-            num_ranks_of_all=wpg.num_ranks,
-        )
+        part = section_of(rank, places[0])
         assert rank.extent is not None
         target = memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read_image, image, places[rank.index], target)
@@ -280,7 +265,15 @@ class Sealer:
             # The manifest last: what has one on disk has its parts there.
             for piece in reversed(pieces):
                 if not is_kept:
-                    await self._hierarchy.versions.persist(piece)
+                    await self._persist(piece)
+
+    async def _persist(self, piece: Version) -> None:
+        try:
+            await self._hierarchy.versions.persist(piece)
+        except ResourceError as error:
+            if error.info.code is Code.DATA_LOSS:
+                await self.mend(piece.key)
+            raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
         kept = {seal.seq for seal in self._node.seals.of(key)}
@@ -330,6 +323,10 @@ class Sealer:
 
 def _header(wpg: Wpg, seq: int, sections: list[Section]) -> StateHeader:
     return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
+
+
+async def _not_mended(key: VersionKey) -> None:
+    """Whoever reads it will find that it is bad."""
 
 
 async def _nowhere_else(key: DeploymentKey, seq: int) -> None:

@@ -64,6 +64,8 @@ class Touching:
     async def _run(self, rank: Rank, memory: memoryview) -> None:
         try:
             with contained(metrics.UNFORESEEN, "move"):
+                # The rank waits for the answer that brings its extent: that goes first.
+                await self._node.keeper.recorded()
                 for start in range(0, len(memory), _PIECE_BYTES):
                     await self._node.until(lambda: self._is_over(rank) or not self._is_busy())
                     if self._is_over(rank) or _available_bytes() < _PIECE_BYTES:

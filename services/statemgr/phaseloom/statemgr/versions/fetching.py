@@ -28,6 +28,8 @@ from phaseloom.statemgr.versions.incoming import Incoming
 
 log = logging.getLogger(__name__)
 
+RELAY_PATIENCE = 6.0
+"""Timeouts that a neighbour may take for one thing, as long as it says that it comes."""
 _STREAMS = 4
 _MAX_FAILURES = 3
 """Of one source, without a block in between."""
@@ -75,7 +77,8 @@ class Fetching:
                 CallerError: NOT_FOUND there, or PERMISSION_DENIED; a bad endpoint.
         """
         digest = await self._come(source)
-        if digest is None and await self._is_sound(source):
+        if digest is None:
+            await self._let_verify(source)
             digest = await self._come(source)
         if digest is None:
             raise ResourceError(
@@ -99,18 +102,19 @@ class Fetching:
         incoming.forget()
         return None
 
-    async def _is_sound(self, source: str) -> bool:
-        """Let all who brought something verify their memory; whether the source's is good now."""
-        sound = set()
+    async def _let_verify(self, source: str) -> None:
+        """Let all who brought something verify their memory. Raises: PhaseloomError: the source has
+        nothing that is good."""
+        refusal: PhaseloomError | None = None
         for endpoint in [source, *self.relays]:
             try:
                 await _doubt(endpoint, self.version, self.ticket, self.home)
             except PhaseloomError as error:
                 log.warning("version %s at %s: %s", self.version, endpoint, error)
-            else:
-                sound.add(endpoint)
+                refusal = error if endpoint == source else refusal
         self.relays.clear()
-        return source in sound
+        if refusal is not None:
+            raise refusal
 
     @property
     def may_resume(self) -> bool:
@@ -285,7 +289,8 @@ class _Round:
                     continue
                 if connection is None:
                     connection = await self._open(endpoint, is_relay=True)
-                reply = await connection.ask(wire.Take(blocks[0]))
+                async with asyncio.timeout(RELAY_PATIENCE * self._home.timeout_s):
+                    reply = await connection.ask(wire.Take(blocks[0]))
                 if isinstance(reply, wire.Refusal):
                     raise to_exception(reply.error)
                 if not isinstance(reply, wire.Part) or reply.block != blocks[0]:

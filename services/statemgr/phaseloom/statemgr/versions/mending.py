@@ -2,7 +2,8 @@
 
 Who has the memory mapped keeps its pages; nobody is given it again, and it is no other version's
 either. Host copies that are the same memory go to the one that is brought in its place; where none
-can be had, the lives that have them are over, as of any bad host copy.
+can be had, the lives that have them are over, as of any bad host copy. So is the policy's life that
+made the version, if no seal has that: it is rebuilt from its seal and the log, and makes it again.
 """
 
 from __future__ import annotations
@@ -44,10 +45,25 @@ class BadCopy:
             self.node.memory.free(self.extent)
             self.node.contents.place(content, mended.extent)
 
-    def give_up(self) -> None:
-        """It is to be had nowhere."""
+    def give_up(self) -> bool:
+        """It is to be had nowhere. Returns: whether its policy makes it again, whose life is over.
+
+        What a seal has it would not make again.
+        """
         for content in self._theirs():
             self._end(content)
+        node, version = self.node, self.version
+        policy, key = version.key.policy, version.key.whole
+        if version.is_on_disk or any(seal.seq >= key.seq for seal in node.seals.of(policy)):
+            return False
+        if version.key.is_copy or not node.residency.is_alive(policy, version.incarnation):
+            return False
+        for piece in [key, *(part.key for part in node.versions.parts_of(key))]:
+            node.drop_version(node.versions.find(piece))
+        maker = node.residency.find(policy)
+        assert maker is not None
+        node.retire(maker, f"{version}, which no seal has, is bad")
+        return True
 
     def _theirs(self) -> list[Content]:
         """Those that are it still."""
@@ -57,6 +73,34 @@ class BadCopy:
     def _end(self, content: Content) -> None:
         for wpg in content.wpgs:
             self.node.retire(wpg, f"its host copy is the memory of {self.version}, which is bad")
+
+
+class Remaking:
+    """Versions that their policy is about to make again, until its next life begins here."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lost: dict[VersionKey, int] = {}
+        """version → life of the policy that ended with it"""
+
+    def begin(self, version: Version) -> None:
+        assert version.incarnation is not None
+        self._lost[version.key.whole] = version.incarnation
+
+    def check(self, key: VersionKey) -> None:
+        """Raises: ResourceError: UNAVAILABLE: it is here no more, and will be made again."""
+        incarnation = self._lost.get(key.whole)
+        if incarnation is None:
+            return
+        if self._node.residency.newest(key.policy) != incarnation:
+            # Who is to read it is told by the scheduler to wait for that.
+            del self._lost[key.whole]
+            return
+        raise ResourceError(
+            f"version {key.whole} went bad in host memory before it was sealed: its policy is "
+            "rebuilt, and makes it again",
+            remedy="sync it again",
+        )
 
 
 async def discard_if_bad(node: Node, version: Version) -> BadCopy | None:

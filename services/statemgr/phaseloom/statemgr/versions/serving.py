@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _MAX_STREAMS = 64
 _MAX_DEALS = 64
-_WORDS_PER_TIMEOUT = 3
+WORDS_PER_TIMEOUT = 3
 """How often who waits hears that something is still coming, or being reckoned."""
 
 Mend = Callable[[VersionKey], Awaitable[None]]
@@ -105,7 +105,7 @@ class VersionServer:
         """The fetch that brings it here ends by itself; till then who waits is told so."""
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s / _WORDS_PER_TIMEOUT):
+                async with asyncio.timeout(self._timeout_s / WORDS_PER_TIMEOUT):
                     return await readable.block(block)
             except TimeoutError:
                 await self._send(stream, wire.Waiting())
@@ -150,7 +150,7 @@ async def while_waiting(stream: Stream, timeout_s: float, work: Awaitable[T]) ->
     """
     doing = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait([doing], timeout=timeout_s / _WORDS_PER_TIMEOUT))[0]:
+        while not (await asyncio.wait([doing], timeout=timeout_s / WORDS_PER_TIMEOUT))[0]:
             async with asyncio.timeout(timeout_s):
                 await stream.send(wire.Waiting())
     finally:

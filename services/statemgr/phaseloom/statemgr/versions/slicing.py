@@ -1,7 +1,8 @@
 """Slices of weights versions: what a reader needs, from parts that several ranks wrote.
 
 A copy of slices is kept beside versions, under the version's key and a name made of what it is of:
-ranks that ask for the same share one. It goes with its version.
+ranks that ask for the same share one. It goes with its version. Till then, also while it comes, the
+nodes of the same site may have of it what they need too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -25,12 +27,19 @@ from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.slices import Batch, batches, slots_of
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.boxes import (
+    Boxes,
+    Brought,
+    IncomingSlices,
+    OpenPart,
+    OpenParts,
+    gathered,
+    open_part,
+)
 from phaseloom.statemgr.versions.mending import discard_if_bad
-from phaseloom.statemgr.versions.slicefetching import SliceFetching, copy_here
-from phaseloom.statemgr.versions.sliceserving import OpenPart, open_part
+from phaseloom.statemgr.versions.slicefetching import SliceFetching
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -38,22 +47,20 @@ log = logging.getLogger(__name__)
 _TRIES = 2
 
 
+@dataclass
+class _Copy:
+    incoming: IncomingSlices
+    content: str = ""
+    """What the parts were."""
+
+
 class Slices:
-    def __init__(
-        self,
-        node: Node,
-        hierarchy: Hierarchy,
-        weights: Weights,
-        identity: Identity,
-        peer_timeout_s: float,
-    ) -> None:
+    def __init__(self, node: Node, hierarchy: Hierarchy, weights: Weights) -> None:
         self._node = node
         self._hierarchy = hierarchy
         self._weights = weights
-        self._identity = identity
-        self._peer_timeout_s = peer_timeout_s
-        self._contents: dict[VersionKey, str] = {}
-        """What the parts were, of copies that are here."""
+        self._copies: dict[VersionKey, _Copy] = {}
+        """That are here, or on their way; not those that the daemon before has brought."""
         self._bringing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
@@ -77,8 +84,9 @@ class Slices:
                 version = None if bad is not None else version
             if version is None:
                 version = await self._bring(mine, request, slots)
-        self._forget_unused()
+        self._forget_dropped()
         assert version.extent is not None
+        copy = self._copies.get(mine)
         return (
             VersionExtent(
                 version=mine,
@@ -86,7 +94,7 @@ class Slices:
                 tensors=version.table.packed,
                 digest=version.digest,
                 exists=True,
-                content=self._contents.get(mine, ""),
+                content=copy.content if copy else "",
             ),
             [self._node.memory[version.extent].read_only_fd],
         )
@@ -103,10 +111,33 @@ class Slices:
             memory = self._node.memory[version.extent].view(version.num_bytes)
             yield open_part(version, memory)
 
+    @asynccontextmanager
+    async def brought(self, mine: VersionKey) -> AsyncIterator[Boxes]:
+        """Slices, or a part, that are here or on their way, kept while neighbours are given of it.
+
+        Raises: CallerError: NOT_FOUND.
+        """
+        copy = self._copies.get(mine)
+        incoming = copy.incoming if copy else self._weights.arriving(mine)
+        if incoming is None and not mine.is_copy:
+            async with self.reading(mine) as part:
+                yield OpenParts({mine.part: part})
+            return
+        version = self._node.versions.find(mine)
+        if incoming is None or version is None or version.extent is None:
+            raise CallerError(f"{mine} is not here", code=Code.NOT_FOUND, field="relay")
+        self._node.versions.acquire(version)
+        try:
+            yield Brought(incoming, self._node.memory[version.extent].view(version.num_bytes))
+        finally:
+            self._node.release_version(version)
+
     async def _bring(self, mine: VersionKey, request: OpenSlices, slots: TensorTable) -> Version:
-        node = self._node
+        node, key = self._node, request.version
+        parts = sorted({each.part for each in request.slices} - {""})
+        digests = await self._weights.committed_digests(key, parts)
         extent = await self._hierarchy.reserve(
-            request.num_bytes, f"slices of version {request.version}", str(mine.policy)
+            request.num_bytes, f"slices of version {key}", str(mine.policy)
         )
         try:
             version = node.versions.begin(mine, request.num_bytes, slots, extent)
@@ -114,14 +145,18 @@ class Slices:
             node.memory.free(extent)
             raise
         node.versions.acquire(version)
+        memory = node.memory[extent].view(request.num_bytes)
+        incoming = IncomingSlices(request.slices, digests)
+        copy = self._copies[mine] = _Copy(incoming)
         try:
-            memory = node.memory[extent].view(request.num_bytes)
-            self._contents[mine] = await self._fill(request, memory)
+            await self._fill(mine, request, incoming, memory)
+            copy.content = _content_of(digests)
             digest = await asyncio.to_thread(digest_of, memory)
             if version.is_dropped:
-                raise ResourceError(f"version {request.version} was dropped", code=Code.ABORTED)
+                raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
             node.versions.commit(version, digest)
         except BaseException:
+            incoming.give_up()
             if not version.is_dropped:
                 node.drop_version(version)
             raise
@@ -129,45 +164,34 @@ class Slices:
             node.release_version(version)
         return version
 
-    async def _fill(self, request: OpenSlices, memory: memoryview) -> str:
-        """Returns: what the parts are that it came from."""
+    async def _fill(
+        self,
+        mine: VersionKey,
+        request: OpenSlices,
+        incoming: IncomingSlices,
+        memory: memoryview,
+    ) -> None:
         key = request.version
         by_part: dict[str, list[Batch]] = {}
         for batch in await asyncio.to_thread(batches, request.slices):
             by_part.setdefault(batch.part, []).append(batch)
-        digests = await self._weights.committed_digests(key, [part for part in by_part if part])
-        fetching = SliceFetching(
-            key, request.ticket, self._identity, self._peer_timeout_s, memory, digests
-        )
+        home = self._weights.home
+        fetching = SliceFetching(key, request.ticket, home, mine.part, incoming, memory)
         away: list[Batch] = []
         here_bytes = 0
         sources = {each.part: each.endpoints for each in request.sources}
-        for part, mine in by_part.items():
+        for part, some in by_part.items():
             try:
-                here_bytes += await self._copy_here(fetching, part, mine, sources.get(part, []))
+                here_bytes += await self._copy_here(fetching, part, some, sources.get(part, []))
             except PhaseloomError as error:
                 if error.info.code is not Code.NOT_FOUND:
                     raise
-                away += mine
-        try:
-            await fetching.bring(away, sources)
-        except ResourceError as error:
-            if error.info.code is not Code.DATA_LOSS:
-                raise
-            # A source that found its memory bad has mended it, or has that part no more.
-            log.warning("%s; once more", error)
-            fetching = fetching.again()
-            try:
-                await fetching.bring(away, sources)
-            except PhaseloomError as failed:
-                raise error from failed
+                away += some
+        fetching = await fetching.bring_sound(away, sources)
         log.info(
-            "slices of version %s came: %d bytes from other nodes, %d from here",
-            *(key, fetching.fetched_bytes, here_bytes),
+            "slices of version %s came: %d bytes from other nodes, %d from here, %d by neighbours",
+            *(key, fetching.fetched_bytes, here_bytes, fetching.relayed_bytes),
         )
-        return hashlib.blake2b(
-            msgspec.msgpack.encode(sorted(fetching.digests.items())), digest_size=16
-        ).hexdigest()
 
     async def _copy_here(
         self, fetching: SliceFetching, part: str, batches: list[Batch], sources: list[str]
@@ -181,16 +205,33 @@ class Slices:
         for _ in range(_TRIES):
             async with self.reading(key) as found:
                 fetching.check(part, found.version.digest, "this node")
-                num_bytes = await asyncio.to_thread(copy_here, found, batches, fetching.memory)
+                num_bytes = await asyncio.to_thread(_copy, found, batches, fetching.memory)
                 if await asyncio.to_thread(digest_of, found.memory) == found.version.digest:
+                    for batch in batches:
+                        fetching.incoming.add(batch)
                     return num_bytes
             await self._weights.mend(key, sources, fetching.ticket)
         raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)
 
-    def _forget_unused(self) -> None:
-        """Names of copies that went with their versions."""
-        for key in [k for k in self._contents if self._node.versions.find(k) is None]:
-            del self._contents[key]
+    def _forget_dropped(self) -> None:
+        """Copies that went with their versions."""
+        for key in [key for key in self._copies if self._node.versions.find(key) is None]:
+            del self._copies[key]
+
+
+def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
+    """Slices of a part that is on this node. Long: run it in a thread. Returns: bytes."""
+    for batch in batches:
+        found = (gathered(part.find(box)) for box in batch.boxes)
+        batch.put(memory, b"".join(piece for pieces in found for piece in pieces))
+    return sum(batch.num_bytes for batch in batches)
+
+
+def _content_of(digests: Mapping[str, str]) -> str:
+    """The same for the same parts."""
+    return hashlib.blake2b(
+        msgspec.msgpack.encode(sorted(digests.items())), digest_size=16
+    ).hexdigest()
 
 
 def _described(request: OpenSlices) -> tuple[TensorTable, str]:

@@ -11,20 +11,24 @@ On a stream of the service for slices:
     client → SlicesRequest → server → Holding | Refusal
     then, as often as the client likes: client → Give | Confirm
                                         server → Given and the bytes | Confirmed | Refusal
+                                                 Waiting, before any of them
 
 Both ends have certificates of the mesh; what the client may read says its permit's ticket.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import xxhash
 
-from phaseloom.common.errors import ErrorInfo
+from phaseloom.common.errors import CallerError, ErrorInfo
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.statemgr.core.slices import Box
+from phaseloom.statemgr.core.dealing import Fetcher
+from phaseloom.statemgr.core.slices import Box, Fragment
 from phaseloom.statemgr.mesh.tls import Stream
 
 SERVICE = "versions"
@@ -92,8 +96,8 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """To Take: it is still on its way to the server; to Confirm: it is being reckoned. Another
-    reply follows."""
+    """To Take, and to Give of a relay: it is still on its way to the server; to Confirm: it is
+    being reckoned. Another reply follows."""
 
 
 class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
@@ -117,24 +121,61 @@ class SlicesRequest(msgspec.Struct, frozen=True):
     ticket: Ticket | None
     parts: list[str]
     """None: it asks what there is."""
+    site: str = ""
+    """Of the client's node; empty: it names none."""
+    fetcher: Fetcher = Fetcher("", "")
+    """What it fetches for: all streams of it say the same, also when it begins anew."""
+    relay: str = ""
+    """It asks for what the server, as a fetcher of this session, has brought or is about to get."""
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     digests: dict[str, str]
     """By part, of all that were asked for, or that are there."""
+    is_far: bool = False
+    """On another site than the client: it deals out what it has, each byte to one node there."""
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):
-    """Boxes of one part. Answer: Given, and their bytes, end to end, each in its tensor's order."""
+    """Boxes of one part. Answer: Given, and bytes."""
 
     part: str
     boxes: list[Box]
     num_bytes: int
+    """That they have; of a server that deals: that are to follow, at most, but for one box."""
+    failed: list[Fetcher] = []
+    """Who did not deliver what they were given."""
+
+
+Cut = tuple[int, list[int], list[int]]
+"""Number of a box, and start and size of what of it is meant; both empty: all of it."""
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """What is to be had from a neighbour."""
+
+    holder: Fetcher
+    boxes: list[Cut]
+    digest: str
+    """xxh3-128 of all of them, as the server has them."""
+
+
+class Dealt(msgspec.Struct, frozen=True, array_like=True):
+    """How boxes come that are dealt out."""
+
+    num_boxes: int
+    """Of so many, the first ones, this tells; the others are to be asked for again."""
+    here: list[Cut]
+    elsewhere: list[Shared]
 
 
 class Given(msgspec.Struct, frozen=True, tag="given"):
+    """What was asked for, or what of it is `here`, follows end to end, each box in the order of its
+    tensor."""
+
     digest: str
     """xxh3-128 of what follows."""
+    dealt: Dealt | None = None
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
@@ -151,6 +192,24 @@ SlicesAsk = Give | Confirm
 SlicesReply = Holding | Given | Waiting | Confirmed | Refusal
 Request = Next | Again | Take
 Reply = Part | Waiting | Elsewhere | Over | Refusal
+
+
+def cuts_of(fragments: list[Fragment], boxes: Sequence[Box]) -> list[Cut]:
+    return [
+        (number, [], []) if box == boxes[number] else (number, box.start, box.size)
+        for number, box in fragments
+    ]
+
+
+def fragments_of(cuts: list[Cut], boxes: Sequence[Box]) -> list[Fragment]:
+    """Raises: CallerError: they are of other boxes."""
+    found = []
+    for number, start, size in cuts:
+        if not 0 <= number < len(boxes):
+            raise CallerError(f"box {number} of {len(boxes)}", field="boxes")
+        whole = boxes[number]
+        found.append((number, Box(whole.name, start, size) if size else whole))
+    return found
 
 
 def digest_of_block(memory: memoryview, block: int) -> str:

@@ -77,16 +77,6 @@ class Watch(Protocol):
         ...
 
 
-class Unwatched:
-    """A `Watch` that nobody looks through."""
-
-    def is_cancelled(self, i: int) -> bool:
-        return False
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Nobody asks."""
-
-
 class Backend(Protocol):
     kinds: frozenset[str]
     """Operation kinds that it can do; another is refused at admission."""

@@ -1,8 +1,8 @@
 """What a rank needs of a weights version: which parts, whole or in slices, and what goes where.
 
 The ranks of a node share what comes to it. A part of which they need all, or nearly, comes as it
-is, for sites share that; of another one exactly what any of them needs comes, as slices. Pure; the
-same layouts give the same.
+is, and the node can give it to others; of another one exactly what any of them needs comes, as
+slices. Pure; the same layouts give the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phaseloom.common.versionparts import part_name
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9
-"""Of a part's bytes: to bring the rest too costs less than every node's own slices."""
+"""Of a part's bytes: with the rest the node has a part that others can have from it."""
 
 
 Runs = list[tuple[int, int, int]]

@@ -1,0 +1,150 @@
+"""Weights versions as a policy's ranks make them: an extent to write into, and the commit.
+
+What several ranks write is in parts. Each is a version of its own under a key of its own; the
+version itself is the manifest that says what they are, and is committed last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from phaseloom.common.blockhash import digest_of
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.ids import VersionKey
+from phaseloom.common.statewire import CommitParts, CommitVersion, CreateVersion, VersionExtent
+from phaseloom.common.versionparts import check_part, encode_manifest
+from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.manifests import Manifests
+from phaseloom.statemgr.versions.weights import Weights, description_of
+
+MAX_VERSIONS_OF_A_RANK = 128
+"""With parts and manifests: far beyond what syncs need, and far below what descriptors allow."""
+
+
+class Publishing:
+    def __init__(self, node: Node, hierarchy: Hierarchy, weights: Weights) -> None:
+        self._node = node
+        self._hierarchy = hierarchy
+        self._weights = weights
+        self._manifests = Manifests(node, hierarchy)
+
+    async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
+        """An extent to write a version into, or word that it exists.
+
+        Raises: CallerError: PERMISSION_DENIED: not this policy's; a bad layout.
+                ResourceError: RESOURCE_EXHAUSTED with the numbers.
+        """
+        node, key = self._node, request.version
+        if key.policy != wpg.key or key.seq < 1:
+            raise CallerError(
+                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        if key.part:
+            check_part(key.part, "version.part")
+        table = node.layouts.read(request.tensors, wpg)
+        check_layout(table, request.num_bytes)
+        await self._drop_stale(key, wpg)
+        version = node.versions.find(key)
+        if version is not None and not version.is_committed:
+            # A version that was begun and never committed, by this life or by a fetch.
+            if version.incarnation != wpg.incarnation:
+                raise ResourceError(f"version {key} is being brought here", code=Code.ABORTED)
+            node.drop_version(version)
+            version = None
+        if version is not None:
+            return description_of(version, tensors=b""), []
+        self._check_number(wpg)
+        extent = await self._hierarchy.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
+        try:
+            if wpg.is_lost:
+                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            version = node.versions.begin(key, request.num_bytes, table, extent, wpg.incarnation)
+        except PhaseloomError:
+            node.memory.free(extent)
+            raise
+        node.versions.opened(version, wpg)
+        return description_of(version, tensors=b""), [node.memory[extent].fd]
+
+    async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
+        """Parts of versions that were never committed: of those before, and of this one what an
+        earlier life wrote, which another's parts may not fit."""
+        versions = self._node.versions
+        stale = versions.stale_parts(key.policy, key.seq)
+        mine = versions.find(key)
+        if mine is not None and mine.is_committed and not versions.is_readable(key):
+            stale += [mine] if mine.incarnation != wpg.incarnation else []
+        for version in stale:
+            await self._weights.discard(version)
+
+    def _check_number(self, wpg: Wpg) -> None:
+        """Raises: ResourceError: RESOURCE_EXHAUSTED: it makes versions without end."""
+        number = self._node.versions.num_written(wpg.key, wpg.incarnation)
+        limit = MAX_VERSIONS_OF_A_RANK * len(wpg.ranks)
+        if number >= limit:
+            raise ResourceError(
+                f"{wpg} has written {number} weights versions, and parts of such, that are here",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy=f"at most {limit} are held: drop what nothing needs",
+                details={"num_versions": str(number), "limit": str(limit)},
+            )
+
+    async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
+        """Verify what the rank has written; it is immutable from now on. Idempotent.
+
+        Raises: CallerError: NOT_FOUND; ALREADY_EXISTS with another content.
+                ResourceError: DATA_LOSS: the extent is not what the digest says.
+        """
+        node = self._node
+        version = node.versions.find(request.version)
+        if version is None or version.key.policy != wpg.key or version.extent is None:
+            raise CallerError(
+                f"{wpg} is not writing version {request.version}",
+                code=Code.NOT_FOUND,
+                field="version",
+            )
+        node.versions.acquire(version)
+        try:
+            memory = node.memory[version.extent].view(version.num_bytes)
+            if await asyncio.to_thread(digest_of, memory) != request.digest:
+                raise ResourceError(
+                    f"version {version.key} does not match its digest", code=Code.DATA_LOSS
+                )
+            if version.is_dropped:
+                raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+            node.versions.commit(version, request.digest)
+        finally:
+            node.release_version(version)
+
+    async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
+        """All parts are committed, here and elsewhere. Idempotent.
+
+        Raises: CallerError: PERMISSION_DENIED: not this policy's; ALREADY_EXISTS: something else;
+                FAILED_PRECONDITION: a part that is here is another one. ResourceError: no room.
+        """
+        key = request.version
+        if key.policy != wpg.key or key.seq < 1 or key.part:
+            raise CallerError(
+                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+            )
+        async with self._weights.lock(key):
+            self._manifests.check(key, request.manifest)
+            content = encode_manifest(request.manifest)
+            version = self._node.versions.find(key)
+            is_same = version is not None and version.digest == digest_of(memoryview(content))
+            if version is not None and not is_same:
+                if version.incarnation == wpg.incarnation or not version.is_manifest:
+                    raise CallerError(
+                        f"version {key} is committed with another content",
+                        code=Code.ALREADY_EXISTS,
+                        field="manifest",
+                    )
+                # An earlier life's, which came to other bits.
+                await self._weights.discard(version)
+                version = None
+            if version is None:
+                self._check_number(wpg)
+                version = await self._manifests.write(wpg, key, content)
+            return description_of(version, tensors=b"")

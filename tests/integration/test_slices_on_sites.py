@@ -1,0 +1,491 @@
+"""Slices that several nodes of a site need cross the slow link to it once, whatever each needs and
+whatever breaks on the way. Real daemons, real sockets; the slow link is a proxy that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.ids import VersionKey
+from phaseloom.common.resharding import Sharding, item_bytes, node_fetches, plan, source_parts
+from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.statemgr.core.dealing import Fetcher
+from phaseloom.statemgr.core.slices import Box, batches
+from phaseloom.statemgr.mesh import tls
+from phaseloom.statemgr.versions import slicefetching, wire
+from phaseloom.statemgr.versions.boxes import IncomingSlices
+from phaseloom.statemgr.versions.slicefetching import SliceFetching
+from phaseloom.worker.stateclient import RankStateClient
+from tests.support.meshcerts import identity, ticket
+from tests.support.modelslices import (
+    LAYOUTS,
+    MODEL,
+    check_slices,
+    commit,
+    part_called,
+    slices_of,
+    version_rank,
+    write,
+)
+from tests.support.peerfetch import home
+from tests.support.sharded import Array, tensors
+from tests.support.slowlink import Link, link
+from tests.support.statedaemon import POLICY, SAMPLER, Daemon, daemon, emptied
+
+_CONTROL = 128 * 1024
+"""More than handshakes and control messages of a node's fetch take."""
+
+
+@dataclass
+class World:
+    """A policy's nodes behind links that count, and samplers' nodes on another site."""
+
+    east: list[Daemon]
+    sources: list[Link]
+    writers: list[RankStateClient]
+    nodes: list[Daemon]
+    readers: list[RankStateClient]
+
+    @property
+    def passed_bytes(self) -> int:
+        return sum(each.passed_bytes for each in self.sources)
+
+
+@asynccontextmanager
+async def _world(directory: Path, num_far: int, *, num_sources: int = 1) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, site: str) -> Daemon:
+            return await stack.enter_async_context(daemon(directory / name, SITE=site))
+
+        east = [await start(f"east{n}", "east") for n in range(num_sources)]
+        west = [await start(f"west{n}", "west") for n in range(num_far)]
+        yield World(
+            east,
+            [await stack.enter_async_context(link(await d.endpoint())) for d in east],
+            [await version_rank(d, POLICY) for d in east],
+            west,
+            [await version_rank(d, SAMPLER) for d in west],
+        )
+
+
+async def _came(node: Daemon, number: int = 1) -> tuple[int, int, int]:
+    """(from sources, from here, by neighbours): what came as the `number`th slices."""
+    found: list[tuple[str, str, str]] = []
+    async with asyncio.timeout(30):
+        while len(found) < number:
+            await node.agent.status()  # its log comes here meanwhile
+            found = re.findall(r"came: (\d+) bytes .*, (\d+) from here, (\d+) by", node.text())
+    source, here, neighbours = map(int, found[number - 1])
+    return source, here, neighbours
+
+
+def _union_bytes(needed: Sequence[Sequence[Slice]]) -> int:
+    """How many bytes somebody needs."""
+    by_tensor: dict[tuple[str, str], list[Slice]] = {}
+    for each in (each for slices in needed for each in slices):
+        by_tensor.setdefault((each.part, each.name), []).append(each)
+    total = 0
+    for same in by_tensor.values():
+        ends = [np.add(each.start, each.size) for each in same]
+        mask = np.zeros(np.max(ends, axis=0), np.bool_)
+        for each in same:
+            mask[tuple(slice(s, s + n) for s, n in zip(each.start, each.size, strict=True))] = True
+        total += int(mask.sum()) * item_bytes(same[0].dtype)
+    return total
+
+
+async def _publish(world: World, key: VersionKey, source: Sharding) -> list[PartSources]:
+    """As a policy of this layout; every source has every part."""
+    parts = source_parts(plan(MODEL, source, source))
+    held = tensors(MODEL, source)
+    digests: dict[str, str] = {}
+    for number, ranks in enumerate(parts):
+        part = part_called(number, parts)
+        mine = msgspec.structs.replace(key, part=part)
+        content = {MODEL[p].name: each for (p, rank), each in held.items() if rank == ranks[0]}
+        for writer in world.writers:
+            digests[part] = await write(writer, mine, content)
+    await commit(digests, key, *world.writers)
+    return [PartSources(part, [each.endpoint for each in world.sources]) for part in digests]
+
+
+async def _open(
+    reader: RankStateClient, key: VersionKey, slices: list[Slice], held: list[PartSources]
+) -> memoryview:
+    sources = [endpoint for each in held for endpoint in each.endpoints]
+    await reader.versions.open(key, sources, ticket(key))
+    memory, _ = await reader.versions.open_slices(key, slices, held, ticket(key))
+    return memory
+
+
+async def test_what_a_site_needs_crosses_once(short_dir: Path) -> None:
+    """Any layout to two samplers of any layouts, each over two nodes, all of them at once."""
+    async with _world(short_dir, 4, num_sources=2) as world:
+        for seed in range(5):
+            await _sync_two(world, VersionKey(POLICY, seed + 2), random.Random(seed))
+
+
+async def _sync_two(world: World, key: VersionKey, chance: random.Random) -> None:
+    source = chance.choice(LAYOUTS[1:])
+    held = await _publish(world, key, source)
+    jobs = []
+    for nodes in ((0, 1), (2, 3)):
+        target = chance.choice(LAYOUTS[1:])
+        made = plan(MODEL, source, target)
+        half = target.layout.num_ranks // 2
+        ranks = (set(range(half)), set(range(half, 2 * half)))
+        for node, mine in zip(nodes, ranks, strict=True):
+            slices = slices_of(node_fetches(made, mine), source_parts(made))
+            jobs.append((node, made, target, mine, slices))
+    before = world.passed_bytes
+    opened = await asyncio.gather(
+        *(_open(world.readers[node], key, slices, held) for node, _, _, _, slices in jobs)
+    )
+    passed = world.passed_bytes - before
+    crossed = 0
+    for (node, made, target, mine, _), memory in zip(jobs, opened, strict=True):
+        needed = check_slices(made, target, mine, memory)
+        came, here, relayed = await _came(world.nodes[node], key.seq - 1)
+        assert (came + relayed, here) == (needed, 0)
+        crossed += came
+    union = _union_bytes([slices for *_, slices in jobs])
+    assert crossed == union
+    assert union <= passed < union * 1.02 + 4 * _CONTROL
+
+
+# --- What breaks ---------------------------------------------------------------------------------
+
+KEY = VersionKey(POLICY, 2)
+PART = msgspec.structs.replace(KEY, part="0of1")
+ROWS, COLUMNS = 2048, 2048
+SIZE = ROWS * COLUMNS
+BATCH = 64 * 1024
+SMALL: Array = np.arange(3, dtype=np.uint8)
+CONTENT: Array = np.random.default_rng(1).integers(0, 256, (ROWS, COLUMNS), np.uint8)
+
+
+def _box(start: list[int], size: list[int]) -> list[Slice]:
+    return [Slice("0of1", "w", "uint8", start, size, 0, size[0] * size[1])]
+
+
+def _bytes(box: list[Slice]) -> bytes:
+    (each,) = box
+    return CONTENT[
+        tuple(slice(s, s + n) for s, n in zip(each.start, each.size, strict=True))
+    ].tobytes()
+
+
+LEFT = _box([0, 0], [ROWS, COLUMNS // 2])
+"""In every row: half of it."""
+MIDDLE = _box([ROWS // 4, COLUMNS // 4], [ROWS // 2, COLUMNS // 2])
+
+
+async def _write_part(*writers: RankStateClient) -> None:
+    for writer in writers:
+        digest = await write(writer, PART, {"v": SMALL, "w": CONTENT, "x": SMALL})
+        await commit({PART.part: digest}, KEY, writer)
+
+
+async def _opened(reader: RankStateClient, slices: list[Slice], *sources: str) -> bytes:
+    """The slices; what they are is checked."""
+    memory = await _open(reader, KEY, slices, [PartSources("0of1", list(sources))])
+    assert bytes(memory) == _bytes(slices)
+    return bytes(memory)
+
+
+async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> None:
+    async with _world(short_dir, 2) as world:
+        await _write_part(*world.writers)
+        (slow,) = world.sources
+        await _opened(world.readers[0], LEFT, slow.endpoint)
+        before = world.passed_bytes
+        await _opened(world.readers[1], LEFT, slow.endpoint)
+        assert await _came(world.nodes[1]) == (0, 0, SIZE // 2)
+        assert world.passed_bytes - before < _CONTROL
+        # Other slices: what they have in common with those before does not cross again.
+        await _opened(world.readers[1], MIDDLE, slow.endpoint)
+        assert await _came(world.nodes[1], 2) == (SIZE // 8, 0, SIZE // 8)
+
+
+async def test_slices_of_one_node_for_several_readers_cross_once(short_dir: Path) -> None:
+    """A node is its own neighbour."""
+    async with _world(short_dir, 1) as world:
+        await _write_part(*world.writers)
+        (slow,), (reader,) = world.sources, world.readers
+        await asyncio.gather(
+            _opened(reader, LEFT, slow.endpoint), _opened(reader, MIDDLE, slow.endpoint)
+        )
+        union = SIZE // 2 + SIZE // 8
+        assert union <= world.passed_bytes < union + 2 * _CONTROL
+        await emptied(world.nodes[0])
+
+
+async def test_a_part_and_slices_of_it_cross_once(short_dir: Path) -> None:
+    """One node needs all of it, and others some: whoever comes first, or at the same time."""
+    async with _world(short_dir, 3) as world:
+        await _write_part(*world.writers)
+        (slow,), (whole, one, other) = world.sources, world.readers
+        await _opened(one, LEFT, slow.endpoint)
+        # At the same time: the rest of the part, and some of that rest.
+        await asyncio.gather(_opened_part(whole, slow), _opened(other, MIDDLE, slow.endpoint))
+        num_bytes = SIZE + 2 * 64  # with what lies before and after the large tensor
+        assert num_bytes - 64 < world.passed_bytes < num_bytes + 3 * _CONTROL
+        for node in world.nodes:
+            await node.agent.drop_versions([KEY])
+            assert (await node.agent.status()).versions == []
+        # And who needs only some comes last: after a restart the neighbour has the part still.
+        await _opened_part(whole, slow)
+        endpoint = await world.nodes[0].endpoint()
+        await world.nodes[0].relaunch()
+        while await world.nodes[0].endpoint() != endpoint:
+            pass  # what the daemon before had is not taken over yet
+        before = world.passed_bytes
+        await _opened(one, LEFT, slow.endpoint)
+        assert await _came(world.nodes[1], 2) == (0, 0, SIZE // 2)
+        assert world.passed_bytes - before < _CONTROL
+
+
+async def _opened_part(reader: RankStateClient, source: Link) -> None:
+    await reader.versions.open(KEY, [source.endpoint], ticket(KEY))
+    opened = await reader.versions.verified(
+        await reader.versions.open(PART, [source.endpoint], ticket(KEY))
+    )
+    (large,) = [slot for slot in opened.table.tensors if slot.name == "w"]
+    assert bytes(opened.memory[large.offset :][: large.num_bytes]) == CONTENT.tobytes()
+
+
+async def test_what_a_neighbour_that_died_was_to_bring_comes_from_the_source(
+    short_dir: Path,
+) -> None:
+    async with _world(short_dir, 2) as world, link(world.sources[0].source) as held:
+        await _write_part(*world.writers)
+        (slow,) = world.sources
+        dying, living = world.nodes
+        endpoint = await dying.endpoint()
+        await world.readers[0].versions.open(KEY, [slow.endpoint], ticket(KEY))
+        held.hold_after_bytes = SIZE // 8
+        lost = asyncio.create_task(_opened(world.readers[0], LEFT, held.endpoint))
+        await held.held.wait()
+        before = slow.passed_bytes
+        opening = asyncio.create_task(_opened(world.readers[1], LEFT, slow.endpoint))
+        # All but what the doomed one has, or is about to get, was given to the living one.
+        await slow.passed(before + SIZE // 4)
+        await dying.kill()
+        await opening
+        await living.logged(f"by way of Fetcher(endpoint='{endpoint}'")
+        came, _, relayed = await _came(living)
+        assert came + relayed == SIZE // 2
+        assert slow.passed_bytes - before < came + _CONTROL
+        await world.readers[0].close()
+        with pytest.raises(ResourceError):
+            await lost
+
+
+async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path) -> None:
+    async with _world(short_dir, 2) as world:
+        await _write_part(*world.writers)
+        (slow,) = world.sources
+        slow.hold_after_bytes = SIZE // 4
+        opening = [
+            asyncio.create_task(_opened(reader, LEFT, slow.endpoint)) for reader in world.readers
+        ]
+        await slow.held.wait()
+        slow.cut()
+        slow.release()
+        await asyncio.gather(*opening)
+        crossed = sum([(await _came(node))[0] for node in world.nodes])
+        assert crossed == SIZE // 2
+        assert slow.passed_bytes < SIZE // 2 + 8 * BATCH + 2 * _CONTROL
+
+
+async def test_a_source_that_has_forgotten_costs_no_more_than_another_copy(
+    short_dir: Path,
+) -> None:
+    async with _world(short_dir, 2) as world:
+        await _write_part(*world.writers)
+        (slow,) = world.sources
+        await _opened(world.readers[0], LEFT, slow.endpoint)
+        await world.east[0].relaunch()
+        slow.source = await world.east[0].endpoint()
+        await _opened(world.readers[1], LEFT, slow.endpoint)
+        assert await _came(world.nodes[1]) == (SIZE // 2, 0, 0)
+
+
+async def test_a_source_on_the_own_site_spares_the_slow_link(short_dir: Path) -> None:
+    async with _world(short_dir, 2) as world:
+        await _write_part(*world.writers)
+        (slow,), (near, node) = world.sources, world.nodes
+        writer = await version_rank(near, POLICY)
+        await _write_part(writer)
+        await _opened(world.readers[1], LEFT, slow.endpoint, await near.endpoint())
+        assert await _came(node) == (SIZE // 2, 0, 0)
+        assert slow.passed_bytes < _CONTROL
+        # It cannot be reached any more: the slow link is left.
+        endpoint = await near.endpoint()
+        await near.kill()
+        await _opened(world.readers[1], MIDDLE, slow.endpoint, endpoint)
+        assert await _came(node, 2) == (SIZE // 4, 0, 0)
+
+
+# --- Who lies ------------------------------------------------------------------------------------
+
+
+async def _lies(stream: tls.Stream, give: wire.Give) -> None:
+    """With the digest of what it sends."""
+    content = bytes(give.num_bytes)
+    await stream.send(wire.Given(xxhash.xxh3_128_hexdigest(content)))
+    await stream.send_bytes(memoryview(content), 10.0)
+
+
+async def _keeps_waiting(stream: tls.Stream, give: wire.Give) -> None:
+    while True:
+        await stream.send(wire.Waiting())
+        await asyncio.sleep(0.2)
+
+
+async def _talks_nonsense(stream: tls.Stream, give: wire.Give) -> None:
+    await stream.send(wire.Confirmed())
+
+
+async def _sends_elsewhere(stream: tls.Stream, give: wire.Give) -> None:
+    boxes: list[wire.Cut] = [(number, [], []) for number in range(len(give.boxes))]
+    elsewhere = [wire.Shared(Fetcher("127.0.0.1:1", "s"), boxes, "")]
+    await stream.send(wire.Given("", wire.Dealt(len(boxes), [], elsewhere)))
+
+
+@asynccontextmanager
+async def _neighbour(
+    world: World, behave: Callable[[tls.Stream, wire.Give], Awaitable[None]]
+) -> AsyncIterator[str]:
+    """A node of the site that was given the first rows of `LEFT`, and what it does then."""
+
+    async def session(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Holding({}))
+        payload = await stream.receive(tls.MAX_REQUEST_BYTES)
+        await behave(stream, msgspec.msgpack.decode(payload, type=wire.Give))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    with listener:
+        serving = asyncio.create_task(
+            tls.Server(identity(), 10.0, {wire.SLICES: session}).serve(listener)
+        )
+        stream = await _opened_by(Fetcher(endpoint, "s"), world.sources[0].endpoint)
+        rows = BATCH // COLUMNS * 2
+        give = wire.Give("0of1", [Box("w", [0, 0], [rows, COLUMNS // 2])], BATCH)
+        await stream.send(give)
+        given = msgspec.msgpack.decode(
+            await stream.receive(wire.MAX_REPLY_BYTES), type=wire.SlicesReply
+        )
+        assert isinstance(given, wire.Given)
+        await stream.receive_into(memoryview(bytearray(BATCH)), 10.0)
+        stream.close()
+        yield endpoint
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def _opened_by(fetcher: Fetcher, source: str) -> tls.Stream:
+    """A stream of a node that this process plays."""
+    stream = await tls.connect(source, wire.SLICES, identity(), 10.0)
+    await stream.send(wire.SlicesRequest(KEY, ticket(KEY), ["0of1"], "west", fetcher))
+    await stream.receive(wire.MAX_REPLY_BYTES)
+    return stream
+
+
+@pytest.mark.parametrize("behave", [_lies, _talks_nonsense, _sends_elsewhere])
+async def test_a_neighbour_that_lies_is_left(
+    short_dir: Path, behave: Callable[[tls.Stream, wire.Give], Awaitable[None]]
+) -> None:
+    async with _world(short_dir, 1) as world:
+        await _write_part(*world.writers)
+        async with _neighbour(world, behave) as endpoint:
+            before = world.passed_bytes
+            await _opened(world.readers[0], LEFT, world.sources[0].endpoint)
+            # What the neighbour was given has crossed for it; now it crosses again.
+            assert await _came(world.nodes[0]) == (SIZE // 2, 0, 0)
+            assert world.passed_bytes - before < SIZE // 2 + _CONTROL
+            await world.nodes[0].logged(f"by way of Fetcher(endpoint={endpoint!r}")
+
+
+async def test_a_neighbour_that_never_delivers_is_left(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says again and again that it comes."""
+    monkeypatch.setattr(slicefetching, "RELAY_PATIENCE", 0.1)
+    async with _world(short_dir, 0) as world:
+        await _write_part(*world.writers)
+        async with _neighbour(world, _keeps_waiting):
+            memory = memoryview(bytearray(SIZE // 2))
+            at = home(site="west", endpoint="127.0.0.1:1")
+            running = SliceFetching(
+                *(KEY, ticket(KEY), at, "mine", IncomingSlices(LEFT, {}), memory)
+            )
+            await running.bring(batches(LEFT), {"0of1": [world.sources[0].endpoint]})
+            assert bytes(memory) == _bytes(LEFT)
+            assert (running.fetched_bytes, running.relayed_bytes) == (SIZE // 2, 0)
+
+
+async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> None:
+    async with _world(short_dir, 1) as world:
+        await _write_part(*world.writers)
+        await _opened(world.readers[0], LEFT, world.sources[0].endpoint)
+        endpoint = await world.nodes[0].endpoint()
+        (held,) = [key for key in (await world.nodes[0].agent.status()).versions if key.is_copy]
+        request = wire.SlicesRequest(KEY, ticket(KEY), [], relay=held.part)
+        box = Box("w", [1, 0], [2, COLUMNS // 2])
+        good = await _reply_to(endpoint, request, wire.Give("0of1", [box], COLUMNS))
+        assert isinstance(good, wire.Given)
+        other = VersionKey(POLICY, 3)
+        for shown, asked in (
+            (None, KEY),
+            (ticket(KEY, "sampler", "another"), KEY),
+            (ticket(KEY, secret="another"), KEY),
+            (ticket(other), KEY),
+            (ticket(KEY, incarnation=0), KEY),
+        ):
+            bad = msgspec.structs.replace(request, version=asked, ticket=shown)
+            refusal = await _reply_to(endpoint, bad)
+            assert isinstance(refusal, wire.Refusal), shown
+            assert refusal.error.code is Code.PERMISSION_DENIED
+        nothing = msgspec.structs.replace(request, relay="slices-of-nothing")
+        assert isinstance(await _reply_to(endpoint, nothing), wire.Refusal)
+        for missing in (
+            wire.Give("0of1", [Box("w", [1, 0], [1, COLUMNS])], COLUMNS),
+            wire.Give("0of2", [box], COLUMNS),
+            wire.Give("0of1", [Box("v", [1, 0], [2, COLUMNS // 2])], COLUMNS),
+            wire.Give("0of1", [Box("w", [1], [2])], 2),
+            wire.Give("0of1", [box], COLUMNS + 1),
+            wire.Confirm("0of1"),
+        ):
+            assert isinstance(await _reply_to(endpoint, request, missing), wire.Refusal), missing
+
+
+async def _reply_to(
+    endpoint: str, request: wire.SlicesRequest, asked: wire.SlicesAsk | None = None
+) -> wire.SlicesReply:
+    stream = await tls.connect(endpoint, wire.SLICES, identity(), 10.0)
+    try:
+        for message in (request, asked):
+            if message is not None:
+                await stream.send(message)
+                payload = await stream.receive(wire.MAX_REPLY_BYTES)
+        reply: wire.SlicesReply = msgspec.msgpack.decode(payload, type=wire.SlicesReply)
+        return reply
+    finally:
+        stream.close()

@@ -1,0 +1,143 @@
+"""Boxes of a part over a slow link: each byte to one of a group, whatever each asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.statemgr.core import boxdealing
+from phaseloom.statemgr.core.boxdealing import BoxDeal, Shares
+from phaseloom.statemgr.core.dealing import Fetcher
+from phaseloom.statemgr.core.slices import Box, Fragment, contains
+
+_SHAPES = {"a": (6, 5), "b": (4, 3, 3), "scalar": ()}
+_FETCHERS = [Fetcher(f"node{i}:1", f"slices {i}") for i in range(3)]
+
+Asked = tuple[Fetcher, list[Box], list[Fetcher]]
+
+
+@st.composite
+def _boxes(draw: st.DrawFn) -> Box:
+    name = draw(st.sampled_from(sorted(_SHAPES)))
+    shape = _SHAPES[name]
+    start = [draw(st.integers(0, n - 1)) for n in shape]
+    size = [draw(st.integers(1, n - at)) for n, at in zip(shape, start, strict=True)]
+    return Box(name, start, size)
+
+
+_ASKED = st.lists(
+    st.tuples(
+        st.sampled_from(_FETCHERS),
+        st.lists(_boxes(), min_size=1, max_size=4),
+        st.lists(st.sampled_from(_FETCHERS), max_size=1),
+    ),
+    max_size=12,
+)
+
+
+def _nothing() -> dict[str, np.ndarray[Any, Any]]:
+    """By tensor, of each element the number of whoever was given it; −1: nobody."""
+    return {name: np.full(shape, -1, np.int8) for name, shape in _SHAPES.items()}
+
+
+def _at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))
+
+
+def _ask(
+    deal: BoxDeal,
+    boxes: Sequence[Box],
+    failed: Sequence[Fetcher],
+    fetcher: Fetcher,
+    limit_bytes: int = 10**9,
+) -> Shares:
+    sized = [(box, math.prod(box.size)) for box in boxes]
+    return deal.ask(sized, limit_bytes, failed, fetcher)
+
+
+def _everything(shares: Shares) -> list[tuple[Fetcher | None, Fragment]]:
+    """Who is to bring which fragment; None: who is asked gives it."""
+    told: list[tuple[Fetcher | None, Fragment]] = [(None, each) for each in shares.here]
+    return told + [(who, each) for who, some in shares.elsewhere.items() for each in some]
+
+
+@given(_ASKED)
+def test_each_byte_is_given_once_unless_who_has_it_failed(asked: list[Asked]) -> None:
+    deal, owners = BoxDeal(), _nothing()
+    for fetcher, boxes, failed in asked:
+        shares = _ask(deal, boxes, failed, fetcher)
+        assert shares.num_boxes == len(boxes)
+        told = _everything(shares)
+        for number, box in enumerate(boxes):
+            mine = [(who, part) for who, (which, part) in told if which == number]
+            seen = np.zeros_like(owners[box.name], np.int8)
+            for who, part in mine:
+                assert contains(box, part)
+                seen[_at(part)] += 1
+                had = {int(each) for each in np.unique(owners[box.name][_at(part)])}
+                if who is None:
+                    # Of nobody, its own, or of one that did not deliver.
+                    allowed = {-1} | {_FETCHERS.index(each) for each in [fetcher, *failed]}
+                    assert had <= allowed
+                else:
+                    assert had == {_FETCHERS.index(who)}
+                    assert who != fetcher
+                    assert who not in failed
+            # All of the box, each byte one way.
+            assert seen[_at(box)].min(initial=1) == seen[_at(box)].max(initial=1) == 1
+            assert int(seen.sum()) == math.prod(box.size)
+            for who, part in mine:
+                if who is None:
+                    owners[box.name][_at(part)] = _FETCHERS.index(fetcher)
+
+
+@given(st.lists(_boxes(), min_size=1, max_size=6))
+def test_who_asks_for_the_same_is_sent_to_who_has_it(boxes: list[Box]) -> None:
+    first, second, third = _FETCHERS
+    deal = BoxDeal()
+    _ask(deal, boxes, [], first)
+    assert not _ask(deal, boxes, [], second).here
+    assert not _ask(deal, boxes, [], first).elsewhere
+    assert not _ask(deal, boxes, [first], second).elsewhere
+    assert set(_ask(deal, boxes, [], third).elsewhere) == {second}
+
+
+def test_a_box_that_nobody_has_some_of_stays_in_one() -> None:
+    first, second, _ = _FETCHERS
+    deal = BoxDeal()
+    half, whole = Box("a", [0, 0], [3, 5]), Box("a", [0, 0], [6, 5])
+    assert _ask(deal, [half, whole], [], first).here == [(0, half), (1, whole)]
+    assert _ask(deal, [half], [], second) == Shares(1, [], {first: [(0, half)]})
+
+
+def test_beyond_its_limits_it_gives_without_a_record(monkeypatch: Any) -> None:
+    first, second, third = _FETCHERS
+    monkeypatch.setattr(boxdealing, "MAX_RECORDS", 3)
+    rows = [Box("a", [row, 0], [1, 5]) for row in range(6)]
+    deal = BoxDeal()
+    assert _ask(deal, rows, [], first).here == list(enumerate(rows))
+    told = _ask(deal, rows, [], second)
+    assert told == Shares(6, list(enumerate(rows))[3:], {first: list(enumerate(rows))[:3]})
+    # A box of more pieces than anybody should be sent for comes at once.
+    monkeypatch.setattr(boxdealing, "_MAX_FRAGMENTS", 2)
+    whole = Box("a", [0, 0], [6, 5])
+    assert _ask(deal, [whole], [], third) == Shares(1, [(0, whole)], {})
+
+
+def test_so_much_is_given_at_once_and_told_of_all_that_others_have_before() -> None:
+    first, second, _ = _FETCHERS
+    rows = [Box("a", [row, 0], [1, 5]) for row in range(6)]
+    deal = BoxDeal()
+    _ask(deal, rows[:3], [], first)
+    told = _ask(deal, rows, [], second, 5)
+    assert told == Shares(4, [(3, rows[3])], {first: list(enumerate(rows))[:3]})
+    # One box comes, however large it is.
+    assert _ask(deal, rows[4:], [], second, 1) == Shares(1, [(0, rows[4])], {})
+    assert _ask(deal, rows[4:], [], first, 10) == Shares(
+        2, [(1, rows[5])], {second: [(0, rows[4])]}
+    )
