@@ -282,3 +282,57 @@ async def test_room_is_told_by_what_is_freed_once_all_are_down(tmp_path: Path) -
         await w.lift("second")
         await w.used(SIZE + 4 * TENSOR)
         w.check()
+
+
+async def test_what_goes_down_and_comes_up_while_it_is_compared_is_compared_again(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as w:
+        first = w.add("first")
+        await _quiet(w)
+
+        async def down_and_up() -> None:
+            await w.spill("second")
+            await w.lift("second")
+
+        has_begun = asyncio.Event()
+
+        async def moving() -> None:
+            has_begun.set()
+            await down_and_up()
+
+        second = w.add("second", "cd")
+        async with asyncio.timeout(20):
+            while not second.hash:
+                await asyncio.sleep(0)
+        threads = Interrupting(0, is_after=False, act=moving)
+        asyncio.get_running_loop().set_default_executor(threads)
+        await _quiet(w)
+        assert has_begun.is_set()
+        assert [first.is_composed, second.is_composed] == [False, True]
+        w.check()
+
+
+async def test_tenant_that_has_only_a_part_of_a_registered_model_is_not_given_the_rest(
+    tmp_path: Path,
+) -> None:
+    """It would be given the descriptor of all of it."""
+    async with world(tmp_path / "first") as w:
+        first = w.add("first")
+        await _quiet(w)
+        bases = {first.hash: "a model"}
+    async with world(tmp_path / "second", bases=bases) as w:
+        first = w.add("first")
+        await _quiet(w)
+        foreign = w.add("foreign", "c", tenant="umbrella")
+        second = w.add("second", "c")
+        await _quiet(w)
+        assert not set(foreign.extents) & set(first.extents)
+        assert set(second.extents) & set(first.extents)
+        # Who has all of it may have more in common with it, too.
+        whole = w.add("whole", tenant="umbrella")
+        await _quiet(w)
+        assert w.ranks["whole"].content is first
+        assert whole is not first
+        assert set(foreign.extents) & set(first.extents)
+        w.check()

@@ -212,6 +212,9 @@ class Contents:
     def merge(self, content: Content, twin: Content) -> list[Rank]:
         """The users of `content` are users of its twin from now on. Returns them."""
         if len(content.tenants | twin.tenants) > 1:
+            if not content.tenants <= twin.tenants:
+                # Others of a tenant that has all of it now may refer to it.
+                twin.is_compared = False
             twin.is_base = True
             self._open |= set(twin.extents)
         moved = list(content.users)
@@ -262,10 +265,9 @@ class Contents:
         return [
             each
             for each in self.all()
-            if self._is_source(each)
-            and self._may_refer(content, each)
+            if each is not content
+            and self._may_be_asked(content, each)
             and (each.number < content.number or not self.may_compose(each))
-            and each is not content
         ]
 
     def leaning(self, whole: Content) -> list[Content]:
@@ -273,15 +275,18 @@ class Contents:
         instead of what others have left to them."""
         if not self._is_source(whole) or whole.is_composed:
             return []
-        others = [each for each in self.all() if each is not whole and each.is_compared]
+        is_never_composed = not self.may_compose(whole)
         return [
             each
-            for each in others
-            if self._is_source(each)
+            for each in self.all()
+            if each is not whole
+            and each.is_compared
+            and self._is_source(each)
+            and self._may_be_asked(each, whole)
             and (
-                self._may_refer(each, whole) and bool(self.left_to(each))
+                bool(self.left_to(each))
                 if each.is_composed
-                else self.may_compose(each) and whole in self.sources_of(each)
+                else (is_never_composed or whole.number < each.number) and self.may_compose(each)
             )
         ]
 
@@ -293,8 +298,15 @@ class Contents:
         is_here = self.is_known(content) and content.state is State.HOST
         return is_here and content.is_immutable and content.hash != ""
 
-    def _may_refer(self, content: Content, source: Content) -> bool:
-        return self._is_registered(source) or len(content.tenants | source.tenants) == 1
+    def _may_be_asked(self, content: Content, source: Content) -> bool:
+        is_allowed = self._is_registered(source) or len(content.tenants | source.tenants) == 1
+        return is_allowed and self._is_source(source)
+
+    @staticmethod
+    def must_have_all(content: Content, source: Content) -> bool:
+        """Whether it may refer only to what it has every tensor of: who refers to some of the
+        memory is given all of it, and nobody of its tenant is known to have that."""
+        return not content.tenants <= source.tenants
 
     def compose(self, content: Content, pieces: Pieces, sources: Iterable[Content]) -> Pieces:
         """It lies there from now on; hold each extent. Returns: where it lay, to give up.

@@ -198,7 +198,9 @@ def find(
     Args: own: where it lies now; what lies there is nobody else's find.
           is_equal: whether its bytes from this place on are those of the piece.
     """
-    candidates = [(overlaps(mine, table), pieces) for table, pieces in others]
+    # Many have one layout, and may have many tensors.
+    runs_of = {table: overlaps(mine, table) for table in {table for table, _ in others}}
+    candidates = [(runs_of[table], pieces) for table, pieces in others]
     candidates.sort(key=lambda each: -sum(run.num_bytes for run in each[0]))
     found: list[Found] = []
     extents, mine_alone = set[int](), set(own.extents)
@@ -214,6 +216,22 @@ def find(
                 extents |= wanted
         found.sort()
     return _with_gaps(found, is_equal)
+
+
+def has_all(
+    mine: TensorTable,
+    theirs: TensorTable,
+    pieces: Pieces,
+    is_equal: Callable[[int, Piece], bool],
+) -> bool:
+    """Whether a host copy has every tensor of another one, which lies in these pieces.
+
+    Args: is_equal: as of `find`.
+    """
+    runs = overlaps(mine, theirs)
+    if sum(run.num_bytes for run in runs) != sum(slot.num_bytes for slot in theirs.tensors):
+        return False
+    return all(is_equal(*part) for run in runs for part in _placed(run, pieces))
 
 
 def _placed(run: Run, pieces: Pieces) -> Iterator[Found]:
@@ -387,6 +405,7 @@ def shared(contents: Iterable[tuple[int, Pieces]]) -> dict[int, Shared]:
     every = list(contents)
     num_holders = Counter(extent for _, pieces in every for extent in pieces.extents)
     edges: dict[int, list[tuple[int, int, int]]] = {}
+    found: dict[int, Shared] = {}
     for number, pieces in every:
         for piece in pieces:
             if num_holders[piece.extent] == 1:
@@ -394,17 +413,33 @@ def shared(contents: Iterable[tuple[int, Pieces]]) -> dict[int, Shared]:
             each = edges.setdefault(piece.extent, [])
             each.append((piece.start, 1, number))
             each.append((piece.start + piece.num_bytes, -1, number))
-    found: dict[int, Shared] = {}
     for of_extent in edges.values():
-        at, here = 0, dict[int, int]()
+        # Of this extent: how much of what was passed several have, and how much that was as each
+        # of those that are here came.
+        at = several = 0
+        here, since = Counter[int](), dict[int, int]()
         for place, change, number in sorted(of_extent):
-            if len(here) > 1 and place > at:
-                for each_number in here:
-                    known = found.setdefault(each_number, Shared())
-                    known.num_bytes += place - at
-                    known.numbers |= here.keys() - {each_number}
+            several += (place - at) * (len(here) > 1)
             at = place
-            here[number] = here.get(number, 0) + change
+            if change > 0 and not here[number]:
+                _meet(found, number, since.keys())
+                since[number] = several
+            here[number] += change
             if not here[number]:
                 del here[number]
+                num_bytes = several - since.pop(number)
+                if num_bytes:
+                    found[number].num_bytes += num_bytes
     return found
+
+
+def _meet(found: dict[int, Shared], number: int, others: Collection[int]) -> None:
+    """These have bytes in common."""
+    if not others:
+        return
+    known = found.setdefault(number, Shared()).numbers
+    if known.issuperset(others):
+        return
+    known.update(others)
+    for other in others:
+        found.setdefault(other, Shared()).numbers.add(number)

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.statewire import MAX_PIECE_SOURCES
@@ -34,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _STEP_BYTES = 16 * 1024 * 1024
 """Between looks at whether to stop."""
+_LOOK_BYTES = 64 * 1024
+"""What the shortest comparison counts for, whatever its length."""
 _DEAD_SHARE = 4
 """So much of an extent may be of use to nobody: a quarter."""
 
@@ -61,7 +62,8 @@ class Composing:
             return False
         places = [(each, each.pieces) for each in (content, *sources)]
         is_wanted, views = self._is_wanted(places), self._views(places)
-        plan = await asyncio.to_thread(_plan, places, views, is_wanted)
+        guarded = {each for each in sources if contents.must_have_all(content, each)}
+        plan = await asyncio.to_thread(_plan, places, guarded, views, is_wanted)
         if plan is None or not is_wanted():
             return False
         with self._filling(plan.own_bytes, f"what is {content.owner}'s own") as own:
@@ -80,7 +82,8 @@ class Composing:
         places = [(content, content.pieces), (whole, whole.pieces)]
         is_wanted, views = self._is_wanted(places), self._views(places)
         left = frozenset(contents.left_to(content))
-        pieces = await asyncio.to_thread(_lean, places, left, views, is_wanted)
+        is_guarded = contents.must_have_all(content, whole)
+        pieces = await asyncio.to_thread(_lean, places, left, is_guarded, views, is_wanted)
         if pieces is None or len(pieces.extents) > MAX_PIECE_SOURCES:
             return False
         return await self._refer(places, pieces, is_wanted)
@@ -185,46 +188,79 @@ class Composing:
 
 
 def _plan(
-    places: list[tuple[Content, Pieces]], views: Views, is_wanted: Callable[[], bool]
+    places: list[tuple[Content, Pieces]],
+    guarded: Collection[Content],
+    views: Views,
+    is_wanted: Callable[[], bool],
 ) -> Plan | None:
     """Of the first of these, by what the others have. Blocking. None: it is not worth it, or not
-    wanted any more."""
+    wanted any more.
+
+    Args: guarded: those that it may refer to only if it has all of them.
+    """
     (content, own), *others = places
-    is_equal = partial(_is_equal, views, is_wanted, own)
-    found = planning.find(own, content.table, [(c.table, p) for c, p in others], is_equal)
+    is_equal = _Comparing(own, views, is_wanted).is_equal
+    allowed = [
+        (each.table, pieces)
+        for each, pieces in others
+        if each not in guarded or planning.has_all(content.table, each.table, pieces, is_equal)
+    ]
+    found = planning.find(own, content.table, allowed, is_equal)
     return planning.plan(content.num_bytes, found) if is_wanted() else None
 
 
 def _lean(
     places: list[tuple[Content, Pieces]],
     left: frozenset[int],
+    is_guarded: bool,  # noqa: FBT001 - called in a thread
     views: Views,
     is_wanted: Callable[[], bool],
 ) -> Pieces | None:
     """Where the first of these lies, if it refers to the second for what lies in extents that it
     may leave. Blocking. None: as `_plan`."""
     (content, own), (whole, pieces) = places
+    is_equal = _Comparing(own, views, is_wanted).is_equal
+    if is_guarded and not planning.has_all(content.table, whole.table, pieces, is_equal):
+        return None
     runs = planning.overlaps(content.table, whole.table)
-    is_equal = partial(_is_equal, views, is_wanted, own)
     found = planning.find_again(own, left, runs, pieces, is_equal)
     if not is_wanted() or not planning.is_worth(content.num_bytes, found):
         return None
     return planning.redirected(own, found)
 
 
-def _is_equal(
-    views: Views, is_wanted: Callable[[], bool], own: Pieces, at: int, piece: Piece
-) -> bool:
-    """Whether the bytes from a place on are those of the piece. False, too: it is not wanted."""
-    for start in range(0, piece.num_bytes, _STEP_BYTES):
-        if not is_wanted():
-            return False
-        done = start
-        for mine in own.of(at + start, min(_STEP_BYTES, piece.num_bytes - start)):
-            if not is_same(_view(views, mine), _view(views, _part(piece, done, mine.num_bytes))):
+class _Comparing:
+    """What a host copy has, with what lies elsewhere; in one thread."""
+
+    def __init__(self, own: Pieces, views: Views, is_wanted: Callable[[], bool]) -> None:
+        self._own = own
+        self._views = views
+        self._is_wanted = is_wanted
+        self._left_bytes = 0
+        """Before the next look at whether it is wanted, which costs more than most comparisons."""
+
+    def is_equal(self, at: int, piece: Piece) -> bool:
+        """Whether the bytes from a place on are those of the piece. False, too: it is not wanted
+        any more."""
+        for start in range(0, piece.num_bytes, _STEP_BYTES):
+            num_bytes = min(_STEP_BYTES, piece.num_bytes - start)
+            if not self._may_go_on(num_bytes):
                 return False
-            done += mine.num_bytes
-    return True
+            done = start
+            for mine in self._own.of(at + start, num_bytes):
+                theirs = _part(piece, done, mine.num_bytes)
+                if not is_same(_view(self._views, mine), _view(self._views, theirs)):
+                    return False
+                done += mine.num_bytes
+        return True
+
+    def _may_go_on(self, num_bytes: int) -> bool:
+        if self._left_bytes <= 0:
+            if not self._is_wanted():
+                return False
+            self._left_bytes = _STEP_BYTES
+        self._left_bytes -= max(num_bytes, _LOOK_BYTES)
+        return True
 
 
 def _part(piece: Piece, start: int, num_bytes: int) -> Piece:

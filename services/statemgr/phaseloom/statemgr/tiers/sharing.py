@@ -231,8 +231,9 @@ class Sharing:
 
     async def _compare(self, content: Content) -> None:
         """With those that are here; those that come later compare themselves."""
-        await self._refer(content, partial(self._composing.compose, content))
+        # First: should it go down meanwhile, it is compared again as it comes up.
         content.is_compared = True
+        await self._refer(content, partial(self._composing.compose, content))
         for other in self._node.contents.leaning(content):
             if other.is_composed:
                 await self._refer(other, partial(self._composing.lean, other, content))
