@@ -212,7 +212,7 @@ def _plan(
 def _lean(
     places: list[tuple[Content, Pieces]],
     left: frozenset[int],
-    is_guarded: bool,  # noqa: FBT001 - called in a thread
+    is_guarded: bool,
     views: Views,
     is_wanted: Callable[[], bool],
 ) -> Pieces | None:
