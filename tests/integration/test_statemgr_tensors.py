@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -172,6 +173,23 @@ async def test_models_that_differ_in_one_tensor_hold_the_others_once(short_dir: 
         for _ in range(2):
             await visit(first, FIRST)
             await visit(second, SECOND)
+        memory = host_copies(d)
+        assert sum(memory.values()) == WHOLE + HEAD + TENSOR
+        assert mapped_here() <= memory.keys()  # ranks keep nothing alive that was given up
+
+
+def host_copies(d: Daemon) -> dict[int, int]:
+    """The daemon's: inode → bytes of real memory behind it."""
+    folder = f"/proc/{d.process.pid}/fd"
+    paths = [f"{folder}/{entry}" for entry in os.listdir(folder)]
+    found = [os.stat(path) for path in paths if "the host copy" in os.readlink(path)]
+    return {status.st_ino: status.st_blocks * 512 for status in found}
+
+
+def mapped_here() -> set[int]:
+    """Inodes of host copies. Ranks of a test are in its process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "the host copy" in line}
 
 
 async def test_shards_of_rows_lie_in_the_whole_model(short_dir: Path) -> None:

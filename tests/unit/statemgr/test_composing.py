@@ -212,6 +212,30 @@ async def test_anything_may_happen_between_any_two_steps(
     assert number > 3
 
 
+@pytest.mark.parametrize("what", ["first leaves", "spill first"])
+async def test_who_leaves_in_the_middle_is_not_missed_where_there_are_others(
+    tmp_path: Path, what: str
+) -> None:
+    number, has_acted = 0, True
+    while has_acted:
+        async with world(tmp_path) as w:
+            w.add("first", NAMES)
+            w.add("third")
+            await _quiet(w)
+            threads = Interrupting(number, is_after=False, act=partial(act, w, what))
+            asyncio.get_running_loop().set_default_executor(threads)
+            w.add("second", "cd")
+            await _quiet(w)
+            for name in w.ranks:
+                await w.lift(name)
+            await _quiet(w)
+            whole = 1 + ("first" in w.ranks)  # it has nothing in common with the others
+            assert w.node.memory.arena.used_bytes == whole * SIZE + 2 * TENSOR
+            has_acted, number = threads.has_acted, number + 1
+            threads.has_acted = True
+    assert number > 3
+
+
 async def _quiet(w: World) -> None:
     """Nothing is under way, and nothing is about to begin."""
     quiet = 0

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from phaseloom.common.blockhash import digest_of
+from phaseloom.common.blockhash import BLOCK_BYTES, Source, checksum, combined
 from phaseloom.common.statewire import MAX_PIECE_SOURCES
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.arena import rounded
@@ -52,14 +52,22 @@ class Composing:
         Args:   only: the one that was not here when it was compared with the others.
         Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for what is its own.
         """
-        contents, memory = self._node.contents, self._node.memory
-        if not contents.may_compose(content):
-            return False
-        sources = contents.sources_of(content)
-        if only is not None:
-            sources = [each for each in sources if each is only]
-        if not sources:
-            return False
+        contents = self._node.contents
+        while contents.may_compose(content) and not self._stopped.is_set():
+            sources = contents.sources_of(content)
+            if only is not None:
+                sources = [each for each in sources if each is only]
+            if not sources:
+                return False
+            if await self._compose(content, sources):
+                return True
+            if sources == [each for each in contents.sources_of(content) if each in sources]:
+                return False
+            # Some have left meanwhile: the others may do.
+        return False
+
+    async def _compose(self, content: Content, sources: list[Content]) -> bool:
+        memory = self._node.memory
         places = [(each, each.pieces) for each in (content, *sources)]
         is_wanted, views = self._is_wanted(places), self._views(places)
         guarded = {each for each in sources if contents.must_have_all(content, each)}
@@ -68,8 +76,10 @@ class Composing:
             return False
         with self._filling(plan.own_bytes, f"what is {content.owner}'s own") as own:
             if own is not None:
-                await asyncio.to_thread(_fill, memory[own], views, content.pieces, plan.own)
-                if not memory[own].freeze():
+                await asyncio.to_thread(
+                    _fill, memory[own], views, content.pieces, plan.own, is_wanted
+                )
+                if not is_wanted() or not memory[own].freeze():
                     return False
             return await self._refer(places, plan.pieces(own or 0), is_wanted)
 
@@ -102,7 +112,7 @@ class Composing:
         await node.keeper.record()
         if not is_wanted():
             return False
-        digest = await asyncio.to_thread(digest_of, node.memory.read(pieces))
+        digest = await asyncio.to_thread(digest_unless, node.memory.read(pieces), is_wanted)
         if not is_wanted():
             return False
         if digest != content.digest:
@@ -271,15 +281,34 @@ def _view(views: Views, piece: Piece) -> memoryview:
     return views[piece.extent][piece.start : piece.start + piece.num_bytes]
 
 
-def _fill(extent: Extent, views: Views, pieces: Pieces, own: list[tuple[int, int]]) -> None:
+def digest_unless(memory: Source, is_wanted: Callable[[], bool]) -> str:
+    """Its digest. Empty: it is not wanted any more. Blocking."""
+    taken = []
+    for start in range(0, len(memory), BLOCK_BYTES):
+        if not is_wanted():
+            return ""
+        taken.append(checksum(memory[start : start + BLOCK_BYTES]))
+    return combined(b"".join(taken))
+
+
+def _fill(
+    extent: Extent,
+    views: Views,
+    pieces: Pieces,
+    own: list[tuple[int, int]],
+    is_wanted: Callable[[], bool],
+) -> None:
     """Ranges of the whole, one behind the other. No view on the memory outlives it, so that it can
     be frozen. Blocking."""
     target = extent.view(sum(end - start for start, end in own))
     at = 0
     for start, end in own:
-        for piece in pieces.of(start, end - start):
-            copy(target[at : at + piece.num_bytes], _view(views, piece))
-            at += piece.num_bytes
+        for begin in range(start, end, _STEP_BYTES):
+            if not is_wanted():
+                return
+            for piece in pieces.of(begin, min(_STEP_BYTES, end - begin)):
+                copy(target[at : at + piece.num_bytes], _view(views, piece))
+                at += piece.num_bytes
 
 
 def _pack(

@@ -100,6 +100,9 @@ class ContentMoves:
                 node.lose_content(content, "its host copy is bad")
             elif node.contents.is_known(content):
                 node.contents.step(content, Step.SPILL_FAILED)
+                # Others may have looked for it meanwhile.
+                content.is_compared = False
+                node.on_content(content)
             raise
         finally:
             del memory

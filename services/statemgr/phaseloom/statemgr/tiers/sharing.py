@@ -27,7 +27,7 @@ from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.composing import Composing
+from phaseloom.statemgr.tiers.composing import Composing, digest_unless
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +300,8 @@ class Sharing:
                 if not self._is_above(content):
                     continue
                 memory = self._node.memory.read(content.pieces)
-                if await asyncio.to_thread(digest_of, memory) != content.digest:
+                found = await asyncio.to_thread(digest_unless, memory, self._is_running)
+                if found not in {"", content.digest}:
                     for wpg in content.wpgs:
                         self._node.retire(wpg, "its host copy is bad")
 
@@ -325,6 +326,9 @@ class Sharing:
                     self._node.retire(wpg, "its host copy is not what its digest says")
             else:
                 content.hash = known
+
+    def _is_running(self) -> bool:
+        return not self._stopped.is_set()
 
     def _is_above(self, content: Content) -> bool:
         return self._node.contents.is_known(content) and content.state not in ON_NVME
