@@ -360,3 +360,30 @@ async def test_tenant_that_has_only_a_part_of_a_registered_model_is_not_given_th
         assert whole is not first
         assert set(foreign.extents) & set(first.extents)
         w.check()
+
+
+async def test_one_that_has_nothing_in_common_may_leave_in_the_middle(tmp_path: Path) -> None:
+    """Nothing is looked at twice for it."""
+
+    async def num_steps(leaving: list[str]) -> int:
+        async with world(tmp_path / f"without {leaving}") as w:
+            w.add("other", NAMES)
+            w.add("first")
+            await _quiet(w)
+            second = w.add("second", "cd")
+            async with asyncio.timeout(20):
+                while not second.hash:
+                    await asyncio.sleep(0)
+
+            async def leave() -> None:
+                for name in leaving:
+                    w.leave(name)
+
+            threads = Interrupting(0, is_after=True, act=leave)
+            asyncio.get_running_loop().set_default_executor(threads)
+            await _quiet(w)
+            assert threads.has_acted
+            assert second.is_composed
+            return threads.count
+
+    assert await num_steps(["other"]) == await num_steps([])

@@ -59,29 +59,38 @@ class Composing:
                 sources = [each for each in sources if each is only]
             if not sources:
                 return False
-            if await self._compose(content, sources):
-                return True
-            if sources == [each for each in contents.sources_of(content) if each in sources]:
-                return False
-            # Some have left meanwhile: the others may do.
+            is_composed = await self._compose(content, sources)
+            if is_composed is not None:
+                return is_composed
+            # One that it would refer to has left meanwhile: the others may do.
         return False
 
-    async def _compose(self, content: Content, sources: list[Content]) -> bool:
-        memory = self._node.memory
+    async def _compose(self, content: Content, sources: list[Content]) -> bool | None:
+        """Returns: None: not all stayed what it was when it was looked at."""
+        contents, memory = self._node.contents, self._node.memory
         places = [(each, each.pieces) for each in (content, *sources)]
-        is_wanted, views = self._is_wanted(places), self._views(places)
+        views = self._views(places)
         guarded = {each for each in sources if contents.must_have_all(content, each)}
-        plan = await asyncio.to_thread(_plan, places, guarded, views, is_wanted)
-        if plan is None or not is_wanted():
+        plan = await asyncio.to_thread(_plan, places, guarded, views, self._is_wanted(places[:1]))
+        if plan is None:
             return False
+        # Whatever has become of the others: of hundreds, some always come and go.
+        used = {each.piece.extent for each in plan.found}
+        places = [*places[:1], *(each for each in places[1:] if used & set(each[1].extents))]
+        is_wanted = self._is_wanted(places)
+        if not is_wanted():
+            return None
         with self._filling(plan.own_bytes, f"what is {content.owner}'s own") as own:
             if own is not None:
                 await asyncio.to_thread(
                     _fill, memory[own], views, content.pieces, plan.own, is_wanted
                 )
-                if not is_wanted() or not memory[own].freeze():
+                if not is_wanted():
+                    return None
+                if not memory[own].freeze():
                     return False
-            return await self._refer(places, plan.pieces(own or 0), is_wanted)
+            is_composed = await self._refer(places, plan.pieces(own or 0), is_wanted)
+            return is_composed if is_composed or is_wanted() else None
 
     async def lean(self, content: Content, whole: Content) -> bool:
         """Let a composed one refer to one that came later, where only composed ones hold what it
