@@ -141,6 +141,10 @@ class HostMemory:
         self.arena = Arena(budget_bytes)
         self._extents: dict[int, Extent] = {}
 
+    def __contains__(self, extent: object) -> bool:
+        """From any thread."""
+        return extent in self._extents
+
     def __getitem__(self, extent: int) -> Extent:
         return self._extents[extent]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
 
 from phaseloom.common.blockhash import BLOCK_BYTES, Source, checksum, combined
@@ -38,7 +38,7 @@ _LOOK_BYTES = 64 * 1024
 _DEAD_SHARE = 4
 """So much of an extent may be of use to nobody: a quarter."""
 
-Views = Mapping[int, memoryview]
+Views = dict[int, memoryview]
 
 
 class Composing:
@@ -71,7 +71,8 @@ class Composing:
         places = [(each, each.pieces) for each in (content, *sources)]
         views = self._views(places)
         guarded = {each for each in sources if contents.must_have_all(content, each)}
-        plan = await asyncio.to_thread(_plan, places, guarded, views, self._is_wanted(places[:1]))
+        comparing = _Comparing(content.pieces, views, self._is_wanted(places[:1]), memory)
+        plan = await asyncio.to_thread(_plan, places, guarded, comparing)
         if plan is None:
             return False
         # Whatever has become of the others: of hundreds, some always come and go.
@@ -95,14 +96,15 @@ class Composing:
     async def lean(self, content: Content, whole: Content) -> bool:
         """Let a composed one refer to one that came later, where only composed ones hold what it
         refers to now. Returns: whether it does, for some of it."""
-        contents = self._node.contents
+        contents, memory = self._node.contents, self._node.memory
         if content not in contents.leaning(whole):
             return False
         places = [(content, content.pieces), (whole, whole.pieces)]
-        is_wanted, views = self._is_wanted(places), self._views(places)
+        is_wanted = self._is_wanted(places)
+        comparing = _Comparing(content.pieces, self._views(places), is_wanted, memory)
         left = frozenset(contents.left_to(content))
         is_guarded = contents.must_have_all(content, whole)
-        pieces = await asyncio.to_thread(_lean, places, left, is_guarded, views, is_wanted)
+        pieces = await asyncio.to_thread(_lean, places, left, comparing, is_guarded=is_guarded)
         if pieces is None or len(pieces.extents) > MAX_PIECE_SOURCES:
             return False
         return await self._refer(places, pieces, is_wanted)
@@ -209,8 +211,7 @@ class Composing:
 def _plan(
     places: list[tuple[Content, Pieces]],
     guarded: Collection[Content],
-    views: Views,
-    is_wanted: Callable[[], bool],
+    comparing: _Comparing,
 ) -> Plan | None:
     """Of the first of these, by what the others have. Blocking. None: it is not worth it, or not
     wanted any more.
@@ -218,32 +219,32 @@ def _plan(
     Args: guarded: those that it may refer to only if it has all of them.
     """
     (content, own), *others = places
-    is_equal = _Comparing(own, views, is_wanted).is_equal
+    is_equal = comparing.is_equal
     allowed = [
         (each.table, pieces)
         for each, pieces in others
         if each not in guarded or planning.has_all(content.table, each.table, pieces, is_equal)
     ]
     found = planning.find(own, content.table, allowed, is_equal)
-    return planning.plan(content.num_bytes, found) if is_wanted() else None
+    return planning.plan(content.num_bytes, found) if comparing.is_wanted() else None
 
 
 def _lean(
     places: list[tuple[Content, Pieces]],
     left: frozenset[int],
+    comparing: _Comparing,
+    *,
     is_guarded: bool,
-    views: Views,
-    is_wanted: Callable[[], bool],
 ) -> Pieces | None:
     """Where the first of these lies, if it refers to the second for what lies in extents that it
     may leave. Blocking. None: as `_plan`."""
     (content, own), (whole, pieces) = places
-    is_equal = _Comparing(own, views, is_wanted).is_equal
+    is_equal = comparing.is_equal
     if is_guarded and not planning.has_all(content.table, whole.table, pieces, is_equal):
         return None
     runs = planning.overlaps(content.table, whole.table)
     found = planning.find_again(own, left, runs, pieces, is_equal)
-    if not is_wanted() or not planning.is_worth(content.num_bytes, found):
+    if not comparing.is_wanted() or not planning.is_worth(content.num_bytes, found):
         return None
     return planning.redirected(own, found)
 
@@ -251,10 +252,14 @@ def _lean(
 class _Comparing:
     """What a host copy has, with what lies elsewhere; in one thread."""
 
-    def __init__(self, own: Pieces, views: Views, is_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, own: Pieces, views: Views, is_wanted: Callable[[], bool], there: Container[int]
+    ) -> None:
+        """Args: there: the extents that nobody has given up meanwhile."""
         self._own = own
         self._views = views
-        self._is_wanted = is_wanted
+        self.is_wanted = is_wanted
+        self._there = there
         self._left_bytes = 0
         """Before the next look at whether it is wanted, which costs more than most comparisons."""
 
@@ -263,7 +268,7 @@ class _Comparing:
         any more."""
         for start in range(0, piece.num_bytes, _STEP_BYTES):
             num_bytes = min(_STEP_BYTES, piece.num_bytes - start)
-            if not self._may_go_on(num_bytes):
+            if not self._may_go_on(num_bytes) or piece.extent not in self._views:
                 return False
             done = start
             for mine in self._own.of(at + start, num_bytes):
@@ -275,8 +280,12 @@ class _Comparing:
 
     def _may_go_on(self, num_bytes: int) -> bool:
         if self._left_bytes <= 0:
-            if not self._is_wanted():
+            if not self.is_wanted():
                 return False
+            # A view keeps the memory: what others have given up is to be free.
+            for extent in self._views.keys() - set(self._own.extents):
+                if extent not in self._there:
+                    del self._views[extent]
             self._left_bytes = _STEP_BYTES
         self._left_bytes -= max(num_bytes, _LOOK_BYTES)
         return True
