@@ -327,6 +327,29 @@ async def test_tenants_share_no_tensor_that_is_not_registered(short_dir: Path) -
         await visit(foreign, FOREIGN)
 
 
+async def test_tenant_with_a_part_of_a_registered_model_is_not_given_the_rest(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir) as d:
+        await frozen(d, FIRST, state({}))
+        known = of(await until(d, lambda r: all(c.hash for c in r.contents)), FIRST).hash
+    async with daemon(short_dir, FROZEN_BASES=json.dumps({"a model": [known]})) as d:
+        visit = Visits(d)
+        first = await frozen(d, FIRST, state({}))
+        await until(d, lambda r: all(c.hash for c in r.contents))
+        foreign = await frozen(d, FOREIGN, state({"layers.3": 1}))
+        second = await frozen(d, SECOND, state({"layers.5": 1}))
+        report = await held(d, 2 * WHOLE + TENSOR)  # its own tenant's model may
+        assert of(report, FOREIGN).shared_bytes == 0
+        await visit(foreign, FOREIGN)
+        assert given(foreign[0]) == WHOLE
+        whole = DeploymentKey("umbrella", "sums", "whole")
+        others = await frozen(d, whole, state({}))
+        await held(d, WHOLE + 2 * TENSOR)
+        for ranks, key in ((foreign, FOREIGN), (first, FIRST), (second, SECOND), (others, whole)):
+            await visit(ranks, key)
+
+
 async def test_memory_with_what_one_tenant_alone_has_is_never_given_to_another(
     short_dir: Path,
 ) -> None:
