@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -135,6 +136,10 @@ async def test_what_is_equal_in_part_is_held_once(tmp_path: Path) -> None:
         assert sorted(content.is_composed for content in both) == [False, True]
         w.check()
         assert w.node.contents.saved_bytes() == SIZE - 2 * TENSOR
+
+
+COMPARISON = 2
+"""Its number in the work of threads for one that comes: it is hashed, and verified, before."""
 
 
 class Interrupting(ThreadPoolExecutor):
@@ -319,20 +324,11 @@ async def test_what_goes_down_and_comes_up_while_it_is_compared_is_compared_agai
             await w.spill("second")
             await w.lift("second")
 
-        has_begun = asyncio.Event()
-
-        async def moving() -> None:
-            has_begun.set()
-            await down_and_up()
-
-        second = w.add("second", "cd")
-        async with asyncio.timeout(20):
-            while not second.hash:
-                await asyncio.sleep(0)
-        threads = Interrupting(0, is_after=False, act=moving)
+        threads = Interrupting(COMPARISON, is_after=False, act=down_and_up)
         asyncio.get_running_loop().set_default_executor(threads)
+        second = w.add("second", "cd")
         await _quiet(w)
-        assert has_begun.is_set()
+        assert threads.has_acted
         assert [first.is_composed, second.is_composed] == [False, True]
         w.check()
 
@@ -370,20 +366,44 @@ async def test_one_that_has_nothing_in_common_may_leave_in_the_middle(tmp_path: 
             w.add("other", NAMES)
             w.add("first")
             await _quiet(w)
-            second = w.add("second", "cd")
-            async with asyncio.timeout(20):
-                while not second.hash:
-                    await asyncio.sleep(0)
 
             async def leave() -> None:
                 for name in leaving:
                     w.leave(name)
 
-            threads = Interrupting(0, is_after=True, act=leave)
+            threads = Interrupting(COMPARISON, is_after=True, act=leave)
             asyncio.get_running_loop().set_default_executor(threads)
+            second = w.add("second", "cd")
             await _quiet(w)
             assert threads.has_acted
             assert second.is_composed
             return threads.count
 
     assert await num_steps(["other"]) == await num_steps([])
+
+
+async def test_failure_that_nobody_foresaw_ends_the_comparison_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """In any step of it: the system may have no memory to map."""
+
+    async def fail() -> None:
+        raise OSError(errno.ENOMEM, "no memory to map")
+
+    number, has_acted = COMPARISON, True
+    while has_acted:
+        async with world(tmp_path) as w:
+            w.add("first")
+            await _quiet(w)
+            threads = Interrupting(number, is_after=False, act=fail)
+            asyncio.get_running_loop().set_default_executor(threads)
+            second = w.add("second", "cd")
+            await _quiet(w)
+            has_acted, threads.has_acted = threads.has_acted, True
+            assert second.is_composed is not has_acted
+            w.check()
+            third = w.add("third", "cd")
+            await _quiet(w)
+            assert third.is_composed
+            number += 1
+    assert number == COMPARISON + 4  # what is compared, copied and verified; no step

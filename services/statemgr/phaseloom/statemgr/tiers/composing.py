@@ -18,8 +18,12 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
+from phaseloom.common import metrics
 from phaseloom.common.blockhash import BLOCK_BYTES, Source, checksum, combined
+from phaseloom.common.contained import contained
 from phaseloom.common.statewire import MAX_PIECE_SOURCES
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.arena import rounded
@@ -38,6 +42,7 @@ _LOOK_BYTES = 64 * 1024
 _DEAD_SHARE = 4
 """So much of an extent may be of use to nobody: a quarter."""
 
+T = TypeVar("T")
 Views = dict[int, memoryview]
 
 
@@ -50,7 +55,8 @@ class Composing:
         """Let it refer to what others hold of it. Returns: whether it does now.
 
         Args:   only: the one that was not here when it was compared with the others.
-        Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for what is its own.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for what is its own. InternalError:
+                it stays as it is.
         """
         contents = self._node.contents
         while contents.may_compose(content) and not self._stopped.is_set():
@@ -72,7 +78,7 @@ class Composing:
         views = self._views(places)
         guarded = {each for each in sources if contents.must_have_all(content, each)}
         comparing = _Comparing(content.pieces, views, self._is_wanted(places[:1]), memory)
-        plan = await asyncio.to_thread(_plan, places, guarded, comparing)
+        plan = await _in_thread(partial(_plan, places, guarded, comparing))
         if plan is None:
             return False
         # Whatever has become of the others: of hundreds, some always come and go.
@@ -83,8 +89,8 @@ class Composing:
             return None
         with self._filling(plan.own_bytes, f"what is {content.owner}'s own") as own:
             if own is not None:
-                await asyncio.to_thread(
-                    _fill, memory[own], views, content.pieces, plan.own, is_wanted
+                await _in_thread(
+                    partial(_fill, memory[own], views, content.pieces, plan.own, is_wanted)
                 )
                 if not is_wanted():
                     return None
@@ -95,7 +101,7 @@ class Composing:
 
     async def lean(self, content: Content, whole: Content) -> bool:
         """Let a composed one refer to one that came later, where only composed ones hold what it
-        refers to now. Returns: whether it does, for some of it."""
+        refers to now. Returns: whether it does, for some of it. Raises: InternalError."""
         contents, memory = self._node.contents, self._node.memory
         if content not in contents.leaning(whole):
             return False
@@ -104,7 +110,7 @@ class Composing:
         comparing = _Comparing(content.pieces, self._views(places), is_wanted, memory)
         left = frozenset(contents.left_to(content))
         is_guarded = contents.must_have_all(content, whole)
-        pieces = await asyncio.to_thread(_lean, places, left, comparing, is_guarded=is_guarded)
+        pieces = await _in_thread(partial(_lean, places, left, comparing, is_guarded=is_guarded))
         if pieces is None or len(pieces.extents) > MAX_PIECE_SOURCES:
             return False
         return await self._refer(places, pieces, is_wanted)
@@ -123,7 +129,9 @@ class Composing:
         await node.keeper.record()
         if not is_wanted():
             return False
-        digest = await asyncio.to_thread(digest_unless, node.memory.read(pieces), is_wanted)
+        memory = node.memory.read(pieces)
+        digest = await _in_thread(partial(digest_unless, memory, is_wanted))
+        del memory
         if not is_wanted():
             return False
         if digest != content.digest:
@@ -141,7 +149,7 @@ class Composing:
 
         Who refers to something in it refers to another extent then.
 
-        Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for the rest.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for the rest. InternalError.
         """
         contents, memory = self._node.contents, self._node.memory
         holders, live = contents.holders(extent), contents.live(extent)
@@ -159,7 +167,7 @@ class Composing:
         with self._filling(live_bytes, "what several hold") as packed:
             assert packed is not None, "its holders refer to something"
             places = planning.packed(live, packed)
-            is_packed = await asyncio.to_thread(_pack, memory[packed], view, places, is_wanted)
+            is_packed = await _in_thread(partial(_pack, memory[packed], view, places, is_wanted))
             if not is_packed or not memory[packed].freeze():
                 return False
             # Only what the agent has may be in the books.
@@ -206,6 +214,12 @@ class Composing:
         finally:
             node.contents.give_back(extent)
             node.memory.free(extent)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Raises: InternalError: nobody foresaw that; nothing is done then."""
+    with contained(metrics.UNFORESEEN, "comparison"):
+        return await asyncio.to_thread(work)
 
 
 def _plan(

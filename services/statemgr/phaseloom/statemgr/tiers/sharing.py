@@ -19,7 +19,7 @@ from functools import partial
 from blake3 import blake3
 
 from phaseloom.common.blockhash import Source, digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import Copied, CopyOut, HeapPiece
 from phaseloom.statemgr.core.contents import Content
@@ -267,6 +267,8 @@ class Sharing:
             try:
                 async with self._one_at_a_time:
                     return await save()
+            except InternalError:
+                return False  # everything is held as it was
             except ResourceError as error:
                 log.info("not now: %s", error)
                 needed = int(error.info.details.get("needed_bytes", 0)) or arena.budget_bytes
