@@ -47,6 +47,8 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """A peer that leaves more than this unread is cut off."""
 MAX_PEERS = 256
 """Connections of one server at once; more wait in the listen queue."""
+MAX_PATH_BYTES = 107
+"""Of a Unix socket's path (Linux)."""
 
 _READ_BYTES = 64 * 1024
 """Below what malloc asks the system for, and gives back, every time."""
@@ -124,7 +126,8 @@ class Peer(Generic[Body]):
     async def connect(
         cls, path: str | Path, body_type: Any, handler: Handler[Body] | None = None
     ) -> Peer[Body]:
-        """Raises: ResourceError: nobody listens at `path`."""
+        """Raises: ResourceError: nobody listens at `path`. CallerError: it is too long for one."""
+        _check_length(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -358,8 +361,12 @@ class Peer(Generic[Body]):
 
 
 def listen(path: str | Path) -> socket.socket:
-    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced."""
+    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced.
+
+    Raises: CallerError: the path is longer than a socket's may be.
+    """
     path = Path(path)
+    _check_length(path)
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -367,6 +374,14 @@ def listen(path: str | Path) -> socket.socket:
     path.chmod(0o600)
     sock.listen(MAX_PEERS)
     return sock
+
+
+def _check_length(path: str | Path) -> None:
+    if (num_bytes := len(os.fsencode(path))) > MAX_PATH_BYTES:
+        raise CallerError(
+            f"{path} has {num_bytes} bytes; the path of a Unix socket may have {MAX_PATH_BYTES}",
+            remedy="use a directory with a shorter name for sockets",
+        )
 
 
 async def serve(
