@@ -54,6 +54,8 @@ _READ_BYTES = 64 * 1024
 """Below what malloc asks the system for, and gives back, every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")
+"""pid, uid and gid of who connected (`ucred`)."""
 
 Body = TypeVar("Body")
 Handler = Callable[[Body, list[int]], Awaitable[tuple[Body, Sequence[int]]]]
@@ -391,7 +393,7 @@ async def serve(
     *,
     max_fds: int = MAX_FDS,
 ) -> None:
-    """Accept connections until cancelled, each with its own `session(peer)`.
+    """Accept our user's connections until cancelled, each with its own `session(peer)`.
 
     A session sets `peer.handler`, calls `peer.start()` and returns when it is done with the peer,
     which is then closed. An exception in a session ends the server.
@@ -409,6 +411,10 @@ async def serve(
         while True:
             await slots.acquire()
             sock = await accept(listener)
+            if not _is_ours(sock):
+                sock.close()
+                slots.release()
+                continue
             tasks.create_task(host(Peer(sock, body_type, max_fds=max_fds)))
 
 
@@ -422,3 +428,12 @@ async def accept(listener: socket.socket) -> socket.socket:
                 raise
         else:
             return sock
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether a process of our user connected."""
+    ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(ucred)
+    if uid != os.geteuid():
+        log.warning("process %d of user %d is cut off: it is not ours", pid, uid)
+    return bool(uid == os.geteuid())
