@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from socket import create_server
 
 import pytest
 from nats.aio.msg import Msg
 
-from phaseloom.common import streams
-from phaseloom.common.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored, within
+from phaseloom.common import diewithparent, streams
+from phaseloom.common.bus import AlreadyStored, Bus, BusConfig, Conflict, LogEntry, Stored, within
 from phaseloom.common.codec import decode
 from phaseloom.common.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.ids import NodeId, OperationKey
@@ -23,7 +26,7 @@ from phaseloom.common.messages import (
     ReleaseVersions,
     TimerFired,
 )
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.natsserver import EmbeddedServer, find_binary
 from phaseloom.common.streams import Bucket
 
 KEY = OperationKey("acme", "sums", "policy", "7")
@@ -415,6 +418,42 @@ async def test_what_was_queued_since_a_time_is_found_without_a_consumer(bus: Bus
     assert await queued_keys(bus, first.time_s) == [str(seq) for seq in range(1, 600)]
     assert await queued_keys(bus, first.time_s + 0.0001) == [str(seq) for seq in range(2, 600)]
     assert await queued_keys(bus, first.time_s + 3600) == []
+
+
+async def test_streams_are_made_once_the_server_has_what_it_stores_them_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes connections before: in a cluster, until its members have chosen who leads."""
+    with create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    arguments = ["-a", "127.0.0.1", "-p", str(port)]
+    async with nats_process(*arguments) as early:
+        opening = asyncio.create_task(Bus.open(BusConfig(f"nats://127.0.0.1:{port}", "", ""), "x"))
+        async with asyncio.timeout(60):
+            while "not provisioned yet" not in caplog.text:
+                await asyncio.sleep(0.01)
+        early.terminate()
+        await early.wait()
+    async with nats_process(*arguments, "-js", "-sd", str(tmp_path)):
+        bus = await opening
+        assert await bus.log_end() == 0
+        await bus.close()
+    told = [r for r in caplog.records if "provisioned" in r.message and r.levelname == "WARNING"]
+    assert len(told) < 10, "the same over and over"
+
+
+@asynccontextmanager
+async def nats_process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *diewithparent.launcher([str(find_binary()), *arguments]),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 async def test_all_that_is_stored_of_many_subjects_is_read_at_once(bus: Bus) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from phaseloom.cli.state import headline, state, tables
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import DeploymentSpec, ModelSpec
+from phaseloom.common.errors import CallerError, Code
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import (
     ContentState,
@@ -100,6 +101,13 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     assert " ".join(other.split()) == f"{VERSION} 5.0 MiB host acme.sums.sampler –"
 
 
+def test_names_are_whole_on_a_narrow_terminal() -> None:
+    console = Console(width=60, file=io.StringIO())
+    console.print(*tables(REPORT), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    assert "…" not in console.file.getvalue()
+
+
 async def test_nodes_of_a_mesh_tell_what_they_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +130,7 @@ async def test_nodes_of_a_mesh_tell_what_they_hold(
             (version,) = told["train-0"]["version_states"]
             assert version["version"]["seq"] == published.version
             assert told["rollout-0"]["deployments"] == []
-            console = Console(width=160, file=io.StringIO())
-            assert await asyncio.to_thread(state, node="nowhere", run=run, console=console) == 1
-            assert isinstance(console.file, io.StringIO)
-            assert "nowhere: UNAVAILABLE" in console.file.getvalue()
+            with pytest.raises(CallerError) as refused:
+                await asyncio.to_thread(state, node="nowhere", run=run)
+            assert refused.value.info.code is Code.NOT_FOUND
+            assert refused.value.info.remedy.endswith("rollout-0, train-0")

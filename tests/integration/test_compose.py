@@ -197,13 +197,11 @@ async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
                 await asyncio.wait([task])
 
 
-async def test_job_trains_on_what_the_compose_file_starts(tmp_path: Path) -> None:
+async def test_job_trains_on_what_the_compose_file_starts(tmp_path: Path, short_dir: Path) -> None:
     settings = short(TASK, steps=1)
-    directory = tmp_path / "c"
-    directory.mkdir()
     port = free_port()
     reports = Reports()
-    async with containers(directory, port):
+    async with containers(short_dir, port):
         password = compose()["services"]["nats"]["environment"]["PHASELOOM_DEMO_PASSWORD"]
         async with client.connect(f"nats://127.0.0.1:{port}", "demo", password) as mesh:
             job = await mesh.submit_job(TASK, deployments(settings))

@@ -7,30 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from grpo import declared
 from rich.console import Console
 
 from phaseloom.cli import nodes
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.client import Durability
+from phaseloom.client import Deployment, Durability, MeshJob
 from phaseloom.common.api import call_node_api
 from phaseloom.common.bus import Bus
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.messages import (
+    DeploymentSpec,
     DrainNode,
+    ForwardBackward,
+    JobSpec,
     NodeLost,
     NodeStatus,
+    OptimStepResult,
+    ReplanComputed,
     SealCommitted,
     StateMirrored,
 )
+from tests.support import inprocess
 from tests.support.jobs import (
+    NOOP,
     TASKS,
     Log,
     kill_rank,
@@ -39,7 +47,9 @@ from tests.support.jobs import (
     run_job,
     running_mesh,
     short,
+    tenant,
 )
+from tests.support.node import STEP, lesson, policy_spec
 
 A = TASKS[0]
 POLICY = f"{A}.policy"
@@ -98,6 +108,14 @@ async def until_empty(bus: Bus, node: str) -> None:
                 if not (await ask(bus, "status", node, timeout_s=5)).deployments:
                     return
             await asyncio.sleep(0.05)
+
+
+def learn(
+    policy: inprocess.Deployment | Deployment, batch: ForwardBackward
+) -> Awaitable[OptimStepResult]:
+    """One step; its operations are submitted at once."""
+    policy.forward_backward(batch.batch, batch.loss)
+    return policy.optim_step(STEP.adam)
 
 
 class Gates:
@@ -247,3 +265,58 @@ async def test_host_seals_outlive_ranks_and_daemons_and_touch_no_disk(
         assert job.result() == expected
         assert log.starts(POLICY)[-1].applied > 0
         assert log.failures() == []
+
+
+async def test_job_that_the_scheduler_repacks_ends_with_the_same_weights(short_dir: Path) -> None:
+    """Two jobs on nodes of their own are put together once the one that was between them has left.
+    Whichever goes to the other, operations of both are under way."""
+    steps = [lesson(number) for number in range(3)]
+    with inprocess.Job(JobSpec(deployments=[policy_spec()])) as undisturbed:
+        alone = undisturbed.deployment("policy")
+        for step in steps:
+            await learn(alone, step)
+        expected = alone.backend.weights_sha256()
+
+    config = MeshConfig(
+        nodes=[*NODES, NodeConfig("rollout-1", "rollout", [8 * 2**20])],
+        placement="coexec_repack",
+        ordering="fcfs",
+        max_group_jobs=2,
+        seal_every=2,
+    )
+    cycle = declared(5.0, 5.0)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+
+        async def submit(name: str, specs: list[DeploymentSpec]) -> MeshJob:
+            return await connection.submit_job(name, specs, cycle=cycle, duration_s=1e6)
+
+        jobs = {"first": await submit("first", [policy_spec(), NOOP[1]])}
+        between = await submit("between", NOOP)
+        jobs["second"] = await submit("second", [policy_spec(), NOOP[1]])
+        policies = {name: job.deployment("policy") for name, job in jobs.items()}
+        homes = {name: await home(log, name, 1) for name in policies}
+        assert homes["first"] != homes["second"]
+        assert await home(log, "between", 1) == homes["first"]
+        for policy in policies.values():
+            await learn(policy, steps[0])
+        await between.finish()
+        for policy in policies.values():
+            learn(policy, steps[1])
+
+        repacked = await log.until(lambda e: isinstance(e, ReplanComputed) and bool(e.moves))
+        assert isinstance(repacked, ReplanComputed)
+        (move,) = repacked.moves
+        (other,) = homes.keys() - {move.job.job}
+        assert await home(log, move.job.job, 2) == homes[other]
+        for policy in policies.values():
+            await learn(policy, steps[2])
+            assert (await policy.save_state("end")).weights_sha256 == expected
+        assert log.starts(f"{move.job.job}.policy")[1].applied > 0, "it began with its seal"
+        assert len(log.starts(f"{other}.policy")) == 1
+        assert log.failures() == []
+
+
+async def home(log: Log, job: str, life: int) -> str:
+    """The node of that life of its policy, counted from 1, once it has begun."""
+    await log.until(lambda _: len(log.starts(f"{job}.policy")) >= life)
+    return str(log.starts(f"{job}.policy")[life - 1].node)

@@ -149,8 +149,10 @@ async def test_tenant_cannot_aim_the_acknowledgement_of_its_operation_at_the_mes
 
 
 async def test_tenant_with_a_wrong_password_is_refused(nats_server: EmbeddedServer) -> None:
-    with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
-        await connect(nats_server.credentials.url, "guess", "acme", "guess")
+    """However long it would wait for a server that is slow."""
+    async with asyncio.timeout(60):
+        with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
+            await connect(nats_server.credentials.url, "guess", "acme", "guess", timeout_s=3600)
 
 
 async def test_refusal_is_told_though_the_server_only_hangs_up_from_then_on() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.resharding import Sharding, item_bytes, node_fetches, plan, source_parts
 from phaseloom.common.statewire import PartSources, Slice
@@ -324,6 +324,21 @@ async def test_a_source_that_has_forgotten_costs_no_more_than_another_copy(
         assert await _came(world.nodes[1]) == (SIZE // 2, 0, 0)
 
 
+async def test_a_source_serves_the_streams_of_64_nodes_at_once(short_dir: Path) -> None:
+    """Each fetch keeps its four until it has all: who had to wait for one of the others' would
+    give up."""
+    async with _world(short_dir, 0) as world:
+        await _write_part(*world.writers)
+        opened: list[tls.Stream] = []
+        try:
+            for number in range(4 * 64):
+                fetcher = Fetcher("127.0.0.1:1", str(number // 4))
+                opened.append(await _opened_by(fetcher, world.sources[0].source))
+        finally:
+            for stream in opened:
+                stream.close()
+
+
 async def test_a_source_on_the_own_site_spares_the_slow_link(short_dir: Path) -> None:
     async with _world(short_dir, 2) as world:
         await _write_part(*world.writers)
@@ -441,6 +456,70 @@ async def test_a_neighbour_that_never_delivers_is_left(
             assert (running.fetched_bytes, running.relayed_bytes) == (SIZE // 2, 0)
 
 
+@asynccontextmanager
+async def _serving(session: tls.Session) -> AsyncIterator[str]:
+    """Where a node that this process plays serves slices."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    with listener:
+        serving = asyncio.create_task(
+            tls.Server(identity(), 10.0, {wire.SLICES: session}).serve(listener)
+        )
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_still() -> None:
+    """One part can be had nowhere while a source is being asked for another."""
+    content = bytes(BATCH)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    asked, holders = asyncio.Event(), [""]
+
+    async def holds(stream: tls.Stream, *, is_far: bool) -> wire.Give:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Holding({"0of2": ""} if is_far else {}, is_far))
+        payload = await stream.receive(tls.MAX_REQUEST_BYTES)
+        return msgspec.msgpack.decode(payload, type=wire.Give)
+
+    async def neighbour(stream: tls.Stream) -> None:
+        await holds(stream, is_far=False)
+        await stream.send(wire.Given(digest))
+        await stream.send_bytes(memoryview(content), 10.0)
+
+    async def deals(stream: tls.Stream) -> None:
+        await holds(stream, is_far=True)
+        asked.set()
+        await fetching._over.wait()
+        elsewhere = [wire.Shared(Fetcher(holders[0], "s"), [(0, [], [])], digest)]
+        nothing = xxhash.xxh3_128_hexdigest(b"")
+        await stream.send(wire.Given(nothing, wire.Dealt(1, [], elsewhere)))
+
+    async def has_nothing(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await asked.wait()
+        await stream.send(wire.Refusal(CallerError("gone", code=Code.NOT_FOUND).info))
+
+    slices = [
+        Slice(part, "w", "uint8", [0], [BATCH], number * BATCH, BATCH)
+        for number, part in enumerate(["0of2", "1of2"])
+    ]
+    at = home(site="west", endpoint="127.0.0.1:1")
+    fetching = SliceFetching(
+        *(KEY, ticket(KEY), at, "mine"),
+        *(IncomingSlices(slices, {}), memoryview(bytearray(2 * BATCH))),
+    )
+    async with (
+        _serving(neighbour) as holders[0],
+        _serving(deals) as one,
+        _serving(has_nothing) as other,
+        asyncio.timeout(30),
+    ):
+        with pytest.raises(ResourceError, match="gone") as caught:
+            await fetching.bring(batches(slices), {"0of2": [one], "1of2": [other]})
+    assert caught.value.info.code is Code.NOT_FOUND
+
+
 async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> None:
     async with _world(short_dir, 1) as world:
         await _write_part(*world.writers)
@@ -470,6 +549,7 @@ async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> No
             wire.Give("0of2", [box], COLUMNS),
             wire.Give("0of1", [Box("v", [1, 0], [2, COLUMNS // 2])], COLUMNS),
             wire.Give("0of1", [Box("w", [1], [2])], 2),
+            wire.Give("0of1", [Box("w", [1, 0], [2])], 2),
             wire.Give("0of1", [box], COLUMNS + 1),
             wire.Confirm("0of1"),
         ):

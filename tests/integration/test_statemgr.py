@@ -53,6 +53,8 @@ from tests.support.statedaemon import (
     child,
     daemon,
     greeted,
+    is_empty,
+    memory_of,
     names,
     start,
 )
@@ -698,6 +700,32 @@ async def test_version_is_fetched_from_another_node_once(short_dir: Path) -> Non
         assert (await rollout.agent.status()).versions == [key]
         host_bytes = (await rollout.agent.status()).host_used_bytes
         assert host_bytes == 4096 + 4096 + 4096
+
+
+@pytest.mark.parametrize("is_last", ["the sampler", "the version"])
+async def test_memory_of_versions_goes_with_the_last_of_their_job_here(
+    short_dir: Path, is_last: str
+) -> None:
+    """Where the policy never was, nobody says that it is over."""
+    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+        policy = await _publishing(train)
+        sampler = await _sampling(rollout)
+        keys = [VersionKey(POLICY, seq) for seq in (2, 3)]
+        for key in keys:
+            await policy.client.versions.create(key, _weights(policy.slots))
+            sources, shown = [await train.endpoint()], ticket(key, "sampler")
+            await load_version(sampler.client, key, sources, sampler.slots, shown)
+            policy.run(key.seq)
+        await rollout.agent.drop_versions(keys[:1])
+        await sampler.client.close()
+        if is_last == "the version":
+            await rollout.agent.drop_wpg(SAMPLER, 1, forget=True)
+            await rollout.agent.drop_versions(keys[1:])
+        else:
+            await rollout.agent.drop_versions(keys[1:])
+            await rollout.agent.drop_wpg(SAMPLER, 1, forget=True)
+        report = await rollout.agent.status()
+        assert is_empty(report), (report, memory_of(rollout))
 
 
 async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_dir: Path) -> None:

@@ -144,16 +144,28 @@ async def test_who_proves_nothing_gets_nothing(short_dir: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-async def test_another_user_s_process_cannot_connect(short_dir: Path) -> None:
+@pytest.mark.parametrize(("mode", "expected"), [(0o600, "refused"), (0o666, "cut off")])
+async def test_another_user_s_process_gets_no_connection(
+    short_dir: Path, mode: int, expected: str
+) -> None:
+    """Not even where somebody has given the socket away, and the secret."""
     async with _serving(short_dir) as d:
         await asyncio.to_thread(short_dir.chmod, 0o755)  # so that the socket's own mode decides
+        await asyncio.to_thread(d.socket.chmod, mode)
+        payload = msgspec.msgpack.encode(Frame(1, False, AgentHello(SECRET)))
+        hello = struct.pack("<I", len(payload)) + payload
         program = f"""
 import os, socket
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
 try:
-    socket.socket(socket.AF_UNIX).connect({str(d.socket)!r})
+    sock.connect({str(d.socket)!r})
+    sock.sendall({hello!r})
+    print("heard" if sock.recv(1) else "cut off")
 except PermissionError:
     print("refused")
+except (BrokenPipeError, ConnectionResetError):
+    print("cut off")
 """
         ran = await asyncio.to_thread(
             subprocess.run,
@@ -161,8 +173,9 @@ except PermissionError:
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
         )
-        assert ran.stdout == "refused\n", ran.stderr
+        assert ran.stdout == f"{expected}\n", ran.stderr
 
 
 async def test_names_that_lead_elsewhere_are_refused(short_dir: Path) -> None:

@@ -15,9 +15,11 @@ from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.common.versionparts import part_of
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import shard
 from tests.support.meshcerts import ticket
+from tests.support.modelslices import version_rank
 from tests.support.partranks import (
     SHAPES,
     VERSION,
@@ -37,6 +39,7 @@ from tests.support.statedaemon import (
     daemon,
     flip_in_file,
     flip_in_memory,
+    names,
     start,
 )
 
@@ -309,6 +312,25 @@ async def test_part_that_is_lost_is_named(
         assert reader.backend.holds(arrays(9))
         if not is_sealed:
             assert (await d.agent.status()).versions == []
+
+
+async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
+    """One that made room for the others is on disk, though no seal has it. Found there by the next
+    daemon, it would stand instead of what the policy's next life makes."""
+    shapes = {"a": [512, 1024]}
+    limits = {"host_bytes": 3 * MiB + 128 * 1024, "NVME_BYTES": "0"}
+    async with daemon(short_dir, devices=[4 * MiB] * 3, **limits) as d:  # type: ignore[arg-type]
+        reader = await version_rank(d, SAMPLER)
+        ranks = await start_part_ranks([d], POLICY, 2, shapes=shapes)
+        await switch_in(d, POLICY)
+        await publish(ranks, VERSION, arrays(1, shapes))
+        assert names(d) == ["version-2-0of2.state"]
+        flip_in_memory(d.process.pid, PART, 40)
+        with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
+            await reader.versions.verified(await reader.versions.open(part_of(VERSION, "1of2"), []))
+        assert caught.value.info.code is Code.UNAVAILABLE
+        assert (await d.agent.status()).versions == []
+        assert names(d) == []
 
 
 async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.messages import Durability, FilesTicket
-from phaseloom.common.statewire import BringState, PartSources, Slice
+from phaseloom.common.statewire import BringState, CommitVersion, Done, PartSources, Slice
 from phaseloom.common.tickets import signed
 from phaseloom.common.versionparts import part_of
 from tests.support.meshcerts import SECRET, ticket
@@ -200,12 +200,17 @@ async def test_parts_of_another_model_are_refused(short_dir: Path) -> None:
 async def test_a_source_is_killed_in_the_middle_and_goes_on(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a", devices=DEVICES, NODE="a") as train,
-        daemon(short_dir / "b", devices=DEVICES, NODE="b") as rollout,
+        # It may take the source that long to come back.
+        daemon(short_dir / "b", devices=DEVICES, NODE="b", PEER_TIMEOUT_S="60") as rollout,
         link(await train.endpoint()) as slow,
     ):
         await publish(await _policy(train), VERSION, ONE)
         (reader,) = await start_part_ranks([rollout], SAMPLER, 1, is_sharded=False)
-        slow.hold_after_bytes = NUM_BYTES // 2
+        shown = ticket(VERSION, "sampler", "b")
+        for key in (VERSION, part_of(VERSION, "0of2")):
+            await reader.client.versions.open(key, [slow.endpoint], shown)
+        # More than the first blocks of all streams: some has come whole of what is under way.
+        slow.hold_after_bytes = slow.passed_bytes + NUM_BYTES // 4
         bringing = asyncio.create_task(reader.bring(VERSION, slow.endpoint))
         await slow.held.wait()
         await train.kill()
@@ -409,8 +414,13 @@ async def test_parts_that_do_not_fit_together_are_written_one_after_another(
         assert [states[part].in_host for part in ("0of2", "1of2", "")] == [False, True, True]
         # As a rank does whose answer was lost.
         again = await ranks[0].weights.write(VERSION)
+        assert again is not None
+        committed = CommitVersion(part_of(VERSION, "0of2"), again.digest)
+        await ranks[0].client._link.ask(committed, Done)
+        with pytest.raises(CallerError) as caught:
+            await ranks[0].client._link.ask(replace(committed, digest=digest), Done)
+        assert caught.value.info.code is Code.ALREADY_EXISTS
         assert await publish(ranks, VERSION, content) == digest
         await d.relaunch()
         opened = await ranks[1].client.versions.open(part_of(VERSION, "0of2"), [])
-        assert again is not None
         assert (await ranks[1].client.versions.verified(opened)).described.digest == again.digest

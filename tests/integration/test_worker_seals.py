@@ -82,7 +82,8 @@ async def test_replica_that_says_nothing_holds_up_one_deployment_alone() -> None
         for policy in (held, other):
             assert (await node.run(policy, 4, lesson(1), 3)).outcome is Outcome.COMPLETED
             assert version(node, policy).exists()
-            await node.command(ReleaseVersions, versions=[VersionKey(policy, 3)])
+        released = [VersionKey(policy, 3) for policy in (held, other)]
+        await node.command(ReleaseVersions, versions=released)
         await until_gone(version(node, other))
         assert version(node, held).exists()
         assert not any(e.deployment == held for e in seals(node))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
 
 from phaseloom.common.codec import decode
 from phaseloom.common.errors import CallerError, Code
@@ -15,6 +20,7 @@ from phaseloom.common.messages import (
     Checkpoint,
     Completion,
     DeploymentSpec,
+    JobSpec,
     LoadState,
     LoadStateResult,
     ModelSpec,
@@ -24,7 +30,11 @@ from phaseloom.common.messages import (
     SaveStateResult,
 )
 from phaseloom.common.streams import Bucket
+from phaseloom.statemgr.core.marker import MARKER_FILE
 from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.model import as_little_endian
+from tests.support import inprocess
 from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -150,6 +160,23 @@ async def test_checkpoint_is_only_found_done_by_the_operation_that_wrote_it(
     assert other.error.code is Code.ALREADY_EXISTS
 
 
+async def test_transformers_opens_what_a_deployment_has_saved(node: TestNode) -> None:
+    """With the weights that a backend alone has after the same operations, whoever wrote them."""
+    batch = lesson()
+    with inprocess.Job(JobSpec(deployments=[policy_spec()])) as alone:
+        alone.deployment("policy").forward_backward(batch.batch, batch.loss)
+        await alone.deployment("policy").optim_step(STEP.adam)
+        expected = alone.deployment("policy").backend.weights_sha256()
+
+    policy, _ = await node.start_wpg(policy_spec())
+    await train(node, policy, [batch, STEP])
+    result = saved(await node.run(policy, "rexport", SaveState("export")))
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(node.checkpoint_root / policy.tenant / result.path)
+    opened = weights_sha256(as_little_endian(sorted(model.named_parameters())))
+    assert opened == result.weights_sha256 == expected
+
+
 async def test_training_goes_on_while_a_checkpoint_is_written(node: TestNode) -> None:
     """The state manager, which writes it, stands still meanwhile."""
     policy, _ = await node.start_wpg(policy_spec())
@@ -163,6 +190,38 @@ async def test_training_goes_on_while_a_checkpoint_is_written(node: TestNode) ->
             assert (await node.run(policy, seq, args, prev)).outcome is Outcome.COMPLETED
     assert saved(await node.outcome(key)).weights_sha256 == expected
     assert await sha(node, policy, "after") != expected
+
+
+async def test_another_job_takes_the_device_while_a_checkpoint_is_written(
+    node: TestNode,
+) -> None:
+    """The write waits before it gives its files their name: another one's marker is a pipe."""
+    saver, _ = await node.start_wpg(policy_spec(), job="saver")
+    await train(node, saver, [lesson(0), STEP])
+    expected = await sha(node, saver, "expected")
+    pipe = kept_in(node, saver) / "slow" / MARKER_FILE
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    key = await node.put(saver, 3, SaveState("cut"))
+    await node.permit(key, SaveState("cut"), 2)
+    await node.cut(key)
+
+    other, _ = await node.start_wpg(policy_spec(), job="other")
+    await train(node, other, [lesson(0), STEP, lesson(1), STEP])
+    assert node.all_finished(key) == []
+    with await asyncio.to_thread(pipe.open, "wb"):  # once the write is where it waits
+        assert not (kept_in(node, saver) / "cut").exists()
+        shutil.rmtree(pipe.parent)
+    assert saved(await node.outcome(key)).weights_sha256 == expected
+    trained = await sha(node, other, "trained")
+
+    await node.open(saver, 1, displaces=[other], epoch=2)
+    for seq, args, prev in ((4, lesson(1), 2), (5, STEP, 4)):
+        assert (await node.run(saver, seq, args, prev, epoch=2)).outcome is Outcome.COMPLETED
+    done = await node.run(saver, "rtrained", SaveState("trained"), epoch=2)
+    assert saved(done).weights_sha256 == trained != expected
+    loaded = await node.run(saver, 6, LoadState("cut"), 5, epoch=2)
+    assert loaded.result == LoadStateResult(expected)
 
 
 async def test_rank_killed_while_a_checkpoint_is_written_loses_none(node: TestNode) -> None:

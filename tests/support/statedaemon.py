@@ -341,7 +341,6 @@ async def emptied(daemon: Daemon) -> None:
     """Every rank leaves and every job ends; returns once nothing is held, in memory and on disk."""
     report = await daemon.agent.status()
     keys = {state.deployment for state in report.deployments}
-    keys |= {key.policy for key in report.versions}
     keys |= {
         DeploymentKey(*path.relative_to(daemon.files).parts[:3])
         for path in daemon.files.glob("[!.]*/*/*/*")

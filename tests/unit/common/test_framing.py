@@ -19,6 +19,7 @@ from phaseloom.common.framing import (
     MAX_FDS,
     MAX_FRAME_BYTES,
     MAX_IN_FLIGHT,
+    MAX_PATH_BYTES,
     Frame,
     Peer,
     close_fds,
@@ -417,3 +418,14 @@ def test_stale_socket_file_is_replaced_and_private(short_dir: Path) -> None:
     listen(short_dir / "s").close()
     with listen(short_dir / "s"):
         assert (short_dir / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_path_too_long_for_a_socket_is_refused_at_both_ends(run: Run) -> None:
+    async def scenario(path: Path) -> None:
+        long = path.parent / ("x" * MAX_PATH_BYTES)
+        with pytest.raises(CallerError, match="Unix socket"):
+            listen(long)
+        with pytest.raises(CallerError, match="Unix socket"):
+            await Peer.connect(long, Body)
+
+    run(scenario)

@@ -7,11 +7,13 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phaseloom.common import lifecycle
 from phaseloom.common.lifecycle import DIE_WITH_PARENT
 from tests.support.processes import until_gone
 
@@ -98,6 +100,35 @@ async def test_run_fails_when_serve_ends_by_itself() -> None:
     lines = await ended(process)
     assert process.returncode == 1
     assert "ended without having been told to stop" in lines[-1]["message"]
+
+
+async def test_run_ends_in_order_when_signalled_before_there_is_anything_to_serve() -> None:
+    process = await start(
+        "async def serve(stop):\n"
+        "    ready()\n"
+        "    await lifecycle.unless_stopped(stop, asyncio.Event().wait())\n"
+        "lifecycle.run('example', serve)"
+    )
+    await until_ready(process)
+    process.terminate()
+    await ended(process)
+    assert process.returncode == 0
+
+
+async def test_call_that_returns_though_it_was_cancelled_has_not_been_in_vain() -> None:
+    """Whoever opened something closes it."""
+    stop, has_begun = asyncio.Event(), asyncio.Event()
+
+    async def stubborn() -> str:
+        has_begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "opened"
+
+    waiting = asyncio.create_task(lifecycle.unless_stopped(stop, stubborn()))
+    await has_begun.wait()
+    stop.set()
+    assert await waiting == "opened"
 
 
 async def test_run_exits_hard_when_stopping_takes_too_long() -> None:

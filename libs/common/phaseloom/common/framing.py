@@ -47,11 +47,15 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """A peer that leaves more than this unread is cut off."""
 MAX_PEERS = 256
 """Connections of one server at once; more wait in the listen queue."""
+MAX_PATH_BYTES = 107
+"""Of a Unix socket's path (Linux)."""
 
 _READ_BYTES = 64 * 1024
 """Below what malloc asks the system for, and gives back, every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")
+"""pid, uid and gid of who connected (`ucred`)."""
 
 Body = TypeVar("Body")
 Handler = Callable[[Body, list[int]], Awaitable[tuple[Body, Sequence[int]]]]
@@ -124,7 +128,8 @@ class Peer(Generic[Body]):
     async def connect(
         cls, path: str | Path, body_type: Any, handler: Handler[Body] | None = None
     ) -> Peer[Body]:
-        """Raises: ResourceError: nobody listens at `path`."""
+        """Raises: ResourceError: nobody listens at `path`. CallerError: it is too long for one."""
+        _check_length(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -358,8 +363,12 @@ class Peer(Generic[Body]):
 
 
 def listen(path: str | Path) -> socket.socket:
-    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced."""
+    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced.
+
+    Raises: CallerError: the path is longer than a socket's may be.
+    """
     path = Path(path)
+    _check_length(path)
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -369,6 +378,14 @@ def listen(path: str | Path) -> socket.socket:
     return sock
 
 
+def _check_length(path: str | Path) -> None:
+    if (num_bytes := len(os.fsencode(path))) > MAX_PATH_BYTES:
+        raise CallerError(
+            f"{path} has {num_bytes} bytes; the path of a Unix socket may have {MAX_PATH_BYTES}",
+            remedy="use a directory with a shorter name for sockets",
+        )
+
+
 async def serve(
     listener: socket.socket,
     body_type: Any,
@@ -376,7 +393,7 @@ async def serve(
     *,
     max_fds: int = MAX_FDS,
 ) -> None:
-    """Accept connections until cancelled, each with its own `session(peer)`.
+    """Accept our user's connections until cancelled, each with its own `session(peer)`.
 
     A session sets `peer.handler`, calls `peer.start()` and returns when it is done with the peer,
     which is then closed. An exception in a session ends the server.
@@ -394,6 +411,10 @@ async def serve(
         while True:
             await slots.acquire()
             sock = await accept(listener)
+            if not _is_ours(sock):
+                sock.close()
+                slots.release()
+                continue
             tasks.create_task(host(Peer(sock, body_type, max_fds=max_fds)))
 
 
@@ -407,3 +428,12 @@ async def accept(listener: socket.socket) -> socket.socket:
                 raise
         else:
             return sock
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether a process of our user connected."""
+    ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(ucred)
+    if uid != os.geteuid():
+        log.warning("process %d of user %d is cut off: it is not ours", pid, uid)
+    return bool(uid == os.geteuid())

@@ -1,9 +1,10 @@
 """One lifecycle for every service: start, serve, stop in bounded time.
 
 A service's `main.py` is `lifecycle.run("router", serve)`. SIGTERM and SIGINT set the stop event
-that `serve` is given; it must return soon after. What it raises ends the process with exit code 1
-and one line (a traceback only where Phaseloom itself erred). A `serve` that returns without having
-been told to is an error too: the process would look healthy and do nothing.
+that `serve` is given; it must return soon after, or raise `Stopped`. What else it raises ends the
+process with exit code 1 and one line (a traceback only where Phaseloom itself erred). A `serve`
+that returns without having been told to is an error too: the process would look healthy and do
+nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import suppress
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import uvloop
@@ -34,6 +36,11 @@ _CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """A service was told to stop before it had what it serves with."""
 
 
 class LogFormat(StrEnum):
@@ -83,6 +90,21 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+
+
+async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
+    """What a call returns that may wait for long: for the server, or for another process.
+
+    Raises: Stopped: it was told to stop first; the call has ended.
+    """
+    calling, stopping = asyncio.create_task(call), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((calling, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end((calling, stopping))
+    if calling.cancelled():
+        raise Stopped
+    return calling.result()
 
 
 def start_logging(service: str) -> None:
@@ -179,7 +201,8 @@ async def _serve(service: str, serve: Serve) -> int:
     log.info("%s starts, pid %d", service, os.getpid())
     try:
         async with metrics.endpoint(service):
-            await serve(stop)
+            with suppress(Stopped):
+                await serve(stop)
         if not stop.is_set():
             raise InternalError(f"{service} ended without having been told to stop")
     except Exception as error:

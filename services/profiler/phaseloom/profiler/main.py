@@ -18,9 +18,10 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(BusConfig, "bus")
     # What the imports made stays: no collection needs to go through it again.
     gc.freeze()
-    bus = await Bus.open(
+    opening = Bus.open(
         settings, "profiler", read_pause_s=_READ_PAUSE_S, timeout_s=SERVICE_CONNECT_S
     )
+    bus = await lifecycle.unless_stopped(stop, opening)
     try:
         async with asyncio.TaskGroup() as group:
             following = group.create_task(Shell(bus).run())

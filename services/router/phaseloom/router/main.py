@@ -71,10 +71,12 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(RouterConfig, "router")
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
     bus_config = config.load(BusConfig, "bus")
-    bus = await Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
+    opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
+    bus = await lifecycle.unless_stopped(stop, opening)
     try:
         for tenant in settings.tenants:
-            await _provision(bus, tenant, settings.ops_max_bytes)
+            provisioning = _provision(bus, tenant, settings.ops_max_bytes)
+            await lifecycle.unless_stopped(stop, provisioning)
         Lag(bus, settings.tenants, SOURCE).register()
         async with Router(bus, limits, settings.session_ttl_s).running(settings.tenants):
             await stop.wait()

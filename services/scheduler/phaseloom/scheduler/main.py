@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -115,7 +116,8 @@ async def serve(stop: asyncio.Event) -> None:
     gauges.register()
     while not stop.is_set():
         try:
-            await _serve_once(settings, gauges, stop)
+            with suppress(lifecycle.Stopped):
+                await _serve_once(settings, gauges, stop)
         except* LeaseLost as lost:
             log.warning("this one does not lead any more: %s", _first(lost))
 
@@ -129,10 +131,11 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
     """Stand by, then lead, until told to stop.
 
     Over a connection of its own: what a leader has asked for, and what it answers, end with it.
-    Raises: LeaseLost: also in a group.
+    Raises: LeaseLost: also in a group. Stopped: told to while it connected or restored.
     """
     bus_config = config.load(BusConfig, "bus")
-    bus = await Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
+    opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
+    bus = await lifecycle.unless_stopped(stop, opening)
     try:
         lease = await _lease(bus, settings, stop)
         if lease is None:
@@ -175,7 +178,7 @@ async def _release(lease: Lease) -> None:
 async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
     """Fold and perform until told to stop."""
     snapshots = Snapshots(bus)
-    core = await _restored(bus, snapshots)
+    core = await lifecycle.unless_stopped(stop, _restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = PatientLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import socket
 from pathlib import Path
 
@@ -99,6 +100,9 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     """Serve until `stop` is set. The socket file stays: the next life replaces it."""
     # The layout of a large model is tens of thousands of objects at once, and none is garbage.
     gc.set_threshold(_GC_THRESHOLD)
+    # An extent has up to two descriptors, and a node that fetches four streams.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     capacity.check_host(config.host_memory_bytes)
     capacity.check_spare(config.host_spare)
     node = _node(config)

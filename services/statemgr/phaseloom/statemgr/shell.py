@@ -436,6 +436,7 @@ class StateManager:
         if wpg is not None:
             node.retire(wpg, "dropped by the agent")
             await node.until(lambda: not node.residency.holds_memory(wpg))
+            node.leave_job(key.job_key)
         if request.forget and node.residency.find(key) is None:
             self._weights.forget(key)
             await self._exporter.forget(key)

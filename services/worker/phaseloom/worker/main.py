@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from phaseloom.common import config, framing, lifecycle, streams
@@ -20,6 +21,8 @@ from phaseloom.worker.rankwire import RankMessage
 from phaseloom.worker.shell import Agent
 from phaseloom.worker.wpg import fork_server, remove_old_stores
 
+log = logging.getLogger(__name__)
+
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 600
 """A machine that starts everything at once is slow."""
@@ -30,12 +33,14 @@ async def serve(stop: asyncio.Event) -> None:
     # Ranks are forked from a child: what agents prove themselves by is not theirs.
     config.keep_from_children("worker", "state_secret")
     bus_config = config.load(BusConfig, "bus")
-    bus = await Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
+    opening = Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
+    bus = await lifecycle.unless_stopped(stop, opening)
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
     try:
-        state = await _connect_state(settings)
+        state = await lifecycle.unless_stopped(stop, _connect_state(settings))
         ttl_s = settings.lease_ttl_s
-        lease = await Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
+        acquiring = Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
+        lease = await lifecycle.unless_stopped(stop, acquiring)
         remove_old_stores(settings)
         node = NodeId(settings.node)
         listener = framing.listen(agent_socket)
@@ -72,11 +77,12 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
     """This node's state manager starts beside us: wait for its socket."""
-    for _ in range(_CONNECT_TRIES):
+    for number in range(_CONNECT_TRIES):
         try:
             return await AgentStateClient.connect(settings.state_socket, settings.state_secret)
         except ResourceError as error:
             failure = error
+            log.log(logging.DEBUG if number else logging.INFO, "waiting: %s", error)
             await asyncio.sleep(_CONNECT_PAUSE_S)
     raise failure
 

@@ -562,9 +562,12 @@ class Agent:
 
     async def _release(self, versions: list[VersionKey]) -> None:
         """A seal under way may still have to write them."""
-        for policy in dict.fromkeys(version.policy for version in versions):
-            async with self._sealing_of(policy):
-                await self._state.drop_versions([v for v in versions if v.policy == policy])
+        policies = dict.fromkeys(version.policy for version in versions)
+        await asyncio.gather(*(self._release_of(policy, versions) for policy in policies))
+
+    async def _release_of(self, policy: DeploymentKey, versions: list[VersionKey]) -> None:
+        async with self._sealing_of(policy):
+            await self._state.drop_versions([v for v in versions if v.policy == policy])
 
     def _note_sealed(self, command: SealState) -> None:
         wpg = self._wpgs.get(command.deployment)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from phaseloom.common import lifecycle
-from phaseloom.common.errors import InternalError, PhaseloomError, ResourceError
+from phaseloom.common.errors import Code, InternalError, PhaseloomError, ResourceError
 from phaseloom.common.framing import Handler, Peer, close_fds
 from phaseloom.common.statewire import StateMessage
 
@@ -140,16 +140,19 @@ class StateLink:
         try:
             await self._greet(peer)
         except BaseException as error:
-            is_lost = isinstance(error, ResourceError) and peer.closed.done()
+            is_for_later = isinstance(error, PhaseloomError) and (
+                error.info.code is Code.UNAVAILABLE  # its agent has not come back yet
+                or (isinstance(error, ResourceError) and peer.closed.done())
+            )
             await peer.close()
-            if is_lost:
+            if is_for_later:
                 raise ConnectionLost(str(error)) from error
             raise
         return peer
 
 
 class ConnectionLost(ResourceError):
-    """Nobody listens, or the connection ended before it was of use."""
+    """Nobody listens, or the connection ended, or was refused for now, before it was of use."""
 
 
 def expect(answer: StateMessage, kind: type[Kind]) -> Kind:

@@ -186,6 +186,10 @@ class Arena:
         """Give up what is idle in `pool`: its extents may no longer be reused."""
         return [self.free(e) for e in [e for e, owner in self._idle.items() if owner == pool]]
 
+    def pools(self) -> set[str]:
+        """Those in which something is idle."""
+        return set(self._idle.values())
+
     def extents_in_use(self) -> set[int]:
         return self._sizes.keys() - self._idle.keys()
 

@@ -221,8 +221,8 @@ def contains(whole: Box, box: Box) -> bool:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None: nothing."""
-    if len(one.start) != len(other.start):
+    """What two boxes of one tensor share; None: nothing, or one of them is no box of it."""
+    if len({len(one.start), len(one.size), len(other.start), len(other.size)}) > 1:
         return None
     start, size = [], []
     for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True):

@@ -149,7 +149,7 @@ class Versions:
         Raises: CallerError: ALREADY_EXISTS: committed with another content.
         """
         assert digest
-        assert version.extent is not None
+        assert version.extent is not None or version.is_committed
         if version.is_committed and version.digest != digest:
             raise CallerError(
                 f"version {version.key} is committed with another content",

@@ -47,8 +47,9 @@ _INLINE_BYTES = 64 * 1024
 """That are encrypted or decrypted at once on the event loop; what is beyond goes to a thread."""
 _RECORD_BYTES = 16 * 1024
 """The largest of TLS."""
-_MAX_STREAMS = 64
-"""That are served at once; more wait."""
+_MAX_STREAMS = 320
+"""That are served at once; more wait, and give up if they must for long: a fetch keeps its streams
+until it has all. Four each of 64 nodes, and one to each of these for what they relay."""
 _MAX_UNPROVEN = 128
 """Connections that have not shown a certificate yet; the oldest is cut off for the next."""
 _MAX_WELCOME_BYTES = 1024

@@ -14,7 +14,7 @@ from phaseloom.common.blockhash import Source
 from phaseloom.common.contained import contained
 from phaseloom.common.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import NodeId, VersionKey
+from phaseloom.common.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.statewire import (
     Copied,
     CopyAside,
@@ -293,14 +293,25 @@ class Node:
         """Park an extent where it may be reused, else free it.
 
         Whoever wrote it has it mapped. So it only goes back to the same life of the same policy,
-        or, where this daemon wrote it, to versions of the same policy.
+        or, where this daemon wrote it, to versions of the same policy while its job is here.
         """
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
-        if not version.is_committed or version.is_bad or is_nobodys:
+        is_over = not self._has(version.key.policy.job_key)
+        if not version.is_committed or version.is_bad or is_nobodys or is_over:
             self.memory.free(extent)
         else:
             self.memory.park(extent, pool_of(writer) if writer else str(version.key.policy))
+
+    def leave_job(self, job: JobKey) -> None:
+        """Where nothing of it lives here any more, nobody reuses the memory of its versions."""
+        if not self._has(job):
+            for pool in self.memory.arena.pools():
+                if pool.startswith(f"{job}."):
+                    self.memory.drop_pool(pool)
+
+    def _has(self, job: JobKey) -> bool:
+        return any(wpg.key.job_key == job for wpg in self.residency.alive())
 
     def validate(self) -> None:
         """Raises: AssertionError: the books contradict themselves or one another."""

@@ -95,8 +95,8 @@ class Bringing:
             try:
                 version = await self._had(key, sources, ticket, digest)
             except PhaseloomError as error:
-                if bad is not None and bad.give_up():
-                    self.remaking.begin(bad.version)
+                if bad is not None:
+                    await self._give_up(bad)
                 if error.info.code in _NOWHERE:
                     self.remaking.check(key)
                 if (bad or is_doubted) and error.info.code in _NOWHERE:
@@ -105,6 +105,14 @@ class Bringing:
             if bad is not None:
                 bad.replace(version)
             return version
+
+    async def _give_up(self, bad: BadCopy) -> None:
+        """It is to be had nowhere."""
+        on_disk = bad.give_up()
+        if on_disk is not None:
+            self.remaking.begin(bad.version)
+            paths = [self._directory.version(piece.key) for piece in on_disk]
+            await asyncio.to_thread(self._directory.discard, *paths)
 
     async def _had(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str

@@ -47,7 +47,12 @@ class Manifests:
             node.memory.free(extent)
             raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
         slots = manifest_slots(size)
-        version = node.versions.begin(key, size, slots, extent, wpg.incarnation)
+        try:
+            version = node.versions.begin(key, size, slots, extent, wpg.incarnation)
+        except CallerError:
+            # Begun as a whole one while this waited for room.
+            node.memory.free(extent)
+            raise
         node.versions.commit(version, digest_of(memoryview(content)))
         return version
 

@@ -45,25 +45,28 @@ class BadCopy:
             self.node.memory.free(self.extent)
             self.node.contents.place(content, mended.extent)
 
-    def give_up(self) -> bool:
-        """It is to be had nowhere. Returns: whether its policy makes it again, whose life is over.
+    def give_up(self) -> list[Version] | None:
+        """It is to be had nowhere.
 
-        What a seal has it would not make again.
+        Returns: where its policy makes it again, whose life is over then, the pieces of it that
+        are on disk and have to go too. None: it does not, as what a seal has.
         """
         for content in self._theirs():
             self._end(content)
         node, version = self.node, self.version
         policy, key = version.key.policy, version.key.whole
         if version.is_on_disk or any(seal.seq >= key.seq for seal in node.seals.of(policy)):
-            return False
+            return None
         if version.key.is_copy or not node.residency.is_alive(policy, version.incarnation):
-            return False
-        for piece in [key, *(part.key for part in node.versions.parts_of(key))]:
-            node.drop_version(node.versions.find(piece))
+            return None
+        whole = node.versions.find(key)
+        pieces = [*([whole] if whole else []), *node.versions.parts_of(key)]
+        for piece in pieces:
+            node.drop_version(piece)
         maker = node.residency.find(policy)
         assert maker is not None
         node.retire(maker, f"{version}, which no seal has, is bad")
-        return True
+        return [piece for piece in pieces if piece.is_on_disk]
 
     def _theirs(self) -> list[Content]:
         """Those that are it still."""

@@ -99,12 +99,17 @@ class Publishing:
         """
         node = self._node
         version = node.versions.find(request.version)
-        if version is None or version.key.policy != wpg.key or version.extent is None:
+        if version is None or version.key.policy != wpg.key:
             raise CallerError(
                 f"{wpg} is not writing version {request.version}",
                 code=Code.NOT_FOUND,
                 field="version",
             )
+        if version.is_committed:
+            # The answer was lost; by now it may be on disk only, or being read from there.
+            node.versions.commit(version, request.digest)
+            return
+        assert version.extent is not None
         node.versions.acquire(version)
         try:
             memory = node.memory[version.extent].view(version.num_bytes)

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_STREAMS = 64
 _MAX_DEALS = 64
 WORDS_PER_TIMEOUT = 3
 """How often who waits hears that something is still coming, or being reckoned."""

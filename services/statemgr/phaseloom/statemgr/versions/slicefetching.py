@@ -310,7 +310,8 @@ class SliceFetching:
         shares = self._relays[holder]
         stream: Stream | None = None
         try:
-            while True:
+            # A source that is still being asked may name one when all is over.
+            while not self._over.is_set():
                 if not shares:
                     await self._changed.wait()
                     continue

@@ -1,0 +1,98 @@
+"""A service that is told to stop before it has what it needs ends in order, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom.common.bus import Bus
+from phaseloom.common.leases import scheduler_lease_key
+from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.streams import Bucket
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.snapshots import Snapshots
+from tests.support.processes import service
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Url of one that takes connections and never says a word, and whether it has one."""
+    is_met = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_met.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", is_met
+
+
+def worker(directory: Path) -> dict[str, str]:
+    return {
+        "PHASELOOM_WORKER_NODE": "train-0",
+        "PHASELOOM_WORKER_POOL": "train",
+        "PHASELOOM_WORKER_DEVICES": "[1000000]",
+        "PHASELOOM_WORKER_HOST_MEMORY_BYTES": "1000000",
+        "PHASELOOM_WORKER_STATE_SOCKET": str(directory / "state.sock"),
+        "PHASELOOM_WORKER_STATE_SECRET": "secret",
+        "PHASELOOM_WORKER_RUNTIME_DIRECTORY": str(directory),
+    }
+
+
+ROUTER = {"PHASELOOM_ROUTER_TENANTS": '["acme"]'}
+
+
+@pytest.mark.parametrize("name", ["scheduler", "router", "profiler", "worker"])
+async def test_service_told_to_stop_ends_while_no_server_has_taken_it(
+    nats_server: EmbeddedServer, tmp_path: Path, name: str
+) -> None:
+    async with silent_server() as (url, is_met):
+        environment = {**ROUTER, **worker(tmp_path), "PHASELOOM_BUS_URL": url}
+        async with service(name, nats_server, **environment) as process:
+            await is_met.wait()
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+
+
+async def test_agent_told_to_stop_ends_while_it_waits_for_its_state_manager(
+    nats_server: EmbeddedServer, bus: Bus, tmp_path: Path
+) -> None:
+    is_met = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_met.set()
+        writer.close()
+
+    async with (
+        await asyncio.start_unix_server(take, tmp_path / "state.sock"),
+        service("worker", nats_server, **worker(tmp_path)) as process,
+    ):
+        await is_met.wait()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+
+
+async def test_scheduler_told_to_stop_ends_though_the_server_is_gone_while_it_restores(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """From so many chunks that the server goes in between."""
+    fields = msgspec.msgpack.decode(Core().snapshot())
+    fields["unknown"] = os.urandom(2_000_000)
+    await Snapshots(bus, chunk_bytes=1_000).save(0, msgspec.msgpack.encode(fields), is_final=False)
+    # Nor does it end as one that loses its lease.
+    ttl = {"PHASELOOM_SCHEDULER_LEASE_TTL_S": "60"}
+    async with service("scheduler", nats_server, **ttl) as process:
+        async for change in bus.kv_watch(Bucket.LEASES, scheduler_lease_key()):
+            if change.stored is not None:
+                break
+        await nats_server.kill()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
