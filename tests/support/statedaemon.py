@@ -338,16 +338,21 @@ def is_empty(report: StatusReport) -> bool:
 
 
 async def emptied(daemon: Daemon) -> None:
-    """Every rank leaves and every job ends; returns once nothing is held, in memory and on disk."""
+    """Every rank leaves and every job ends; returns once nothing is held, in memory and on disk.
+
+    The daemon is told what the scheduler tells a node: which versions are released, and to forget
+    what has lived or is sealed there. A policy of another node is not named to it.
+    """
     report = await daemon.agent.status()
     keys = {state.deployment for state in report.deployments}
+    for rank in daemon.ranks:
+        await rank.close()
+    daemon.ranks.clear()
+    await daemon.agent.drop_versions(sorted({key.whole for key in report.versions}))
     keys |= {
         DeploymentKey(*path.relative_to(daemon.files).parts[:3])
         for path in daemon.files.glob("[!.]*/*/*/*")
     }
-    for rank in daemon.ranks:
-        await rank.close()
-    daemon.ranks.clear()
     for key in keys:
         await daemon.agent.drop_wpg(key, 2**31, forget=True)
     try:
