@@ -118,7 +118,9 @@ async def send(client: Client, where: OperationKey, operation: Operation) -> Non
 async def queued(bus: Bus, num: int) -> list[QueuedOperation]:
     """The first operations in the decision log."""
     found: list[QueuedOperation] = []
-    async with asyncio.timeout(20), aclosing(bus.read_log()) as entries:
+    # What a killed replica had is delivered again after its time to acknowledge, more than once
+    # where the next one has to wait for what comes before.
+    async with asyncio.timeout(60), aclosing(bus.read_log()) as entries:
         async for entry in entries:
             if isinstance(entry.event, SessionOpened):
                 continue
