@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import pytest
 
@@ -199,7 +199,31 @@ async def test_operations_survive_a_restart_of_the_server(
 
 @pytest.mark.usefixtures("leader")
 async def test_missed_completion_is_asked_for(nats_server: EmbeddedServer, bus: Bus) -> None:
-    """An outbox that nobody subscribed for hears of nothing by itself."""
+    async with deaf_outbox(nats_server, bus) as (outbox, parts), asyncio.timeout(20):
+        while not all(part.outcome.done() for part in parts):
+            outbox.reconnected()
+            await asyncio.wait([part.outcome for part in parts], timeout=0.1)
+    assert all(isinstance(part.outcome.result(), OptimStepResult) for part in parts)
+
+
+@pytest.mark.usefixtures("leader")
+async def test_a_session_that_ends_learns_how_its_operations_ended(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    """They have ended, and nobody has told it yet."""
+    async with deaf_outbox(nats_server, bus) as (outbox, parts), asyncio.timeout(20):
+        while not all(part.is_stored for part in parts):
+            await asyncio.wait([part.outcome for part in parts], timeout=0.1)
+        await outbox.settle()
+        outbox.end(ResourceError("over"))
+    assert all(isinstance(part.outcome.result(), OptimStepResult) for part in parts)
+
+
+@asynccontextmanager
+async def deaf_outbox(
+    nats_server: EmbeddedServer, bus: Bus
+) -> AsyncIterator[tuple[Outbox, list[Part]]]:
+    """With three operations. Nobody subscribed for it: it hears of nothing by itself."""
     credentials = nats_server.credentials
     client = await connect_to_nats(
         credentials.url,
@@ -220,13 +244,9 @@ async def test_missed_completion_is_asked_for(nats_server: EmbeddedServer, bus: 
             parts.append(Part(key, operation.id, "optim_step", encode(operation)))
             outbox.submit(parts[-1])
         watch = group.create_task(outbox.watch())
-        async with asyncio.timeout(20):
-            while not all(part.outcome.done() for part in parts):
-                outbox.reconnected()
-                await asyncio.wait([part.outcome for part in parts], timeout=0.1)
+        yield outbox, parts
         outbox.end(ResourceError("done"))
         await watch
-    assert all(isinstance(part.outcome.result(), OptimStepResult) for part in parts)
     await client.close()
 
 

@@ -119,6 +119,7 @@ class MeshJob(Job):
         No new ones are taken meanwhile. Await first what must not be refused.
         """
         await self._mesh.drain(self.name)
+        await self._outbox.settle()
         self._outbox.end(ResourceError(f"job {self.name} is drained", code=Code.ABORTED))
 
     async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
@@ -367,6 +368,8 @@ class Mesh:
                 )
                 pause_s = kept.within_s / _BEATS_PER_LEASE
             except PhaseloomError as error:
+                if error.info.code is Code.FAILED_PRECONDITION:  # the job is over
+                    await outbox.settle()
                 if error.info.code in (Code.ABORTED, Code.FAILED_PRECONDITION):
                     return outbox.end(error)
                 log.info("no heartbeat of job %s got through: %s", beat.job, error)

@@ -363,6 +363,20 @@ class Outbox:
                     )
                 )
 
+    async def settle(self) -> None:
+        """Learn how everything that the mesh has of this session ended, once all of it has: the
+        outcomes may be on their way still when the job is told to be over."""
+        deadline = time.monotonic() + self._patience_s
+        for part in [part for part in self._open.values() if part.is_stored]:
+            pause_s = _FIRST_PAUSE_S
+            while not part.outcome.done() and time.monotonic() < deadline:
+                try:
+                    await self._look_up(part)
+                except ResourceError as error:
+                    log.info("the outcome of %s is asked for again: %s", part.key, error)
+                await asyncio.wait([part.outcome], timeout=pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
     async def _check_deployment(self, name: str, min_age_s: float) -> None:
         """In order of submission, up to the first that still runs: later ones end later."""
         oldest = time.monotonic() - min_age_s
