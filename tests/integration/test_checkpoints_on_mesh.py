@@ -56,6 +56,16 @@ async def test_checkpoints_are_the_same_whoever_is_killed_while_they_are_written
         assert log.failures() == []
 
 
+async def test_a_later_run_loads_what_an_earlier_one_saved(short_dir: Path) -> None:
+    config = MeshConfig(nodes=NODES, checkpoint_root=str(short_dir / "kept"))
+    async with running_mesh(config, short_dir / "first") as (mesh, _), tenant(mesh) as connection:
+        saved = [(await save).weights_sha256 for save in await begin(connection, "calm")]
+    async with running_mesh(config, short_dir / "second") as (mesh, _), tenant(mesh) as connection:
+        policy = (await connection.submit_job("calm", [policy_spec()])).deployment("policy")
+        for number, digest in enumerate(saved):
+            assert (await policy.load_state(f"after{number}")).weights_sha256 == digest
+
+
 def kill(mesh: Mesh, what: str) -> None:
     match what:
         case "rank":

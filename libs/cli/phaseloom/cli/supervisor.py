@@ -127,6 +127,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """Of each tenant's operation stream; when it is full, publishing is refused."""
     tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """By tenant: `max_operations`, `max_bytes`, `rate` and `burst` as its router is to bound it."""
+    checkpoint_root: str = ""
+    """Directory of checkpoints that later runs load, too; "": one in the run's own directory."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -229,6 +231,7 @@ def _node(
     node: NodeConfig, config: MeshConfig, run_dir: Path, sockets: Path, secret: str
 ) -> list[ChildSpec]:
     socket = sockets / f"{node.name}.sock"
+    checkpoints = Path(config.checkpoint_root or run_dir / "checkpoints").absolute()
     state = {
         "NODE": node.name,
         "SOCKET": socket,
@@ -239,7 +242,7 @@ def _node(
         "FROZEN_BASES": config.frozen_bases,
         "DEVICES": node.devices,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
-        "CHECKPOINT_ROOT": run_dir / "checkpoints",
+        "CHECKPOINT_ROOT": checkpoints,
     }
     worker = {
         "NODE": node.name,
@@ -413,7 +416,7 @@ class Mesh:
 
     async def __aenter__(self) -> Mesh:
         async with AsyncExitStack() as stack:
-            for name in ("logs", "spans", "nodes", "checkpoints"):
+            for name in ("logs", "spans", "nodes"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
             sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
