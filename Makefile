@@ -24,9 +24,9 @@ demo: $(VENV)/.demo
 up: $(VENV)/.demo
 	$(BIN)/phaseloom up $(ARGS)
 
-## test: everything that takes minutes at most; ARGS goes to pytest
+## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 ## test-slow: what takes longer
 test-slow: $(VENV)/.test

@@ -53,6 +53,7 @@ async def test_checkpoints_are_the_same_whoever_is_killed_while_they_are_written
 
         for job in ("rank", "agent", "daemon", "scheduler"):
             assert await disturbed(job) == expected, job
+        await log.caught_up()
         assert log.failures() == []
 
 

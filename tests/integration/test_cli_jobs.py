@@ -51,7 +51,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
             drained = await asyncio.to_thread(shown, drain, "demo.other", run=run)
             # The word that its operation has ended may still be on its way to the scheduler.
             assert drained.startswith(("demo.other: done", "demo.other: draining"))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await other.status()).state != "done":
                     await asyncio.sleep(0.01)
             cancelled = await asyncio.to_thread(shown, cancel, "demo.mine", run=run)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from phaseloom.common import natsserver
 from phaseloom.common.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.streams import MAX_PAYLOAD_BYTES
 from tests.support.jobs import Reports, no_barrier, oracle, short
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 TASK = "chain_sum"
@@ -50,14 +50,6 @@ def instruction(dockerfile: Path, name: str) -> str:
     """The last instruction of this name, its lines joined."""
     text = dockerfile.read_text().replace("\\\n", " ")
     return [line for line in text.splitlines() if line.startswith(f"{name} ")][-1][len(name) + 1 :]
-
-
-def free_port() -> int:
-    """One that no connection is given meanwhile: they come from 32768 on."""
-    while True:
-        port = secrets.choice(range(10_000, 32_000))
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 class Containers:

@@ -180,7 +180,7 @@ async def test_copy_of_a_reading_operation_that_is_done_runs_no_second_time(
     async with running_job(mesh, "again") as job:
         await wire.send("again.sampler.1", operation(job, GENERATE, "first"))
         assert (await wire.outcome("again.sampler.1")).id == "first"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "error" in await wire.send("again.sampler.1", operation(job, GENERATE, "second")):
                 pass  # until the first one's payload is deleted
         await wire.send("again.sampler.2", operation(job, GENERATE))
@@ -299,7 +299,7 @@ async def test_tenant_reaches_nothing_of_another(mesh: Mesh, wire: Wire, log: Lo
 
 
 async def soon(queue: asyncio.Queue[str]) -> str:
-    return await asyncio.wait_for(queue.get(), 10)
+    return await asyncio.wait_for(queue.get(), 60)
 
 
 # --- what the documentation shows ----------------------------------------------------------------

@@ -30,6 +30,7 @@ async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
         assert sum(map(_rss_bytes, _service_pids(mesh))) < IDLE_LIMIT_BYTES
         task = TASKS[0]
         assert await run_job(mesh, task, short(task, STEPS), "alone") == expected[task]
+        await log.caught_up()
         assert not _switches(log.events, lambda job: job == "alone")
 
         # They begin and end GRPO together, or one might be done before the other needs a device.
@@ -42,6 +43,7 @@ async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
             *(run_job(mesh, t, short(t, STEPS), barrier=meet) for t in TASKS)
         )
         assert dict(zip(TASKS, shared, strict=True)) == expected
+        await log.caught_up()
         for task in TASKS:
             policy = _switches(log.events, lambda job, task=task: job == task)  # type: ignore[misc]
             assert len(policy) >= STEPS, f"{task} hardly ever displaced the other job"

@@ -57,6 +57,7 @@ async def test_job_of_two_ranks_learns_what_one_of_one_does_also_after_a_kill(
         assert got[0] == pytest.approx(expected, rel=1e-3)
         # In one layout it is the same to the bit, whatever dies.
         assert await train(connection, "killed", Layout(dp=2), kill_in=mesh) == got
+        await log.caught_up()
         starts = [e for e in log.events if isinstance(e, WpgStarted)]
         of_two = [s for s in starts if str(s.deployment) == "demo.two.policy"]
         assert [sorted(s.devices) for s in of_two] == [[0, 1]]

@@ -73,7 +73,7 @@ async def test_slo_that_cannot_be_kept_is_refused_in_numbers_or_waited_for(
 
             submitting = connection.submit_job("patient", NOOP, slo=1.2, cycle=BALANCED)
             waiting = asyncio.create_task(submitting)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await has_no_place(connection.status("patient")):
                     await asyncio.sleep(0.02)
             told = await asyncio.to_thread(explained, mesh, "patient")
@@ -162,8 +162,9 @@ async def test_cold_jobs_share_one_node_a_pool_under_every_policy(
             jobs = Together()
             await jobs.run(mesh, {task: (task, short(task, STEPS)) for task in TASKS})
             assert jobs.weights == expected
-            assert any(map(is_change_of_jobs, log.events))
+        await log.caught_up()
         assert log.failures() == []
+        assert place in ALONE or any(map(is_change_of_jobs, log.events))
 
 
 def is_change_of_jobs(event: Event) -> bool:
@@ -201,6 +202,7 @@ async def test_four_jobs_share_two_nodes_of_each_pool(
     async with running_mesh(config, short_dir) as (mesh, log):
         jobs = Together()
         await jobs.run(mesh, FOUR)
+        await log.caught_up()
         assert log.failures() == []
         opened = [event for event in log.events if isinstance(event, ActivationOpened)]
 

@@ -102,7 +102,7 @@ async def ask(
 
 async def until_empty(bus: Bus, node: str) -> None:
     """Whoever answers meanwhile."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             with contextlib.suppress(ResourceError):
                 if not (await ask(bus, "status", node, timeout_s=5)).deployments:
@@ -149,7 +149,7 @@ async def test_node_is_drained_in_the_middle_of_a_run_and_the_weights_are_the_sa
             out = StringIO()
             console = Console(file=out, width=200)
             settings = mesh.credentials.bus
-            assert await nodes.drain(settings, DrainNode(home), 60.0, console) == 0
+            assert await nodes.drain(settings, DrainNode(home), 120.0, console) == 0
             assert f"moves to {OTHER[home]}" in out.getvalue()
             assert f"{home}: nothing is on it" in out.getvalue()
             assert (await ask(bus, "status", home)).is_draining
@@ -163,6 +163,7 @@ async def test_node_is_drained_in_the_middle_of_a_run_and_the_weights_are_the_sa
             assert home in refused.value.info.remedy
             gates.lift("end")
         assert job.result() == expected
+        await log.caught_up()
         assert homes(log) == [home, OTHER[home]]
         assert log.starts(POLICY)[-1].applied > 0, "it began with its seal"
         mirrors = [e for e in log.events if isinstance(e, StateMirrored)]
@@ -179,6 +180,7 @@ async def test_whoever_is_killed_on_the_way_it_arrives_with_the_same_weights(
         async with asyncio.TaskGroup() as group:
             job = group.create_task(run_job(mesh, A, SETTINGS, barrier=gates))
             await gates.reached("start")
+            await log.caught_up()
             (home,) = set(homes(log))
             other = OTHER[home]
             await ask(bus, "drain", home)
@@ -201,6 +203,7 @@ async def test_whoever_is_killed_on_the_way_it_arrives_with_the_same_weights(
             await until_empty(bus, home)
             gates.lift("end")
         assert job.result() == expected
+        await log.caught_up()
         assert homes(log)[0] == home
         assert homes(log)[-1] == other
         assert log.failures() == []
@@ -220,6 +223,7 @@ async def test_lost_node_costs_a_remote_job_nothing(expected: str, short_dir: Pa
             mesh.lose(home)
             gates.lift("end")
         assert job.result() == expected
+        await log.caught_up()
         assert homes(log) == [home, OTHER[home]]
         assert log.starts(POLICY)[-1].applied > 0
         assert log.failures() == []
@@ -228,9 +232,8 @@ async def test_lost_node_costs_a_remote_job_nothing(expected: str, short_dir: Pa
 async def test_job_whose_seal_is_gone_with_its_node_fails_as_a_whole(short_dir: Path) -> None:
     """Its seals are on that one node's disk, and it has no checkpoint to fall back to."""
     async with running(short_dir, node_grace_s=0.1) as (mesh, log, bus):
-        gates = Gates()
-        gates.lift("start")
-        job = asyncio.create_task(run_job(mesh, A, SETTINGS, barrier=gates))
+        endless = short(A, 1000)  # whenever its first seal is there, it is in the middle
+        job = asyncio.create_task(run_job(mesh, A, endless))
         await log.until(lambda e: isinstance(e, SealCommitted))
         (home,) = set(homes(log))
         mesh.lose(home)
@@ -263,6 +266,7 @@ async def test_host_seals_outlive_ranks_and_daemons_and_touch_no_disk(
             assert sealed_on_disk(short_dir) == []
             gates.lift("end")
         assert job.result() == expected
+        await log.caught_up()
         assert log.starts(POLICY)[-1].applied > 0
         assert log.failures() == []
 
@@ -311,6 +315,7 @@ async def test_job_that_the_scheduler_repacks_ends_with_the_same_weights(short_d
         for policy in policies.values():
             await learn(policy, steps[2])
             assert (await policy.save_state("end")).weights_sha256 == expected
+        await log.caught_up()
         assert log.starts(f"{move.job.job}.policy")[1].applied > 0, "it began with its seal"
         assert len(log.starts(f"{other}.policy")) == 1
         assert log.failures() == []

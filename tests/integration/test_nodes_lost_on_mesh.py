@@ -168,6 +168,7 @@ async def test_checkpoint_that_one_node_cannot_read_is_loaded_on_none(world: Wor
         root.symlink_to(shared)
         assert await weights(job, f"after-{node}") == second
     assert (await policy.load_state("first")).weights_sha256 == first
+    await world.log.caught_up()
     assert len(world.log.starts("apart.policy")) == 4, "two lives of two parts"
     await job.finish()
 
@@ -181,6 +182,7 @@ async def test_remote_part_goes_on_from_its_copy(world: World) -> None:
     await world.lose(lost)
     await learn(job, range(HALF, STEPS))
     assert await weights(job, "end") == world.expected
+    await world.log.caught_up()
     assert stayed in world.homes("remote")
     assert lost not in world.homes("remote")
     assert min(life.applied for life in world.log.starts("remote.policy")[-2:]) > 0
@@ -205,6 +207,7 @@ async def test_job_falls_back_to_its_checkpoint_where_a_part_is_lost(world: Worl
     assert await weights(again, "begun") == saved
     await learn(again, range(HALF, STEPS))
     assert await weights(again, "end") == world.expected
+    await world.log.caught_up()
     assert stayed in world.homes("back")
     assert lost not in world.homes("back")
     await again.finish()

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common import config as configuration
 from phaseloom.common.api import call_node_api
 from phaseloom.common.bus import Bus
 from phaseloom.common.errors import ResourceError
@@ -112,7 +113,12 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world() -> AsyncIterator[World]:
-    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="pl-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # A slow machine, where the bus is away for longer, costs no life either.
+        patch.setenv(f"{configuration.PREFIX}WORKER_LEASE_TTL_S", "6")
         async with running_mesh(MESH, Path(directory)) as (mesh, log), tenant(mesh) as connection:
             job = await connection.submit_job("one", specs(1))
             expected = await learn(job)
@@ -124,6 +130,7 @@ async def test_job_over_two_nodes_learns_the_same_bits_as_on_one(world: World) -
     job = await world.tenant.submit_job("two", specs(2))
     assert await learn(job) == world.expected
     await job.finish()
+    await world.log.caught_up()
     starts = world.log.starts("two.policy")
     assert sorted((str(s.node), s.devices) for s in starts) == [(name, [0]) for name in TRAIN]
     for node in TRAIN:
@@ -166,6 +173,7 @@ async def test_killed_part_costs_a_life_and_no_bit(world: World, who: str) -> No
     learned = await learn(job, lambda: KILLS[who](world.mesh, who), world.log)
     assert learned == world.expected
     await job.finish()
+    await world.log.caught_up()
     lives = world.log.starts(f"{who}.policy")
     assert len(lives) == 4, "two lives of two parts"
     assert len({life.applied for life in lives[2:]}) == 1
@@ -179,6 +187,7 @@ async def test_killed_state_manager_costs_no_life(world: World, node: str) -> No
     kill = of_services(f"statemgr-{node}")
     assert await learn(job, lambda: kill(world.mesh, ""), world.log) == world.expected
     await job.finish()
+    await world.log.caught_up()
     assert len(world.log.starts(f"state-{node}.policy")) == 2
     assert world.failures(job.name) == []
 
@@ -198,6 +207,7 @@ async def test_rank_that_is_killed_in_a_collective_takes_its_life_with_it(world:
     os.kill(pid, signal.SIGKILL)
     assert (await second).metrics["loss:sum"] < first.metrics["loss:sum"]
     await job.finish()
+    await world.log.caught_up()
     assert len(world.log.starts("amid.policy")) == 4
     assert world.failures(job.name) == []
 
@@ -216,6 +226,7 @@ async def test_agent_that_is_silent_ends_the_life_on_both_nodes(world: World) ->
         world.mesh.kill(f"worker-{TRAIN[1]}", signal.SIGCONT)
     assert learning.result() == world.expected
     await job.finish()
+    await world.log.caught_up()
     assert len(world.log.starts("silent.policy")) == 4
     assert world.failures(job.name) == []
 
@@ -232,6 +243,7 @@ async def test_restart_of_the_bus_costs_no_life(world: World) -> None:
 
     assert await learn(job, restart, world.log) == world.expected
     await job.finish()
+    await world.log.caught_up()
     assert len(world.log.starts("bus.policy")) == 2
 
 
@@ -296,6 +308,7 @@ async def test_checkpoint_of_two_nodes_is_that_of_one(world: World) -> None:
         assert {path.name for path in left} == {"early", "later", "again"}
         await job.finish()
     assert shas[0] == shas[1]
+    await world.log.caught_up()
     assert world.failures(job.name) == []
 
 
@@ -320,6 +333,7 @@ async def test_part_goes_to_another_node_and_learns_the_same(world: World, left:
         await bus.close()
     assert learning.result() == world.expected
     await job.finish()
+    await world.log.caught_up()
     stayed = next(node for node in TRAIN if node != left)
     last = world.log.starts(f"{name}.policy")[-2:]
     assert {str(life.node) for life in last} == {stayed, SPARE}

@@ -249,7 +249,7 @@ async def _scraped_after_all(mesh: Mesh) -> dict[str, Samples]:
 
 
 async def _until(is_met: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await is_met():
             await asyncio.sleep(0.05)
 

@@ -40,10 +40,12 @@ from phaseloom.common.messages import (
     SealCommitted,
     SubmitJob,
     SyncWeights,
+    WpgStarted,
 )
 from tests.support.jobs import (
     NOOP,
     TASKS,
+    TENANT,
     Log,
     Wire,
     kill_rank,
@@ -62,7 +64,16 @@ A, B = TASKS
 
 
 async def both_jobs(mesh: Mesh) -> dict[str, str]:
-    shas = await asyncio.gather(*(run_job(mesh, task, short(task, STEPS)) for task in TASKS))
+    """They end GRPO together: who is ahead has its processes still, and needs them again."""
+    both = asyncio.Barrier(len(TASKS))
+
+    async def meet(where: str) -> None:
+        if where == "end":
+            await both.wait()
+
+    shas = await asyncio.gather(
+        *(run_job(mesh, task, short(task, STEPS), barrier=meet) for task in TASKS)
+    )
     return dict(zip(TASKS, shas, strict=True))
 
 
@@ -74,11 +85,13 @@ async def test_killed_ranks_start_again_from_seeds_where_nothing_is_sealed(
             job = group.create_task(run_job(mesh, A, short(A, STEPS)))
             await log.until_finished(f"{A}.policy.4")
             kill_rank(mesh, f"{A}.policy")
+            await until_alive_again(log, f"{A}.policy")
             await log.until_finished(f"{A}.policy.{policy_seq(2, 1)}")
             kill_rank(mesh, f"{A}.policy")
             await log.until_finished(f"{A}.reference.3")
             kill_rank(mesh, f"{A}.reference")
         assert job.result() == expected[A]
+        await log.caught_up()
         assert [life.applied for life in log.starts(f"{A}.policy")] == [0, 0, 0]
         assert len(log.starts(f"{A}.reference")) == 2
         assert log.failures() == []
@@ -105,6 +118,7 @@ async def test_whatever_is_killed_two_jobs_end_with_the_same_weights(
             mesh.kill("profiler")
             kill_rank(mesh, f"{B}.policy")
         assert jobs.result() == expected
+        await log.caught_up()
         lives = [life.applied for life in log.starts(f"{A}.policy")]
         assert lives[0] == 0
         assert lives[1] > 0, "not started from its seal"
@@ -129,10 +143,19 @@ async def test_nodes_that_lose_their_daemons_come_back_with_what_they_held(
             await log.until_finished(f"{A}.policy.{policy_seq(5, 2)}")
             mesh.kill("nats")
         assert jobs.result() == expected
+        await log.caught_up()
         nodes = [str(event.node) for event in log.events if isinstance(event, NodeUp)]
         assert nodes.count("train-0") == 2
         assert nodes.count("rollout-0") == 1
         assert log.failures() == []
+
+
+async def until_alive_again(log: Log, deployment: str) -> None:
+    """In its second life; operations that finished may have done so in its first."""
+    key = f"{TENANT}.{deployment}"
+    await log.until(
+        lambda e: isinstance(e, WpgStarted) and str(e.deployment) == key and e.incarnation > 1
+    )
 
 
 async def until_sealed(log: Log, job: str) -> None:
@@ -152,6 +175,7 @@ async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir
         synced = sampler.sync_weights(published)
         assert (await synced).digest == digest
         await sampler.generate([client.Prompt([1])], client.SamplingParams(1))
+        await log.caught_up()
         assert log.failures() == []
 
 
@@ -242,6 +266,8 @@ async def test_each_operation_of_a_batch_counts_once_whoever_is_killed_in_its_mi
         assert await end_batch(wire, "agent") == expected
 
         for job in ("calm", "rank", "agent"):
-            await log.until_finished(f"{job}.policy.6")
+            for seq in range(1, LAST + 1):
+                await log.until_finished(f"{job}.sampler.{seq}")
+            await log.caught_up()
             ended = log.finished(f"{job}.sampler")
             assert sorted(ended) == [*range(1, LAST + 1)], "not once each"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.client import AdamParams, DeploymentSpec, ModelSpec
+from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
 from phaseloom.common.bus import Bus
 from phaseloom.common.codec import decode
 from phaseloom.common.ids import JobKey, NodeId
@@ -53,6 +53,13 @@ async def predict(bus: Bus, log: Log, job: str, *deployments: str) -> None:
     await log.until(lambda event: event == trace)
 
 
+async def take_step(deployment: Deployment, log: Log) -> None:
+    """Returns when the log has its end, too: only what is queued after it tells what follows it."""
+    step = deployment.optim_step(AdamParams(1e-3))
+    await step
+    await log.until_finished(step.key.removeprefix(f"{TENANT}."))
+
+
 async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
     short_dir: Path,
 ) -> None:
@@ -71,13 +78,13 @@ async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
             other = (await t.submit_job("other", [spec("policy")])).deployment("policy")
             policy, critic = two.deployment("policy"), two.deployment("critic")
             await predict(bus, log, "two", "policy", "critic")
-            for deployment in (policy, critic, policy, critic, policy, other):
-                await deployment.optim_step(AdamParams(1e-3))
-            await critic.optim_step(AdamParams(1e-3))
+            for deployment in (policy, critic, policy, critic, policy, other, critic):
+                await take_step(deployment, log)
             async with asyncio.timeout(60):
                 while await on_nvme(bus) != {"other.policy"}:
                     pass
             await policy.optim_step(AdamParams(1e-3))
+            await log.caught_up()
             assert log.failures() == []
         finally:
             mesh.kill("profiler", signal.SIGCONT)

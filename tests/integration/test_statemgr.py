@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -52,10 +53,12 @@ from tests.support.statedaemon import (
     Rank,
     child,
     daemon,
+    flip_in_memory,
     greeted,
     is_empty,
     memory_of,
     names,
+    sent,
     start,
 )
 from tests.support.staterank import slots_of
@@ -161,7 +164,7 @@ async def test_older_incarnation_is_fenced_when_a_newer_registers(short_dir: Pat
         old = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
         await start(d, POLICY, incarnation=2)
-        await asyncio.wait_for(old.client.closed, 10)
+        await asyncio.wait_for(old.client.closed, 60)
         with pytest.raises(ResourceError, match=r"incarnation 1 .* is fenced"):
             await d.agent.switch_in(POLICY, 1, 2, [])
         with pytest.raises(ResourceError, match="fenced"):
@@ -181,11 +184,12 @@ async def test_switch_fails_and_accounting_is_right_when_the_displaced_rank_is_k
         async with child(d, POLICY, 2 * MiB) as victim:
             await d.agent.switch_in(POLICY, 1, 1, [])
             victim.process.send_signal(signal.SIGSTOP)
-            switch = asyncio.create_task(d.agent.switch_in(OTHER, 1, 2, [POLICY]))
+            switch = await sent(d.agent.switch_in(OTHER, 1, 2, [POLICY]))
             # Answered after the switch has begun, for the daemon starts requests in order.
             assert (await d.agent.status()).device_used_bytes == [2 * MiB]
             victim.process.kill()
-            with pytest.raises(ResourceError, match="lost during CopyOut"):
+            # Whether or not its order to copy had been sent.
+            with pytest.raises(ResourceError, match="lost"):
                 await switch
         status = await d.agent.status()
         assert status.device_used_bytes == [0]
@@ -239,7 +243,7 @@ async def test_switch_fails_when_the_rank_keeps_device_memory_or_loads_something
         await d.agent.switch_in(OTHER, 1, 3, [POLICY])
         with pytest.raises(ResourceError, match="loaded a wrong copy"):
             await d.agent.switch_in(POLICY, 1, 4, [OTHER])
-        await asyncio.wait_for(liar.peer.closed, 10)
+        await asyncio.wait_for(liar.peer.closed, 60)
         assert (await d.agent.status()).device_used_bytes == [2 * MiB]
 
 
@@ -273,10 +277,10 @@ async def _fake_rank(
 async def test_rank_that_never_answers_is_cut_off_after_the_timeout(short_dir: Path) -> None:
     async with daemon(short_dir, TRANSFER_TIMEOUT_S="0.3") as d:
         async with child(d, POLICY, MiB) as hung:
-            await d.agent.switch_in(POLICY, 1, 1, [])
+            # Before it is asked for anything: so short a time may be too short for who is well.
             hung.process.send_signal(signal.SIGSTOP)
             with pytest.raises(ResourceError) as caught:
-                await d.agent.switch_out(POLICY, 1, 1)
+                await d.agent.switch_in(POLICY, 1, 1, [])
             assert caught.value.info.code is Code.DEADLINE_EXCEEDED
         assert (await d.agent.status()).deployments == []
 
@@ -285,8 +289,7 @@ async def test_dropping_a_hung_rank_ends_the_switch_that_waits_for_it(short_dir:
     async with daemon(short_dir) as d, child(d, POLICY, MiB) as hung:
         await d.agent.switch_in(POLICY, 1, 1, [])
         hung.process.send_signal(signal.SIGSTOP)
-        switch = asyncio.create_task(d.agent.switch_out(POLICY, 1, 1))
-        await d.agent.status()
+        switch = await sent(d.agent.switch_out(POLICY, 1, 1))
         await d.agent.drop_wpg(POLICY, 1)
         with pytest.raises(ResourceError, match="lost"):
             await switch
@@ -399,7 +402,7 @@ async def test_offload_waits_until_the_seal_is_written(short_dir: Path) -> None:
         sealed_content = rank.run(1)
         await d.agent.prepare_seal(POLICY, 1, 1)
         new_content = rank.run(2)
-        offload = asyncio.create_task(d.agent.switch_out(POLICY, 1, 2))
+        offload = await sent(d.agent.switch_out(POLICY, 1, 2))
         for _ in range(20):  # each a full round trip through the daemon
             assert (await d.agent.status()).device_used_bytes == [MiB]
         assert not offload.done()
@@ -896,8 +899,8 @@ async def test_socket_of_a_killed_daemon_is_taken_over(short_dir: Path) -> None:
     async with daemon(short_dir, reconnect_s=0.1) as d:
         rank = await start(d, POLICY, reconnect_s=0.1)
         await d.kill()
-        await asyncio.wait_for(rank.client.closed, 10)
-        await asyncio.wait_for(d.agent.closed, 10)
+        await asyncio.wait_for(rank.client.closed, 60)
+        await asyncio.wait_for(d.agent.closed, 60)
         with pytest.raises(ResourceError):
             await d.agent.status()
     async with daemon(short_dir) as d:
@@ -907,26 +910,13 @@ async def test_socket_of_a_killed_daemon_is_taken_over(short_dir: Path) -> None:
 # --- memory that goes bad ---
 
 
-def _flip_bit_in_host_memory(d: Daemon, what: str) -> None:
-    """As a stray write through some process's mapping would."""
-    for entry in os.listdir(f"/proc/{d.process.pid}/fd"):
-        path = f"/proc/{d.process.pid}/fd/{entry}"
-        if os.readlink(path).startswith(f"/memfd:phaseloom: {what}"):
-            fd = os.open(path, os.O_RDWR)
-            byte = os.pread(fd, 1, 100)[0]
-            os.pwrite(fd, bytes([byte ^ 1]), 100)
-            os.close(fd)
-            return
-    raise AssertionError(f"no extent for {what}")
-
-
 async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_dir: Path) -> None:
     """Its life is over, so that it is rebuilt: no later load of it could succeed."""
     async with daemon(short_dir, devices=[MiB]) as d:
         first, second = await start(d, POLICY), await start(d, OTHER)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = first.run(1)
-        _flip_bit_in_host_memory(d, f"the host copy of {OTHER}")
+        flip_in_memory(d.process.pid, f"the host copy of {OTHER}")
         with pytest.raises(ResourceError) as caught:
             await d.agent.switch_in(OTHER, 1, 2, [POLICY])
         assert caught.value.info.code is Code.DATA_LOSS
@@ -934,7 +924,7 @@ async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_di
         assert caught.value.info.remedy
         assert second.heap.resident_bytes() == 0
         assert first.digest() == content
-        await asyncio.wait_for(second.client.closed, 20)
+        await asyncio.wait_for(second.client.closed, 60)
         status = await d.agent.status()
         assert (status.device_used_bytes, status.host_used_bytes) == ([MiB], MiB)
 
@@ -946,7 +936,7 @@ async def test_bit_that_flips_after_an_offload_is_never_loaded(short_dir: Path) 
         rank.run(1)
         await d.agent.switch_out(POLICY, 1, 1)
         await d.digested()
-        _flip_bit_in_host_memory(d, f"the host copy of {POLICY}")
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError) as caught:
             await d.agent.switch_in(POLICY, 1, 2, [])
         assert caught.value.info.code is Code.DATA_LOSS
@@ -974,7 +964,7 @@ async def test_switch_back_at_once_waits_for_the_digest_and_brings_the_same_byte
 async def test_bad_host_copy_is_never_sealed(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         await start(d, POLICY)
-        _flip_bit_in_host_memory(d, f"the host copy of {POLICY}")
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         await d.agent.prepare_seal(POLICY, 1, 0)
         with pytest.raises(ResourceError) as caught:
             await d.agent.write_seal(POLICY, 1, 0, [])
@@ -988,13 +978,13 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         before = sampler.digest()
         key = VersionKey(POLICY, 2)
         await policy.client.versions.create(key, _weights(policy.slots))
-        _flip_bit_in_host_memory(d, f"version {key}")
+        flip_in_memory(d.process.pid, f"version {key}")
         with pytest.raises(ResourceError) as caught:
             await load_version(sampler.client, key, [], sampler.slots)
         # No seal has it: its policy, whose life is over, makes it again.
         assert caught.value.info.code is Code.UNAVAILABLE
         assert sampler.digest() == before
-        await asyncio.wait_for(policy.client.closed, 20)
+        await asyncio.wait_for(policy.client.closed, 60)
         assert names(d) == []
 
 
@@ -1027,23 +1017,36 @@ async def test_load_that_the_backend_cannot_take_gives_its_memory_back(short_dir
 
 
 async def test_event_loop_of_a_rank_goes_on_while_it_copies(short_dir: Path) -> None:
-    """Heartbeats, progress and cancellation must not wait for 256 MiB."""
+    """Heartbeats, progress and cancellation must not wait for 256 MiB, nor for who stands still."""
     size = 256 * MiB
     async with daemon(short_dir, devices=[size], host_bytes=size) as d:
-        await start(d, POLICY, size)
-        switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 1, []))
-        ticks = 0
-        while not switch.done():
-            await asyncio.sleep(0.001)
-            ticks += 1
-        await switch
-        assert ticks > 5
+        rank = await start(d, POLICY, size)
+        looking = threading.Event()
+        looked: list[bool] = []
+
+        def copied() -> None:
+            looked.append(looking.wait(60))
+
+        rank.on_loaded = copied
+        is_seen_in_part = False
+        async with asyncio.timeout(60):
+            while not is_seen_in_part:
+                looking.clear()
+                switch = await sent(d.agent.switch_in(POLICY, 1, 1, []))
+                while (there := rank.heap.resident_bytes()) < size:
+                    is_seen_in_part |= there > 0
+                    await asyncio.sleep(0)
+                assert not switch.done()
+                looking.set()
+                await switch
+                await d.agent.switch_out(POLICY, 1, 1)
+        assert all(looked)
 
 
 async def test_fetch_goes_to_the_next_source_when_one_is_silent(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
-        daemon(short_dir / "b", PEER_TIMEOUT_S="0.3") as rollout,
+        daemon(short_dir / "b", PEER_TIMEOUT_S="4") as rollout,
     ):
         policy, sampler = await _publishing(train), await _sampling(rollout)
         key = VersionKey(POLICY, 2)
@@ -1085,7 +1088,7 @@ async def test_switches_of_two_devices_do_not_wait_for_each_other(short_dir: Pat
     async with daemon(short_dir, devices=[MiB, MiB]) as d, child(d, POLICY, MiB) as hung:
         await start(d, OTHER, device=1)
         hung.process.send_signal(signal.SIGSTOP)
-        waiting = asyncio.create_task(d.agent.switch_in(POLICY, 1, 1, []))
+        waiting = await sent(d.agent.switch_in(POLICY, 1, 1, []))
         await d.agent.switch_in(OTHER, 1, 2, [])
         assert not waiting.done()
         hung.process.send_signal(signal.SIGCONT)

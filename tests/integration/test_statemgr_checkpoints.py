@@ -378,7 +378,7 @@ async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_d
         await rank.client.cut_state("op", "c", 1)
         rank.run(2)
         writing = asyncio.create_task(rank.client.write_checkpoint("op", "c", CONFIG, 0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not left_over(d) and not place(d, "c").exists():
                 await asyncio.sleep(0)
         await d.relaunch()

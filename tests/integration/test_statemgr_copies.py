@@ -17,7 +17,7 @@ from phaseloom.common.statewire import BringState
 from phaseloom.common.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version
-from tests.support.slowlink import link
+from tests.support.slowlink import GOODBYES_BYTES, link
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -98,7 +98,7 @@ async def test_what_is_here_is_not_brought_again(short_dir: Path) -> None:
         assert 2 * SIZE <= crossed < 2 * (SIZE + _CONTROL)
         await b.relaunch()
         await b.agent.bring_state(asked(wire.endpoint, node="b"))
-        assert wire.passed_bytes == crossed
+        assert wire.passed_bytes < crossed + GOODBYES_BYTES
 
 
 async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) -> None:
@@ -189,7 +189,7 @@ async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
 
 
 async def test_files_go_to_those_only_whom_a_ticket_names(short_dir: Path) -> None:
-    async with nodes(short_dir, "a", "b", peer_timeout_s=2) as (a, b):
+    async with nodes(short_dir, "a", "b", peer_timeout_s=3) as (a, b):
         await sealed(a)
         endpoint = await a.endpoint()
         for bad in (

@@ -6,7 +6,6 @@ The agent's and the ranks' connections of a test outlive the daemon, as they do 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -43,7 +42,11 @@ from tests.support.statedaemon import (
     Rank,
     child,
     daemon,
+    flip_in_memory,
     names,
+    open_memory,
+    real_memory,
+    sent,
     start,
     start_ranks,
 )
@@ -60,6 +63,7 @@ async def test_idle_daemon_is_killed_and_every_tier_is_there_afterwards(short_di
         await d.agent.switch_in(POLICY, 1, 5, [OTHER])
         other_content = resident.run(1)
         made = await resident.client.versions.create(VERSION, resident.slots)
+        await d.digested()
         before = await d.agent.status()
         for _ in range(2):
             await d.relaunch()
@@ -127,8 +131,7 @@ async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_in(short_dir: 
         await d.agent.switch_out(POLICY, 1, 1)
         await d.digested()
         rank.process.send_signal(signal.SIGSTOP)
-        switch = asyncio.create_task(d.agent.switch_in(POLICY, 1, 2, []))
-        await asyncio.sleep(0)  # its request goes first, and the daemon starts them in order
+        switch = await sent(d.agent.switch_in(POLICY, 1, 2, []))
         assert (await d.agent.status()).device_used_bytes == [MiB]
         await d.kill()
         rank.process.send_signal(signal.SIGCONT)
@@ -255,7 +258,7 @@ async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next
     short_dir: Path,
 ) -> None:
     """What the first successor had begun is void: the agent hands the same over again."""
-    async with daemon(short_dir) as d, child(d, POLICY, MiB) as slow:
+    async with daemon(short_dir, RESUME_TIMEOUT_S="60") as d, child(d, POLICY, MiB) as slow:
         quick = await start(d, OTHER)
         made = await quick.client.versions.create(VersionKey(OTHER, 1), quick.slots)
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -278,7 +281,7 @@ async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next
 
 def _wait_for_extents(d: Daemon, number: int) -> None:
     """Until it has taken that many over."""
-    while sum("/memfd:phaseloom: " in link for link in _links(d.process.pid).values()) < number:
+    while len(open_memory(d.process.pid)) < number:
         os.sched_yield()
 
 
@@ -296,7 +299,7 @@ async def test_deployment_with_several_ranks_comes_back_whole_or_not_at_all(
         await d.kill()
         await ranks[1].client.close()
         await d.launch()
-        await asyncio.wait_for(ranks[0].client.closed, 20)
+        await asyncio.wait_for(ranks[0].client.closed, 60)
         assert (await d.agent.status()).deployments == []
 
 
@@ -305,9 +308,9 @@ async def test_bad_host_copy_is_never_taken_over(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         bad, good = await start(d, POLICY), await start(d, OTHER)
         await good.client.versions.create(VersionKey(OTHER, 1), good.slots)
-        _flip_bit(d, f"the host copy of {POLICY}")
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         await d.relaunch()
-        await asyncio.wait_for(bad.client.closed, 20)
+        await asyncio.wait_for(bad.client.closed, 60)
         assert "DATA_LOSS" in bad.client.closed.result()
         status = await d.agent.status()
         assert [s.deployment for s in status.deployments] == [OTHER]
@@ -324,9 +327,9 @@ async def test_digest_of_an_offload_outlives_the_daemon(short_dir: Path) -> None
             content = rank.run(3)
             await d.agent.switch_out(key, 1, 1)
         await d.digested()
-        _flip_bit(d, f"the host copy of {POLICY}")
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         await d.relaunch()
-        await asyncio.wait_for(bad.client.closed, 20)
+        await asyncio.wait_for(bad.client.closed, 60)
         assert "DATA_LOSS" in bad.client.closed.result()
         assert [s.dirty_bytes for s in (await d.agent.status()).deployments] == [0]
         await d.agent.switch_in(OTHER, 1, 2, [])
@@ -350,7 +353,7 @@ async def test_digest_of_a_copy_that_was_dirty_at_the_kill_is_taken_by_the_next_
         await d.digested()
         await d.agent.prepare_seal(POLICY, 1, 7)
         assert (await d.agent.write_seal(POLICY, 1, 7, [])).digest == content
-        _flip_bit(d, f"the host copy of {POLICY}")
+        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError, match="DATA_LOSS"):
             await d.agent.switch_in(POLICY, 1, 3, [])
 
@@ -361,32 +364,12 @@ async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
     async with daemon(short_dir) as d:
         policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
         await policy.client.versions.create(VERSION, policy.slots)
-        _flip_bit(d, f"version {VERSION}")
+        flip_in_memory(d.process.pid, f"version {VERSION}")
         await d.relaunch()
-        await asyncio.wait_for(policy.client.closed, 20)
+        await asyncio.wait_for(policy.client.closed, 60)
         assert [s.deployment for s in (await d.agent.status()).deployments] == [SAMPLER]
         with pytest.raises(CallerError, match="is not here"):
             await load_version(sampler.client, VERSION, [], sampler.slots)
-
-
-def _flip_bit(d: Daemon, what: str) -> None:
-    for entry, link in _links(d.process.pid).items():
-        if link.startswith(f"/memfd:phaseloom: {what}"):
-            fd = os.open(f"/proc/{d.process.pid}/fd/{entry}", os.O_RDWR)
-            byte = os.pread(fd, 1, 100)[0]
-            os.pwrite(fd, bytes([byte ^ 1]), 100)
-            os.close(fd)
-            return
-    raise AssertionError(f"no extent for {what}")
-
-
-def _links(pid: int) -> dict[str, str]:
-    """What a process has open, by descriptor."""
-    links = {}
-    for entry in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            links[entry] = os.readlink(f"/proc/{pid}/fd/{entry}")
-    return links
 
 
 async def test_rank_cannot_come_back_as_what_it_was_not(short_dir: Path) -> None:
@@ -431,7 +414,8 @@ async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:
         for number in range(1, 4):
             rank = await start(d, POLICY, incarnation=number)
             await rank.client.versions.create(VersionKey(POLICY, number), rank.slots)
-        assert _extents()
+        extents = _extents(d.process.pid)
+        assert extents & _extents(os.getpid())
         for client in d.ranks:
             await client.close()
         d.ranks.clear()
@@ -440,14 +424,14 @@ async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:
         await d.agent.drop_versions([VersionKey(POLICY, number) for number in range(1, 4)])
         assert (await d.agent.status()).host_used_bytes == 0
         await d.agent.status()  # what the one before has freed is told before this is answered
-        assert _extents() == []
+        gc.collect()
+        assert not extents & _extents(os.getpid())
 
 
-def _extents() -> list[str]:
-    """Those that this process has open: its agent's handles, and its ranks' mappings."""
-    gc.collect()
-    links = _links(os.getpid()).values()
-    return [link for link in links if "the host copy" in link or ": version" in link]
+def _extents(pid: int) -> set[int]:
+    """Inodes of those that a process has open: of this one its agent's handles, and its ranks'
+    mappings, which may be those of another test."""
+    return {*real_memory(pid), *real_memory(pid, "version")}
 
 
 async def test_both_are_killed_and_nothing_of_that_life_is_left_but_files(
@@ -476,7 +460,7 @@ async def test_daemon_begins_afresh_when_its_agent_leaves_while_handing_over(
         agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
         assert await agent.call(AgentHello(SECRET, "an index")) == (Welcome(adopts=True), [])
         await agent.close()
-        assert await asyncio.wait_for(d.process.wait(), 20) != 0
+        assert await asyncio.wait_for(d.ended(), 60) != 0
         assert "the agent left in the middle of handing over" in d.text()
         d.log.clear()
         await d.launch()

@@ -20,6 +20,7 @@ from tests.support.statedaemon import (
     child,
     daemon,
     names,
+    sent,
     start,
     start_ranks,
 )
@@ -93,7 +94,7 @@ async def test_whole_life_is_over_with_one_rank(short_dir: Path) -> None:
         first, second = await start_ranks(d, POLICY, [MiB, MiB])
         await d.agent.switch_in(POLICY, 1, 1, [])
         await second.client.close()
-        await asyncio.wait_for(first.client.closed, 20)
+        await asyncio.wait_for(first.client.closed, 60)
         status = await d.agent.status()
         assert (status.deployments, status.device_used_bytes) == ([], [0, 0])
         assert status.host_used_bytes == 0
@@ -184,7 +185,7 @@ async def test_one_device_does_not_wait_for_another_of_a_hung_rank(short_dir: Pa
     async with daemon(short_dir, devices=[MiB, MiB, MiB]) as d, child(d, SAMPLER, MiB) as hung:
         await start_ranks(d, POLICY, [MiB, MiB], devices=[1, 2])
         hung.process.send_signal(signal.SIGSTOP)
-        waiting = asyncio.create_task(d.agent.switch_in(SAMPLER, 1, 1, []))
+        waiting = await sent(d.agent.switch_in(SAMPLER, 1, 1, []))
         await d.agent.switch_in(POLICY, 1, 2, [])
         assert not waiting.done()
         hung.process.send_signal(signal.SIGCONT)

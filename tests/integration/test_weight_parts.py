@@ -176,8 +176,8 @@ async def test_parts_on_several_nodes_come_to_readers_of_any_layout(short_dir: P
             assert len(set(digests)) == 1
             for reader in readers:
                 assert reader.backend.holds(ONE), reader.settings
-        assert "version acme.sums.policy.2/3of4 came" in nodes[2].text()
-        assert "slices of version acme.sums.policy.2 came" in nodes[3].text()
+        await nodes[2].logged("version acme.sums.policy.2/3of4 came")
+        await nodes[3].logged("slices of version acme.sums.policy.2 came")
         for node in nodes:
             await node.agent.drop_versions([VERSION])
             assert (await node.agent.status()).versions == []
@@ -228,7 +228,7 @@ async def test_a_source_that_is_gone_is_told_as_that_and_nothing_has_changed(
     async with (
         daemon(short_dir / "a", devices=DEVICES, NODE="a") as one,
         daemon(short_dir / "b", devices=DEVICES, NODE="b") as other,
-        daemon(short_dir / "c", devices=DEVICES, NODE="c", PEER_TIMEOUT_S="1") as rollout,
+        daemon(short_dir / "c", devices=DEVICES, NODE="c") as rollout,
     ):
         await publish(await _policy(one, other), VERSION, ONE)
         sources = [await one.endpoint(), await other.endpoint()]
@@ -261,7 +261,7 @@ async def test_a_bit_that_flips_on_the_way_is_fetched_again(short_dir: Path) -> 
 async def test_a_part_that_went_bad_at_its_source_is_never_taken(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a", devices=DEVICES, NODE="a") as train,
-        daemon(short_dir / "b", devices=DEVICES, NODE="b", PEER_TIMEOUT_S="1") as rollout,
+        daemon(short_dir / "b", devices=DEVICES, NODE="b") as rollout,
     ):
         ranks = await _policy(train)
         await publish(ranks, VERSION, ONE)

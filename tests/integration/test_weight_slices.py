@@ -40,7 +40,7 @@ from tests.support.modelslices import (
     write,
 )
 from tests.support.sharded import Array, tensors
-from tests.support.slowlink import Link, link
+from tests.support.slowlink import GOODBYES_BYTES, Link, link
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon, emptied
 
 _CONTROL = 64 * 1024
@@ -52,11 +52,18 @@ async def _write_part(client: RankStateClient, seed: int) -> None:
     await commit({PART.part: await write(client, PART, _content(seed))}, KEY, client)
 
 
-async def _came(d: Daemon) -> tuple[int, int]:
-    """(from other nodes, from here), of the last slices."""
-    await d.agent.status()  # its log comes here meanwhile
-    found = re.findall(r"slices of version \S+ came: (\d+) bytes from other nodes, (\d+)", d.text())
-    return int(found[-1][0]), int(found[-1][1])
+def _told(d: Daemon) -> list[tuple[str, str]]:
+    """(from other nodes, from here), of all slices that its log tells of so far."""
+    return re.findall(r"slices of version \S+ came: (\d+) bytes from other nodes, (\d+)", d.text())
+
+
+async def _came(d: Daemon, number: int) -> tuple[int, int]:
+    """(from other nodes, from here): what came as the `number`th slices."""
+    async with asyncio.timeout(30):
+        while len(_told(d)) < number:
+            await d.agent.status()  # its log comes here meanwhile
+    crossed, local = _told(d)[number - 1]
+    return int(crossed), int(local)
 
 
 async def test_a_node_gets_exactly_what_its_ranks_need(short_dir: Path) -> None:
@@ -122,9 +129,10 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
         await reader.versions.open(key, [slow.endpoint for _, slow in world.sources], shown)
         before = world.passed_bytes
         slices = slices_of(node_fetches(made, needy), parts)
+        number = len(_told(node)) + 1
         memory, described = await reader.versions.open_slices(key, slices, named, shown)
         planned = check_slices(made, target, needy, memory)
-        crossed, local = await _came(node)
+        crossed, local = await _came(node, number)
         passed = world.passed_bytes - before
         assert crossed + local == planned
         assert crossed <= passed < crossed * 1.02 + _CONTROL
@@ -133,7 +141,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
         # Whoever asks for the same on this node gets the same memory.
         again, same = await reader.versions.open_slices(key, slices, named, shown)
         assert (bytes(again), same.digest) == (bytes(memory), described.digest)
-        assert world.passed_bytes - before == passed
+        assert world.passed_bytes - before < passed + GOODBYES_BYTES
 
 
 # --- What breaks ---------------------------------------------------------------------------------
@@ -212,12 +220,14 @@ async def test_what_a_killed_source_leaves_its_replica_brings(short_dir: Path) -
             await _write_part(await version_rank(node, POLICY), 1)
         reader = await version_rank(rollout, SAMPLER)
         await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
-        dying.hold_after_bytes = SIZE // 8
+        # The replica waits, too, or it might bring all before the source has brought something.
+        dying.hold_after_bytes = other.hold_after_bytes = SIZE // 8
         sources = [PartSources("0of1", [dying.endpoint, other.endpoint])]
         opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
         await dying.held.wait()
         await train.kill()
         dying.cut()
+        other.release()
         memory, _ = await opening
         assert bytes(memory) == _middle(_content(1))
         await rollout.logged(f"came: {SIZE // 2} bytes from other nodes, 0 from here")

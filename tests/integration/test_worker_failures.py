@@ -119,7 +119,7 @@ async def test_agent_killed_in_an_operation_takes_its_ranks_and_starts_over(
     old_revision = node.revision
     await node.kill("worker")
     os.kill(pid, signal.SIGCONT)
-    await until_gone([pid], 20)
+    await until_gone([pid], 60)
     await node.start("worker")
     assert node.revision > old_revision
     # The permit is delivered again, and dropped: it is of the old life.
@@ -171,7 +171,7 @@ async def test_operation_that_fails_half_way_is_left_out_when_its_life_is_rebuil
     (pid,) = node.rank_pids(policy)
     await node.start_wpg(policy_spec(), incarnation=2)
     assert (await node.lost(policy)).error.code is Code.ABORTED
-    await until_gone([pid], 20)
+    await until_gone([pid], 60)
     await replay(node, policy, range(1, 4), 2)
     await train(node, policy, range(4, 5), 2)
     assert await sha(node, policy, 2) == expected
@@ -218,6 +218,7 @@ async def test_bus_that_restarts_in_an_operation_costs_no_life() -> None:
         os.kill(pid, signal.SIGCONT)
         await node.server.start()
         assert (await node.outcome(key)).outcome is Outcome.COMPLETED
+        await node.log.caught_up()
         assert node.lives_lost(policy) == []
         assert node.rank_pids(policy) == [pid]
 
@@ -249,6 +250,7 @@ async def test_state_manager_that_restarts_costs_no_life(node: TestNode) -> None
     assert isinstance(result, SaveStateResult)
     assert result.weights_sha256 == expected
     assert node.rank_pids(policy) == pids
+    await node.log.caught_up()
     assert node.lives_lost(policy) == []
 
 
@@ -286,6 +288,7 @@ async def test_operation_that_kills_every_life_is_given_up_and_the_job_goes_on(
             await policy.forward_backward(slow(), Loss.CROSS_ENTROPY)
         assert len(killed) == 2
         await policy.optim_step(adam, allow_partial=True)
+        await log.caught_up()
         assert [life.incarnation for life in log.starts("deadly.policy")] == [1, 2, 3]
         await bus.close()
 

@@ -69,7 +69,7 @@ async def test_mutating_operation_is_refused_while_others_read(bus: Bus) -> None
         mutating = await put(bus, "1", load)
         async with d.held_up():
             read = asyncio.create_task(running.run(given(permit(reading, sample(1)))))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not d.queue.running:
                     await asyncio.sleep(0.01)
             with pytest.raises(ResourceError) as refused:
@@ -147,5 +147,6 @@ async def test_sync_whose_weights_are_in_but_cannot_be_booked_makes_the_life_dir
         event = await log.until(lambda e: isinstance(e, OperationFinished) and e.key == key)
         assert isinstance(event, OperationFinished)
         assert (event.outcome, event.dirty) == (Outcome.FAILED, True)
+        await state.process.wait()  # that it is dead is known later than that it is away
     following.cancel()
     await asyncio.wait([following])

@@ -169,6 +169,7 @@ async def test_sync_that_cannot_be_had_changes_no_rank_and_comes_later(node: Tes
     await node.permit(key, sync)
     assert (await node.outcome(key)).result == SyncWeightsResult(1, published.result.digest)
     assert node.rank_pids(sampler) == pids
+    await node.log.caught_up()
     assert node.lives_lost(sampler) == []
 
 
@@ -212,7 +213,7 @@ async def test_sync_that_changed_nothing_is_told(node: TestNode) -> None:
     for seq in (1, 2):
         await node.run(policy, seq, PublishWeights(), seq - 1)
         await node.run(sampler, seq, SyncWeights("policy", seq), seq - 1)
-    notice = decode((await notices.next_msg(10)).data, Notice)
+    notice = decode((await notices.next_msg(60)).data, Notice)
     assert notice == Notice(
         "worker",
         "sync changed nothing",
@@ -347,6 +348,6 @@ async def test_agents_death_leaves_no_rank_and_no_meeting_place_behind(node: Tes
     policy, _ = await node.start_wpg(policy_spec(layout=TWO), devices=[0, 1])
     pids = node.rank_pids(policy)
     await node.kill("worker")
-    await until_gone(pids, 20)
+    await until_gone(pids, 60)
     await node.start("worker")
     assert meeting_places(node) == []

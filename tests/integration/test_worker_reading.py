@@ -99,6 +99,7 @@ async def test_cancel_that_overtakes_its_permit_still_counts(node: TestNode) -> 
     deployment = await sampler(node)
     key = await node.put(deployment, "rsoon", sample(1, FOR_EVER))
     await node.cancel(key)
+    await all_acknowledged(node)
     await node.permit(key, sample(1))
     assert (await node.outcome(key)).outcome is Outcome.CANCELLED
 
@@ -111,9 +112,10 @@ async def test_mutating_operation_runs_though_it_was_cancelled_and_people_are_to
     await node.bus.client.flush()
     key = await node.put(deployment, 1, lesson())
     await node.cancel(key)
+    await all_acknowledged(node)  # else it may come when the operation has ended
     await node.permit(key, lesson())
     assert (await node.outcome(key)).outcome is Outcome.COMPLETED
-    notice = decode((await notices.next_msg(10)).data, Notice)
+    notice = decode((await notices.next_msg(60)).data, Notice)
     assert (notice.what, notice.subject) == ("cancel ignored", str(key))
 
 
@@ -189,7 +191,7 @@ async def permit_all(
 
 
 async def all_acknowledged(node: TestNode) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await node.bus.js.stream_info(streams.PERMITS)).state.messages:
             await asyncio.sleep(0.02)
 
@@ -211,6 +213,7 @@ async def test_permits_that_come_in_one_message_are_each_done_once(node: TestNod
     await permit_all(node, keys[:2], args)
     await permit_all(node, keys[2:], args, first_index=2)
     await all_acknowledged(node)
+    await node.log.caught_up()
     assert [len(node.all_finished(key)) for key in keys] == [1] * 6
 
 

@@ -46,7 +46,7 @@ WARMUP_STEPS = 3
 MICRO_BATCHES = 2
 FIRST_GRPO_SEQ = 2 * WARMUP_STEPS + 2
 """Of the policy: after the warm-up's updates and the version that is cut from them."""
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 SEQS_PER_STEP = MICRO_BATCHES + 2
 NOOP = [
     client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
@@ -136,14 +136,25 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self._bus: Bus
+        self._sequence = 0
         self._grown = asyncio.Condition()
 
     async def follow(self, bus: Bus) -> None:
-        async with aclosing(bus.read_log()) as entries:
+        self._bus = bus
+        async with aclosing(bus.read_entries()) as entries:
             async for entry in entries:
                 async with self._grown:
-                    self.events.append(entry.event)
+                    self.events += [one.event for one in entry.apart()]
+                    self._sequence = entry.sequence
                     self._grown.notify_all()
+
+    async def caught_up(self) -> None:
+        """Until all is here that the log has by now. An outcome comes to its client another way:
+        what the log told before may be on its way here still."""
+        end = await self._bus.log_end()
+        async with asyncio.timeout(_PATIENCE_S), self._grown:
+            await self._grown.wait_for(lambda: self._sequence >= end)
 
     async def until(self, is_met: Callable[[Event], bool]) -> Event:
         """The first event that meets a condition, there already or to come."""
@@ -244,7 +255,7 @@ class Wire:
         reply = await self._client.request(
             f"{streams.PREFIX}.op.{self.tenant}.{operation}",
             data,
-            timeout=30,
+            timeout=_PATIENCE_S,
             headers={CONTENT_TYPE: content_type},
         )
         return pub_ack(reply)
@@ -255,21 +266,23 @@ class Wire:
 
     async def outcome(self, operation: str) -> Completion:
         """What was first stored for it."""
-        return await asyncio.wait_for(asyncio.shield(self._outcome(operation)), 30)
+        return await asyncio.wait_for(asyncio.shield(self._outcome(operation)), _PATIENCE_S)
 
     def has_outcome(self, operation: str) -> bool:
         return self._outcome(operation).done()
 
     async def call(self, name: str, request: object, answer: type[T]) -> T:
         """An API call of this tenant."""
-        reply: T = await call_api(self._client, self.tenant, name, request, answer)
+        reply: T = await call_api(
+            self._client, self.tenant, name, request, answer, timeout_s=_PATIENCE_S
+        )
         return reply
 
     async def ask(self, operation: str) -> ResultReply:
         """What the router knows of it."""
         request = ResultRequest(*operation.split("."))
         reply: ResultReply = await call_api(
-            self._client, self.tenant, "result.get", request, ResultReply
+            self._client, self.tenant, "result.get", request, ResultReply, timeout_s=_PATIENCE_S
         )
         return reply
 

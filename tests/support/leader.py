@@ -65,6 +65,8 @@ class Leader:
     phases: list[PhaseRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     """Operations that end CANCELLED where they have not run yet."""
+    num_completed: int = 0
+    """Of `arrived`: the first so many have their outcome."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Leader]:
@@ -97,6 +99,7 @@ class Leader:
                     self.arrived.append(entry.event)
                     await self.go.wait()
                     await self._complete(entry.event)
+                    self.num_completed += 1
 
     async def _complete(self, queued: QueuedOperation) -> None:
         while True:
@@ -150,6 +153,8 @@ class Leader:
 
     async def _cancel(self, tenant: str, request: OperationRequest) -> Explanation:
         answer = await self._explain(tenant, request)
+        if any(queued.key == answer.key for queued in self.arrived[: self.num_completed]):
+            raise CallerError("it has ended", code=Code.FAILED_PRECONDITION, field="slot")
         self.cancelled.add(str(answer.key))
         return answer
 

@@ -69,8 +69,8 @@ from tests.support.tinymodel import VOCAB, config
 NODE = NodeId("n0")
 TENANT = "acme"
 _SECRET = "for tests only"
-_PATIENCE_S = 60.0
-_GONE_S = 20.0
+_PATIENCE_S = 120.0
+_GONE_S = 60.0
 
 E = TypeVar("E")
 
@@ -399,11 +399,15 @@ def _names(deployment: DeploymentKey) -> tuple[str, str, str]:
 async def running_node(
     num_devices: int = 1,
     host_memory_bytes: int = 2**30,
-    lease_ttl_s: float = 3.0,
+    lease_ttl_s: float = 6.0,
     nvme_bytes: int = 2**30,
     peer_timeout_s: float = 10.0,
+    host_spare: float = 0.1,
 ) -> AsyncIterator[TestNode]:
-    """A node and a bus of its own."""
+    """A node and a bus of its own.
+
+    Args: host_spare: 0: what goes down does so only as its memory is needed.
+    """
     node = NodeConfig(
         str(NODE), "train", [64 * 2**20] * num_devices, host_memory_bytes=host_memory_bytes
     )
@@ -411,6 +415,7 @@ async def running_node(
         f"{configuration.PREFIX}WORKER_LEASE_TTL_S": str(lease_ttl_s),
         f"{configuration.PREFIX}STATEMGR_NVME_BYTES": str(nvme_bytes),
         f"{configuration.PREFIX}STATEMGR_PEER_TIMEOUT_S": str(peer_timeout_s),
+        f"{configuration.PREFIX}STATEMGR_HOST_SPARE": str(host_spare),
     }
     with tempfile.TemporaryDirectory(prefix="pl-") as name:
         directory = Path(name)

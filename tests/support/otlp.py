@@ -14,7 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 Span = dict[str, Any]
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 
 
 class Receiver:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from phaseloom.common.config import inherited
@@ -39,6 +41,14 @@ async def service(
         await process.wait()
 
 
+def free_port() -> int:
+    """One that no connection is given meanwhile: they come from 32768 on."""
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def gone(pid: int) -> bool:
     """True when the process has ended, reaped or not."""
     try:
@@ -54,7 +64,7 @@ def child_pids(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             found += [int(child) for child in (task / "children").read_text().split()]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # the thread ended meanwhile
     return sorted(found)
 

@@ -9,6 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 _CHUNK_BYTES = 64 * 1024
+GOODBYES_BYTES = 512
+"""More than a source has to say to streams that are closed, maybe after what was fetched by them
+has arrived; less than a handshake."""
 
 
 @dataclass

@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.framing import Handler, Peer
@@ -31,6 +31,8 @@ SAMPLER = DeploymentKey("acme", "sums", "sampler")
 OTHER = DeploymentKey("acme", "letters", "policy")
 ROOT = Path(__file__).parents[2]
 
+T = TypeVar("T")
+
 
 @dataclass
 class Daemon:
@@ -45,6 +47,8 @@ class Daemon:
     agent: AgentStateClient = field(init=False)
     ranks: list[RankStateClient] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    _reading: asyncio.Task[None] = field(init=False)
+    """Its log, to the end."""
 
     @property
     def socket(self) -> Path:
@@ -73,18 +77,19 @@ class Daemon:
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None
-        ready = asyncio.Event()
-        self.tasks.create_task(self._read_log(process.stderr, ready))
+        serves: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._reading = self.tasks.create_task(self._read_log(process.stderr, serves))
         self.process = process
-        await ready.wait()
-        assert process.returncode is None, self.text()
+        assert await serves, self.text()
 
-    async def _read_log(self, stream: asyncio.StreamReader, ready: asyncio.Event) -> None:
+    async def _read_log(self, stream: asyncio.StreamReader, serves: asyncio.Future[bool]) -> None:
+        """Args: serves: done as it says so, or ends before."""
         while line := await stream.readline():
             self.log.append(line.decode())
-            if "serves" in self.log[-1]:
-                ready.set()
-        ready.set()
+            if "serves" in self.log[-1] and not serves.done():
+                serves.set_result(True)
+        if not serves.done():
+            serves.set_result(False)
 
     def text(self) -> str:
         return "".join(self.log)
@@ -99,7 +104,13 @@ class Daemon:
         """kill -9; returns when it is dead, as it may be already."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        await self.process.wait()
+        await self.ended()
+
+    async def ended(self) -> int:
+        """Wait until the process is gone, and all that it logged is here. Returns: its status."""
+        code = await self.process.wait()
+        await asyncio.wait([self._reading])
+        return code
 
     async def leave(self) -> None:
         """Let agent and ranks go: they come to no later life."""
@@ -154,7 +165,7 @@ async def daemon(
             await running.leave()
             if running.process.returncode is None:
                 running.process.terminate()
-            code = await running.process.wait()
+            code = await running.ended()
         assert code in {0, -signal.SIGKILL}, running.text()
         assert "Traceback" not in running.text(), running.text()
 
@@ -370,24 +381,66 @@ def files_of(daemon: Daemon) -> list[str]:
     return [path.name for path in daemon.files.rglob("*") if path.is_file()]
 
 
+_MEMORY = "/memfd:phaseloom: "
+
+
+def open_memory(pid: int, what: str = "") -> dict[Path, str]:
+    """The memory that a process has open and whose name begins so: descriptor in /proc → name.
+
+    The process goes on meanwhile: what it closes in between may be here or not.
+    """
+    found = {}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            link = os.readlink(descriptor)
+            if link.startswith(f"{_MEMORY}{what}"):
+                found[descriptor] = link.removeprefix(_MEMORY)
+    return found
+
+
 def memory_of(daemon: Daemon) -> list[str]:
     """Names of what a state manager holds."""
-    folder = f"/proc/{daemon.process.pid}/fd"
-    links = [os.readlink(f"{folder}/{entry}") for entry in os.listdir(folder)]
-    return sorted({link for link in links if link.startswith("/memfd:phaseloom: ")})
+    return sorted(set(open_memory(daemon.process.pid).values()))
+
+
+def real_memory(pid: int, what: str = "the host copy") -> dict[int, int]:
+    """Inodes of the memory that a process has open and whose name begins so, and bytes that are
+    behind each."""
+    found = {}
+    for descriptor in open_memory(pid, what):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            status = descriptor.stat()
+            found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+async def taken(daemon: Daemon, num_bytes: int) -> None:
+    """Once its host copies really take so many bytes: a thread may look at what was given up a
+    moment longer."""
+    pid = daemon.process.pid
+    try:
+        async with asyncio.timeout(30):
+            while sum(real_memory(pid).values()) != num_bytes:
+                await daemon.agent.status()
+    except TimeoutError:
+        raise AssertionError(f"{real_memory(pid)}, not {num_bytes} bytes") from None
 
 
 def flip_in_memory(pid: int, what: str, place: int = 100) -> None:
-    """One bit of a state manager's memory that has this name."""
-    folder = f"/proc/{pid}/fd"
-    for entry in os.listdir(folder):
-        if os.readlink(f"{folder}/{entry}").startswith(f"/memfd:phaseloom: {what}"):
-            fd = os.open(f"{folder}/{entry}", os.O_RDWR)
-            byte = os.pread(fd, 1, place)[0]
-            os.pwrite(fd, bytes([byte ^ 1]), place)
-            os.close(fd)
-            return
-    raise AssertionError(f"no memory for {what}")
+    """One bit of a state manager's memory whose name begins so."""
+    descriptors = list(open_memory(pid, what))
+    assert descriptors, f"no memory for {what}"
+    fd = os.open(descriptors[0], os.O_RDWR)
+    byte = os.pread(fd, 1, place)[0]
+    os.pwrite(fd, bytes([byte ^ 1]), place)
+    os.close(fd)
+
+
+async def sent(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A call that has been sent: what one connection is asked next begins after it."""
+    asking = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    return asking
 
 
 def flip_in_file(path: Path, place: int) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -19,11 +23,14 @@ from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.statemgr.core import contents
+from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import Rank, State
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers import sharing
+from phaseloom.statemgr.tiers.composing import Composing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.sharing import Sharing
 
@@ -39,33 +46,38 @@ class World:
     loop: asyncio.AbstractEventLoop
     ranks: dict[str, Rank] = field(default_factory=dict)
 
-    def add(self, name: str, variants: str = "", tenant: str = "acme") -> Content:
+    def add(
+        self, name: str, variants: str = "", tenant: str = "acme", *, names: str = NAMES
+    ) -> Content:
         """A frozen deployment of its own.
 
-        Args: variants: names of the tensors that are not what everybody's are.
+        Args:
+            variants: names of the tensors that are not what everybody's are.
+            names: of those that it has.
         """
+        size = len(names) * TENSOR
         node, key = self.node, DeploymentKey(tenant, "job", name)
         node.residency.register([name], key, 1, [0], 0)
         (rank,) = node.residency.current(key, 1).ranks
         slots = [
             TensorSlot(each, Role.WEIGHT, "uint8", [TENSOR], at * TENSOR, TENSOR)
-            for at, each in enumerate(NAMES)
+            for at, each in enumerate(names)
         ]
-        extent = node.memory.reserve(SIZE, name, may_freeze=True)
-        node.residency.register_heap(rank, SIZE, slots, extent)
+        extent = node.memory.reserve(size, name, may_freeze=True)
+        node.residency.register_heap(rank, size, slots, extent)
         rank.frozen = True
         self.ranks[name] = rank
-        digest = self.fill(extent, name, variants)
+        digest = self.fill(extent, name, variants, names)
         node.residency.fill(rank, 1, digest)
         sharing.settle_copy(node, rank, 1, digest)
         assert rank.content is not None
         return rank.content
 
-    def fill(self, extent: int, name: str, variants: str) -> str:
-        memory = self.node.memory[extent].view(SIZE)
+    def fill(self, extent: int, name: str, variants: str, names: str = NAMES) -> str:
+        memory = self.node.memory[extent].view(len(names) * TENSOR)
         memory[:] = b"".join(
             random.Random(f"{name} {each}" if each in variants else each).randbytes(TENSOR)
-            for each in NAMES
+            for each in names
         )
         return digest_of(memory)
 
@@ -135,7 +147,7 @@ async def test_what_is_equal_in_part_is_held_once(tmp_path: Path) -> None:
         await w.used(SIZE + 2 * TENSOR)
         assert sorted(content.is_composed for content in both) == [False, True]
         w.check()
-        assert w.node.contents.saved_bytes() == SIZE - 2 * TENSOR
+        assert w.node.contents.account().saved_bytes == SIZE - 2 * TENSOR
 
 
 COMPARISON = 2
@@ -241,6 +253,45 @@ async def test_who_leaves_in_the_middle_is_not_missed_where_there_are_others(
     assert number > 3
 
 
+@contextmanager
+def counting(*modules: ModuleType) -> Iterator[list[int]]:
+    """How often functions of these are called within, in this thread."""
+    count, files = [0], {module.__file__ for module in modules}
+
+    def on_event(frame: FrameType, event: str, _arg: object) -> None:
+        count[0] += event == "call" and frame.f_code.co_filename in files
+
+    sys.setprofile(on_event)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_event_loop_waits_for_nothing_that_takes_as_long_as_there_are_pieces(
+    tmp_path: Path, *, stays: bool
+) -> None:
+    counts = []
+    for variants, num_pieces in (("bcde", 3), ("bdfh", 8)):
+        async with world(tmp_path / variants) as w:
+            (extent,) = w.add("first").extents
+            await _quiet(w)
+            for name in ("second", "third"):
+                composed = w.add(name, variants)
+                await _quiet(w)
+                assert len(composed.pieces) == num_pieces
+            w.node.on_pieces_left = lambda _: None
+            if not stays:
+                w.leave("first")
+            with counting(planning, contents) as count:
+                is_packed = await Composing(w.node, threading.Event()).pack(extent)
+            assert is_packed is not stays
+            w.check()
+            counts += count
+    assert counts[0] == counts[1]
+
+
 async def _quiet(w: World) -> None:
     """Nothing is under way, and nothing is about to begin."""
     quiet = 0
@@ -331,6 +382,71 @@ async def test_what_goes_down_and_comes_up_while_it_is_compared_is_compared_agai
         assert threads.has_acted
         assert [first.is_composed, second.is_composed] == [False, True]
         w.check()
+
+
+async def test_what_is_below_after_a_restart_is_compared_as_it_comes_up(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        w.add("first")
+        second = w.add("second", "cd")
+        await _quiet(w)
+        await w.spill("second")
+        w.node.on_content(second)  # as of all that are taken over
+        await _quiet(w)
+        await w.lift("second")
+        await _quiet(w)
+        assert second.is_composed
+        w.check()
+
+
+async def test_nothing_waits_for_room_to_compare_with_what_is_not_here(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As often as it came up, one more would wait."""
+    caplog.set_level(logging.INFO, sharing.__name__)
+    async with world(tmp_path, room=SIZE + 2 * TENSOR) as w:
+        w.add("first", names="ab")
+        await _quiet(w)
+        await w.spill("first")
+        second = w.add("second", "cdefgh")
+        await _quiet(w)
+        for number in (1, 2):
+            await w.lift("first")
+            # The second would refer to it, and finds no room for six of its own.
+            await _refused(caplog, number)
+            await w.spill("first")
+            await _quiet(w)
+        assert not second.is_composed
+        w.check()
+
+
+async def test_memory_is_packed_once_however_many_leave_it_while_there_is_no_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(tmp_path) as w:
+        names = ("first", "second", "third", "fourth")
+        for name in names:
+            w.add(name, "" if name == "first" else "abc")
+            await _quiet(w)
+        caplog.set_level(logging.INFO, sharing.__name__)
+        arena = w.node.memory.arena
+        filler = w.node.memory.reserve(arena.free_bytes, "all that is free")
+        w.leave("first")
+        await _refused(caplog, 1)
+        w.leave("fourth")  # with three of its own; the five that the others have need more
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 2, "one waits"
+        w.node.memory.free(filler)
+        w.node.announce()
+        await w.used((5 + 2 * 3) * TENSOR)
+        w.check()
+
+
+async def _refused(caplog: pytest.LogCaptureFixture, number: int) -> None:
+    """Once so often no memory was to be had for what saves some."""
+    async with asyncio.timeout(20):
+        while sum("not now" in record.message for record in caplog.records) < number:
+            await asyncio.sleep(0)
 
 
 async def test_tenant_that_has_only_a_part_of_a_registered_model_is_not_given_the_rest(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.ids import DeploymentKey, NodeId
@@ -19,20 +17,9 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from tests.support.threads import Remembering
 
 SIZE = 16 * 4096
-
-
-class Remembering(ThreadPoolExecutor):
-    """Threads that forget late what they were given: the one that asked may go on before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[object] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.given.append((fn, args, kwargs))
-        return super().submit(fn, *args, **kwargs)
 
 
 @dataclass

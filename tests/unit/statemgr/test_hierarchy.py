@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from tests.support.threads import FirstIsLate
 
 PAGE = 4096
 SIZE = 16 * PAGE
@@ -572,4 +574,28 @@ async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(
         rank.copied(1, "")
         w.node.memory.free(await w.hierarchy.reserve(SIZE, "new"))
         assert (w.state("b"), rank.digest) == (State.SPILLED, w.digests["b"])
+        await w.use("b")
+
+
+async def test_memory_that_is_given_back_is_not_taken_again_by_who_reads_it_for_its_digest(
+    tmp_path: Path,
+) -> None:
+    """The digest of a dirty copy may be late; to read what was given back is to take it."""
+    async with world(tmp_path, closed=False) as w, asyncio.TaskGroup() as tasks:
+        w.node.digests.start(tasks)
+        (rank,) = w.wpgs["b"].ranks
+        assert rank.extent is not None
+        memory = w.node.memory[rank.extent]
+        rank.copied(1, "")
+        threads = FirstIsLate()
+        asyncio.get_running_loop().set_default_executor(threads)
+        w.node.digests.begin([rank])
+        await asyncio.sleep(0)  # it has asked for a thread
+        asking = asyncio.create_task(w.hierarchy.reserve(SIZE, "new"))
+        while w.state("b") is not State.SPILLED:
+            await asyncio.sleep(0)
+        threads.may_begin.set()
+        w.node.memory.free(await asking)
+        await w.node.digests.ended(rank)
+        assert os.fstat(memory.fd).st_blocks == 0
         await w.use("b")

@@ -117,13 +117,13 @@ def test_what_is_shared_is_what_each_byte_says(many: list[list[tuple[int, int, i
         for piece in pieces:
             for at in range(piece.start, piece.start + piece.num_bytes):
                 users.setdefault((piece.extent, at), set()).add(number)
-    told = planning.shared(every)
+    saved_bytes, told = planning.account(every)
     for number, _ in every:
         mine = [who for who in users.values() if number in who and len(who) > 1]
         assert (told[number].num_bytes if number in told else 0) == len(mine)
         others = set().union(*mine) - {number} if mine else set()
         assert (told[number].numbers if number in told else set()) == others
-    assert planning.live_bytes(pieces for _, pieces in every) == len(users)
+    assert sum(pieces.num_bytes for _, pieces in every) - saved_bytes == len(users)
 
 
 # --- plans ---------------------------------------------------------------------------------------

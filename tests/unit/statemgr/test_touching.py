@@ -16,6 +16,8 @@ from phaseloom.common.statewire import Done, StateMessage
 from phaseloom.statemgr.core.residency import Rank, State
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.touching import Touching
+from tests.support.machine import needs_touching
+from tests.support.threads import Remembering
 
 SIZE = 5 * 1024 * 1024 + 4096
 """More than huge pages cover."""
@@ -54,7 +56,10 @@ def touched_bytes(node: Node, rank: Rank) -> int:
     return os.fstat(node.memory[rank.extent].fd).st_blocks * 512
 
 
+@needs_touching
 async def test_all_of_an_extent_is_there_and_its_content_stays() -> None:
+    """Nothing maps it afterwards, though a thread forgets late what it was given."""
+    asyncio.get_running_loop().set_default_executor(Remembering())
     async with filling() as (node, touching, rank, _):
         assert touched_bytes(node, rank) == 0
         assert rank.extent is not None
@@ -65,10 +70,10 @@ async def test_all_of_an_extent_is_there_and_its_content_stays() -> None:
                 await asyncio.sleep(0)
         await touching.end(rank)
         assert node.memory[rank.extent].view(SIZE)[-1] == 7
-        # Nothing maps it any more.
         assert node.memory[rank.extent].freeze()
 
 
+@needs_touching
 async def test_it_waits_for_what_is_moved() -> None:
     async with filling() as (node, touching, rank, busy):
         busy.is_busy = True
@@ -84,6 +89,7 @@ async def test_it_waits_for_what_is_moved() -> None:
                 await asyncio.sleep(0)
 
 
+@needs_touching
 async def test_the_answer_that_brings_the_extent_goes_first() -> None:
     """It leaves when the agent keeps the handles that it speaks of."""
     was_told, may_answer = asyncio.Event(), asyncio.Event()

@@ -482,7 +482,7 @@ class Mesh:
             for child in self._children
             if child.process is not None and _is_named(child.spec.name, service)
         ]
-        if _is_named(NATS, service):
+        if _is_named(NATS, service) and self._server.is_running:
             found.append(self._server.pid)
         return found
 
@@ -573,13 +573,13 @@ class Mesh:
             log.warning("no event for that: %r", error)
 
     def _write_state(self) -> None:
+        pids = {c.spec.name: c.process.pid for c in self._children if c.process}
+        if self._server.is_running:  # a child may start again while the server is away
+            pids[NATS] = self._server.pid
         state = {
             "url": self.url,
             "pid": os.getpid(),
-            "pids": {
-                NATS: self._server.pid,
-                **{c.spec.name: c.process.pid for c in self._children if c.process},
-            },
+            "pids": pids,
             "metrics": {
                 name: f"http://127.0.0.1:{port}/metrics"
                 for name, port in self.metrics_ports.items()

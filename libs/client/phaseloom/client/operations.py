@@ -460,6 +460,8 @@ class Outbox:
                     )
                     return answer
             except PhaseloomError as error:
+                if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):
+                    return None  # it was faster, and the word of it is on its way
                 # Stored, and still on its way to the scheduler; or nobody is there to answer.
                 may_pass = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
                 if not may_pass or time.monotonic() + pause_s > deadline:
@@ -467,3 +469,9 @@ class Outbox:
             await asyncio.wait([part.outcome], timeout=pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return None
+
+    async def _has_ended(self, part: Part) -> bool:
+        """Whether the mesh knows its outcome, which this session then does too."""
+        with suppress(ResourceError):  # no answer: not known to have
+            await self._look_up(part)
+        return part.outcome.done()

@@ -17,7 +17,7 @@ import logging
 import math
 import secrets
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from nats.errors import Error as NatsError
@@ -37,6 +37,8 @@ _RENEWALS_PER_TTL = 3
 _MARGIN_SHARE = 0.2
 _ATTEMPT_SHARE = 0.2
 _RETRY_PAUSE_S = 0.1
+_LOOK_AGAIN_S = 30.0
+"""Less than an expired lease is marked: who was cut off for longer would never hear of it."""
 
 
 def node_lease_key(node: str) -> str:
@@ -204,7 +206,12 @@ class Lease:
 
 
 async def _until_free(bus: Bus, key: str) -> None:
-    async with aclosing(bus.kv_watch(Bucket.LEASES, key)) as changes:
-        async for change in changes:
-            if change.stored is None:
-                return
+    """Or until it is time to look."""
+    with suppress(TimeoutError):
+        async with (
+            asyncio.timeout(_LOOK_AGAIN_S),
+            aclosing(bus.kv_watch(Bucket.LEASES, key)) as changes,
+        ):
+            async for change in changes:
+                if change.stored is None:
+                    return

@@ -88,6 +88,11 @@ class EmbeddedServer:
         )
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has a process; else it was stopped or killed here, or is about to start."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None, "not started"
         return self._process.pid

@@ -640,8 +640,6 @@ class VersionExtent(Message, frozen=True):
     digest: str
     """Of the memory."""
     exists: bool
-    content: str = ""
-    """Of slices: what the parts are that they come from; other parts, another content."""
     sources: list[PartSources] = msgspec.field(default_factory=list)
     """Of a manifest that was opened: who holds each part that is not here."""
 

@@ -291,14 +291,18 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
+        # What is stored decides: the log hears of it a moment later.
+        completion = await outcome_of(key)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
         op = deployment.open_operation(key) if deployment else None
-        if deployment is not None and op is not None and not op.has_ended:
-            return explain.explain(step, deployment, op)
-        completion = await outcome_of(key)
+        is_open = op is not None and not op.has_ended
+        if completion is None and not is_open:
+            completion = await outcome_of(key)  # it may have ended meanwhile
         if completion is not None:
             return explain.ended(key, op, completion)
+        if deployment is not None and op is not None and is_open:
+            return explain.explain(step, deployment, op)
         if deployment is not None:
             raise to_exception(explain.not_open(deployment, key))
         what = f"deployment {key.deployment_key} does not exist"

@@ -60,6 +60,9 @@ log = logging.getLogger(__name__)
 
 MAX_STORING = 64
 """Permits on their way to the server at once."""
+_LAST = DeleteOperations | Answer
+"""What waits until all else of its entry is stored: an operation is gone only when its outcome is
+there, and who hears an answer finds done what it says."""
 _STALE_TIMERS = 64
 """Timers that were taken back and are kept all the same, beside as many as are set."""
 
@@ -236,7 +239,11 @@ class Shell:
         )
         if self._tasks is None or not may_overlap:
             await self._all_stored()
-            await asyncio.gather(*(self._perform(output, context) for output, context in outputs))
+            effects = [both for both in outputs if not isinstance(both[0], _LAST)]
+            await asyncio.gather(*(self._perform(output, context) for output, context in effects))
+            for output, context in outputs:
+                if isinstance(output, _LAST):
+                    await self._perform(output, context)
             return
         for output, context in outputs:
             while len(self._storing) >= MAX_STORING:

@@ -97,7 +97,9 @@ class BusSink:
             case PutView(job, status):
                 await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
             case DropCheckpoint(job):
-                self._delete_key(Bucket.CHECKPOINTS, str(job))
+                # At once: who is told that the name is taken again must not find it.
+                subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"
+                await self._bus.delete_subject(f"KV_{Bucket.CHECKPOINTS}", subject)
             case ForgetJob(job, deployments):
                 self._forget(job, deployments)
             case Tell(what, reason, subject):

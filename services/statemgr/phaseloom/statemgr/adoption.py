@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import msgspec
 
@@ -84,13 +86,13 @@ class Adoption:
             return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in books.fences:
             self._node.residency.fence(key, incarnation)
-        for content in books.contents:
-            await self._restore_content(content)
+        await _side_by_side(map(self._restore_content, books.contents))
         for wpg in books.wpgs:
             self._restore_wpg(wpg)
         # Manifests before parts, which without one would count as never committed.
-        for version in sorted(books.versions, key=lambda version: bool(version.key.part)):
-            await self._restore_version(version)
+        for is_part in (False, True):
+            versions = [each for each in books.versions if bool(each.key.part) is is_part]
+            await _side_by_side(map(self._restore_version, versions))
         # Only now: one that nobody refers to any more may be a version all the same.
         self._drop_unused_contents()
         for alive in self._node.residency.alive():
@@ -423,6 +425,13 @@ class Adoption:
         log.error("%s is lost with the daemon before: %s", wpg, why)
         self._lost.append(wpg.key)
         self._node.retire(wpg, why)
+
+
+async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Memory is verified in as many threads as there are: agent and ranks wait for it."""
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
 
 
 async def _has(memory: Source, digest: str) -> bool:

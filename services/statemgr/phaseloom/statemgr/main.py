@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 200_000
 """New objects between collections."""
+_LISTEN_AGAIN_S = 1.0
+"""Somebody else may have a port for a while."""
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
@@ -111,48 +113,35 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     parts, services = await _parts(config, node)
     hierarchy, exporter = parts.hierarchy, parts.exporter
     server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
-    peers = _listen(config.host, config.port)
-    node.endpoint = f"{config.host}:{peers.getsockname()[1]}"
+    addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
-    listeners = [peers]
+    in_background = (hierarchy, exporter, sharing, node.digests)
     try:
         async with asyncio.TaskGroup() as tasks:
-            hierarchy.start(tasks)
-            exporter.start(tasks)
-            sharing.start(tasks)
-            node.digests.start(tasks)
-            serving: list[asyncio.Task[None]] = []
-
-            def serve_versions_at(endpoint: str) -> None:
-                host, _, port = endpoint.rpartition(":")
-                listeners.append(_listen(host, int(port)))
-                serving.append(tasks.create_task(server.serve(listeners[-1])))
-                node.endpoint = endpoint
-
+            for part in in_background:
+                part.start(tasks)
+            addresses.start(tasks)
             manager = StateManager(
                 parts,
                 secret=config.secret,
                 resume_timeout_s=config.resume_timeout_s,
-                serve_versions_at=serve_versions_at,
+                serve_versions_at=addresses.add,
             )
-            serving += [
-                tasks.create_task(framing.serve(local, StateMessage, manager.session, max_fds=0)),
-                tasks.create_task(server.serve(peers)),
-            ]
+            serving = tasks.create_task(
+                framing.serve(local, StateMessage, manager.session, max_fds=0)
+            )
             log.info("%s serves at %s and %s", config.node, config.socket, node.endpoint)
             await stop.wait()
-            for task in serving:
-                task.cancel()
-            sharing.stop()
-            hierarchy.stop()
-            exporter.stop()
-            node.digests.stop()
+            serving.cancel()
+            addresses.stop()
+            for part in in_background:
+                part.stop()
     finally:
-        hierarchy.stop()
-        exporter.stop()
-        node.digests.stop()
-        for listener in (local, *listeners):
-            listener.close()
+        # What runs in threads goes on, whatever becomes of its task.
+        for part in in_background:
+            part.stop()
+        local.close()
+        addresses.close()
         node.device_copies.close()
         node.keeper.close()
         node.memory.close()
@@ -214,6 +203,58 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
         *(exporter, loader, replicator, disk),
     )
     return parts, services
+
+
+class _Addresses:
+    """Where other nodes reach this one: its own address, and the one that they know from before a
+    kill. `start` it in a task group; `stop`, then `close`."""
+
+    def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
+        """Raises: OSError: somebody else has the port."""
+        self._node = node
+        self._server = server
+        self._listeners = [_listen(host, port)]
+        self._serving: list[asyncio.Task[None]] = []
+        self._tasks: asyncio.TaskGroup
+        node.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._serve(self._listeners[0])
+
+    def stop(self) -> None:
+        for task in self._serving:
+            task.cancel()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def add(self, endpoint: str) -> None:
+        """At once, if it can be: who asks for the endpoint is told the one that others know."""
+        if not self._try_to_add(endpoint):
+            self._serving.append(self._tasks.create_task(self._keep_trying(endpoint)))
+
+    async def _keep_trying(self, endpoint: str) -> None:
+        while True:
+            await asyncio.sleep(_LISTEN_AGAIN_S)
+            if self._try_to_add(endpoint):
+                return
+
+    def _try_to_add(self, endpoint: str) -> bool:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            listener = _listen(host, int(port))
+        except OSError as error:
+            log.warning("versions cannot be served at %s yet: %s", endpoint, error)
+            return False
+        self._listeners.append(listener)
+        self._serve(listener)
+        self._node.endpoint = endpoint
+        return True
+
+    def _serve(self, listener: socket.socket) -> None:
+        self._serving.append(self._tasks.create_task(self._server.serve(listener)))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -225,16 +225,17 @@ class StateManager:
         session.is_agent = True
         self._num_agents += 1
         session.greet()
-        if hello.index and self._adoption is None and not self._node.settled.is_set():
+        is_first = self._adoption is None and not self._is_known_what_was.is_set()
+        if hello.index and is_first:
             self._adoption = Adoption(self._node, self._hierarchy, hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(adopts=True)
         self._node.keeper.attach(session.peer)
-        if self._adoption is None and not self._node.settled.is_set():
+        if is_first:
             self._is_known_what_was.set()
-            self._hierarchy.sweep()
-            self._node.settled.set()
+            # Before anything can go down to where something is removed.
+            self._hierarchy.sweep().add_done_callback(lambda _: self._node.settled.set())
         return Welcome(adopts=False)
 
     async def _adopt(self, session: Session, adoption: Adoption) -> Adopted:
@@ -395,8 +396,7 @@ class StateManager:
             await sharing.make_room(self._node, rank, None if version.key.part else version)
         finally:
             self._node.release_version(version)
-        if version.is_dropped:
-            raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+        version.check_kept()
         return answer
 
     async def _handle_checkpoint(
@@ -448,20 +448,22 @@ class StateManager:
         node = self._node
         node.validate()
         budgets = node.residency.device_budget_bytes
-        owned_bytes, held_bytes = node.owned_bytes()
+        account = node.contents.account()
+        owned_bytes, held_bytes = node.owned_bytes(account.saved_bytes)
+        in_part = {number: each.num_bytes for number, each in account.shared.items()}
         return StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
             host_budget_bytes=node.memory.arena.budget_bytes,
             host_used_bytes=node.memory.arena.used_bytes,
-            deployments=node.deployments(),
+            deployments=node.residency.deployments(in_part),
             versions=node.versions.committed(),
             endpoint=node.endpoint,
             disk=self._disk,
             nvme_budget_bytes=self._hierarchy.nvme_budget_bytes,
             nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
-            contents=node.contents.states(),
+            contents=node.contents.states(account.shared),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
             can_move=True,

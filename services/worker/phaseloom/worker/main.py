@@ -43,6 +43,8 @@ async def serve(stop: asyncio.Event) -> None:
         lease = await lifecycle.unless_stopped(stop, acquiring)
         remove_old_stores(settings)
         node = NodeId(settings.node)
+        # Before anybody is told that this node is there.
+        await serve_state(bus, node, state)
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(
@@ -66,7 +68,6 @@ async def serve(stop: asyncio.Event) -> None:
             await bus.consume(
                 streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
             )
-            await serve_state(bus, node, state)
             await stop.wait()
             await agent.stop()
             await lifecycle.end(running)

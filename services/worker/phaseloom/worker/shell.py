@@ -562,8 +562,9 @@ class Agent:
 
     async def _release(self, versions: list[VersionKey]) -> None:
         """A seal under way may still have to write them."""
-        policies = dict.fromkeys(version.policy for version in versions)
-        await asyncio.gather(*(self._release_of(policy, versions) for policy in policies))
+        async with asyncio.TaskGroup() as tasks:
+            for policy in {version.policy for version in versions}:
+                tasks.create_task(self._release_of(policy, versions))
 
     async def _release_of(self, policy: DeploymentKey, versions: list[VersionKey]) -> None:
         async with self._sealing_of(policy):

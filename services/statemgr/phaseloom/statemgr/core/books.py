@@ -20,7 +20,7 @@ from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cut, CutPart, Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.pieces import Piece, Pieces
+from phaseloom.statemgr.core.pieces import NOWHERE, Pieces
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
@@ -85,8 +85,9 @@ class ContentBook(msgspec.Struct, frozen=True, array_like=True):
     hash: str
     is_base: bool
     state: State
-    pieces: list[Piece] = []
-    """Where it lies in several places, or not at the beginning; else `extent` is all of it."""
+    pieces: msgspec.Raw = msgspec.Raw(NOWHERE.encoded)
+    """`Pieces.encoded`, where it lies in several places, or not at the beginning; else `extent` is
+    all of it."""
     is_composed: bool = False
     open_extents: list[int] = []
     """Of these, those of which tenants share something."""
@@ -239,7 +240,7 @@ def _book_of(content: Content, open_extents: list[int]) -> ContentBook:
         hash=content.hash,
         is_base=content.is_base,
         state=content.state,
-        pieces=[] if content.extent is not None else list(content.pieces),
+        pieces=msgspec.Raw((NOWHERE if content.extent is not None else content.pieces).encoded),
         is_composed=content.is_composed,
         open_extents=open_extents,
     )
@@ -255,7 +256,7 @@ def content_of(book: ContentBook) -> Content:
         num_bytes=book.num_bytes,
         table=TensorTable.read(book.tensors),
         digest=book.digest,
-        pieces=Pieces(book.pieces) if extent is None else Pieces.whole(extent, num_bytes),
+        pieces=Pieces.decoded(book.pieces) if extent is None else Pieces.whole(extent, num_bytes),
         is_immutable=book.is_immutable,
         version=book.version,
         hash=book.hash,

@@ -25,7 +25,7 @@ from phaseloom.common.errors import CallerError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.statewire import MAX_PIECE_SOURCES, ContentState, TensorSlot
 from phaseloom.common.tensortable import TensorTable
-from phaseloom.statemgr.core.pieces import NOWHERE, Pieces, Shared, live_bytes, shared, union
+from phaseloom.statemgr.core.pieces import NOWHERE, Account, Pieces, Shared, account
 from phaseloom.statemgr.core.residency import (
     ON_NVME,
     TRANSITIONS,
@@ -38,7 +38,7 @@ from phaseloom.statemgr.core.residency import (
 )
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_NOTHING = Shared()
+_NOTHING = Shared(0, set())
 
 
 def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
@@ -276,23 +276,39 @@ class Contents:
         if not self._is_source(whole) or whole.is_composed:
             return []
         is_never_composed = not self.may_compose(whole)
+        held_whole = self._held_whole()
+
+        def may_refer(content: Content) -> bool:
+            if content.is_composed:
+                return not held_whole.issuperset(content.extents)
+            is_newer = is_never_composed or whole.number < content.number
+            return is_newer and self.may_compose(content)
+
+        return [each for each in self._compared_with(whole) if may_refer(each)]
+
+    def may_lean(self, content: Content, whole: Content) -> bool:
+        """As `leaning`, of a composed one."""
+        is_between = content.is_composed and not whole.is_composed
+        return is_between and content in self._compared_with(whole) and bool(self.left_to(content))
+
+    def _compared_with(self, source: Content) -> list[Content]:
+        """Those that could refer to its memory, but were compared with others only."""
         return [
             each
             for each in self.all()
-            if each is not whole
+            if each is not source
             and each.is_compared
             and self._is_source(each)
-            and self._may_be_asked(each, whole)
-            and (
-                bool(self.left_to(each))
-                if each.is_composed
-                else (is_never_composed or whole.number < each.number) and self.may_compose(each)
-            )
+            and self._may_be_asked(each, source)
         ]
 
     def left_to(self, content: Content) -> list[int]:
         """Its extents to which no content refers whole."""
-        return [e for e in content.extents if all(c.is_composed for c in self.holders(e))]
+        held_whole = self._held_whole()
+        return [extent for extent in content.extents if extent not in held_whole]
+
+    def _held_whole(self) -> set[int]:
+        return {extent for c in self.all() if not c.is_composed for extent in c.extents}
 
     def _is_source(self, content: Content) -> bool:
         is_here = self.is_known(content) and content.state is State.HOST
@@ -332,29 +348,14 @@ class Contents:
         """Who refers to something in it."""
         return [content for content in self.all() if extent in content.extents]
 
-    def live(self, extent: int) -> list[tuple[int, int]]:
-        """What of it somebody refers to: disjoint ranges [start, end), sorted."""
-        return union(
-            (piece.start, piece.start + piece.num_bytes)
-            for content in self.holders(extent)
-            for piece in content.pieces
-            if piece.extent == extent
-        )
-
     def beside(self, content: Content) -> list[Content]:
         """The others that have some memory in common with it."""
         extents = set(content.extents)
         return [c for c in self.all() if c is not content and not extents.isdisjoint(c.extents)]
 
-    def shared(self) -> dict[int, Shared]:
-        """By number: what of a content other contents hold, too."""
-        return shared((content.number, content.pieces) for content in self.all())
-
-    def saved_bytes(self) -> int:
-        """How much less lies in host memory, because contents share what is equal in part."""
-        here = [content for content in self.all() if content.pieces]
-        held = live_bytes(content.pieces for content in here)
-        return sum(content.num_bytes for content in here) - held
+    def account(self) -> Account:
+        """What of these contents is shared, by number."""
+        return account([(content.number, content.pieces) for content in self.all()])
 
     def open_of(self, content: Content) -> list[int]:
         """Extents of it of which tenants share something."""
@@ -404,19 +405,27 @@ class Contents:
         Args: num_holders: of an extent, whoever they are.
         """
         going = set(leaving)
-        extents = {extent for content in going for extent in content.extents}
-        holders = {extent: self.holders(extent) for extent in extents}
         return {
-            e for e, of in holders.items() if len(of) == num_holders(e) and going.issuperset(of)
+            extent
+            for extent, holders in self._by_extent().items()
+            if going.issuperset(holders) and len(holders) == num_holders(extent)
         }
+
+    def _by_extent(self) -> dict[int, list[Content]]:
+        """As `holders`, of all that somebody refers to."""
+        found: dict[int, list[Content]] = {}
+        for content in self.all():
+            for extent in content.extents:
+                found.setdefault(extent, []).append(content)
+        return found
 
     def nvme_used_bytes(self) -> int:
         """What is there in whole, or is being written there."""
         below = ON_NVME | {State.SPILLING}
         return sum(content.num_bytes for content in self.all() if content.state in below)
 
-    def states(self) -> list[ContentState]:
-        in_part = self.shared()
+    def states(self, in_part: Mapping[int, Shared]) -> list[ContentState]:
+        """Args: in_part: as `account` says."""
         return [
             ContentState(
                 num_bytes=content.num_bytes,
@@ -451,8 +460,7 @@ class Contents:
             jobs = {rank.wpg.key.job_key for rank in content.users}
             assert len(jobs) == 1 or content.is_immutable, f"{content} can be written by another"
             assert len(content.tenants) == 1 or content.is_base, f"{content} is shared"
-        for extent in {extent for content in self.all() for extent in content.extents}:
-            holders = self.holders(extent)
+        for extent, holders in self._by_extent().items():
             assert len(holders) == 1 or all(content.is_immutable for content in holders)
             tenants = {tenant for content in holders for tenant in content.tenants}
             assert len(tenants) == 1 or extent in self._open, f"extent {extent} is shared"

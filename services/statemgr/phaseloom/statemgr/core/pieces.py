@@ -8,11 +8,13 @@ that both have, which lie without a gap in either. Whether they are equal only t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
+
+import msgspec
 
 from phaseloom.common.statewire import MAX_PIECE_SOURCES, TensorSlot
 from phaseloom.common.tensortable import TensorTable
@@ -29,6 +31,9 @@ class Piece(NamedTuple):
     extent: int
     start: int
     num_bytes: int
+
+
+_DECODER = msgspec.msgpack.Decoder(list[Piece])
 
 
 class Run(NamedTuple):
@@ -56,13 +61,26 @@ class Pieces:
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
         self._pieces = tuple(joined(pieces))
         self._ends = list(accumulate(piece.num_bytes for piece in self._pieces))
-        self.extents = tuple(dict.fromkeys(piece.extent for piece in self._pieces))
+        self._bytes_in: Counter[int] = Counter()
+        for piece in self._pieces:
+            self._bytes_in[piece.extent] += piece.num_bytes
+        self.extents = tuple(self._bytes_in)
         """Each once."""
 
     @classmethod
     def whole(cls, extent: int, num_bytes: int) -> Pieces:
         """The beginning of one extent."""
         return cls([Piece(extent, 0, num_bytes)])
+
+    @classmethod
+    def decoded(cls, encoded: bytes | msgspec.Raw) -> Pieces:
+        """Raises: msgspec.DecodeError."""
+        return cls(_DECODER.decode(encoded))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """MessagePack: an array of arrays."""
+        return msgspec.msgpack.encode(self._pieces)
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +92,10 @@ class Pieces:
         if len(self._pieces) != 1 or self._pieces[0].start:
             return None
         return self._pieces[0].extent
+
+    def bytes_in(self, extent: int) -> int:
+        """How many lie there."""
+        return self._bytes_in[extent]
 
     def of(self, start: int, num_bytes: int) -> Iterator[Piece]:
         """Where these bytes lie."""
@@ -354,19 +376,6 @@ def is_worth(num_bytes: int, found: Iterable[Found]) -> bool:
     return saved >= WORTH_BYTES or 0 < num_bytes <= saved * WORTH_SHARE
 
 
-def live_bytes(every: Iterable[Pieces]) -> int:
-    """Of all these, each byte once.
-
-    Cost: O(n log n) in pieces.
-    """
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    for pieces in every:
-        for piece in pieces:
-            place = (piece.start, piece.start + piece.num_bytes)
-            ranges.setdefault(piece.extent, []).append(place)
-    return sum(end - start for of_extent in ranges.values() for start, end in union(of_extent))
-
-
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same bytes as disjoint ranges [start, end), sorted."""
     merged: list[tuple[int, int]] = []
@@ -376,6 +385,11 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, end))
     return merged
+
+
+def live(every: Iterable[Pieces], extent: int) -> list[tuple[int, int]]:
+    """What these refer to of an extent: disjoint ranges [start, end), sorted."""
+    return union(each for pieces in every for each in _ranges(pieces).get(extent, ()))
 
 
 def packed(ranges: Iterable[tuple[int, int]], extent: int) -> list[Found]:
@@ -388,58 +402,76 @@ def packed(ranges: Iterable[tuple[int, int]], extent: int) -> list[Found]:
     return places
 
 
-@dataclass(slots=True)
-class Shared:
+class Shared(NamedTuple):
     """What of a host copy others hold, too."""
 
-    num_bytes: int = 0
-    numbers: set[int] = field(default_factory=set)
+    num_bytes: int
+    numbers: set[int]
     """Of those others."""
 
 
-def shared(contents: Iterable[tuple[int, Pieces]]) -> dict[int, Shared]:
-    """Of each number that refers to bytes to which others of these refer.
+class Account(NamedTuple):
+    """What host copies come to."""
 
-    Cost: O(n log n) in pieces.
+    saved_bytes: int
+    """How much less they take, because several refer to the same."""
+    shared: dict[int, Shared]
+    """Of each number that refers to bytes to which others refer."""
+
+
+def account(contents: Sequence[tuple[int, Pieces]]) -> Account:
+    """Args: contents: each with its number.
+    Cost: O(n log n) in pieces, a microsecond or two each.
     """
-    every = list(contents)
-    num_holders = Counter(extent for _, pieces in every for extent in pieces.extents)
-    edges: dict[int, list[tuple[int, int, int]]] = {}
-    found: dict[int, Shared] = {}
-    for number, pieces in every:
-        for piece in pieces:
-            if num_holders[piece.extent] == 1:
-                continue
-            each = edges.setdefault(piece.extent, [])
-            each.append((piece.start, 1, number))
-            each.append((piece.start + piece.num_bytes, -1, number))
-    for of_extent in edges.values():
-        # Of this extent: how much of what was passed several have, and how much that was as each
-        # of those that are here came.
-        at = several = 0
-        here, since = Counter[int](), dict[int, int]()
-        for place, change, number in sorted(of_extent):
-            several += (place - at) * (len(here) > 1)
-            at = place
-            if change > 0 and not here[number]:
-                _meet(found, number, since.keys())
-                since[number] = several
-            here[number] += change
-            if not here[number]:
-                del here[number]
-                num_bytes = several - since.pop(number)
-                if num_bytes:
-                    found[number].num_bytes += num_bytes
+    numbers = [number for number, _ in contents]
+    shared_bytes, beside = [0] * len(numbers), [0] * len(numbers)
+    held_bytes = 0
+    for holders, num_bytes in _by_holders([pieces for _, pieces in contents]).items():
+        held_bytes += num_bytes
+        several = list(_bits(holders))
+        if len(several) > 1:
+            for index in several:
+                shared_bytes[index] += num_bytes
+                beside[index] |= holders
+    shared = {
+        number: Shared(num_bytes, {numbers[other] for other in _bits(others)} - {number})
+        for number, num_bytes, others in zip(numbers, shared_bytes, beside, strict=True)
+        if others
+    }
+    return Account(sum(pieces.num_bytes for _, pieces in contents) - held_bytes, shared)
+
+
+def _by_holders(every: Sequence[Pieces]) -> dict[int, int]:
+    """How many bytes each set of these refers to that nobody else does; a set is a number, of which
+    each of these is a bit."""
+    changes: dict[int, defaultdict[int, int]] = {}
+    for index, pieces in enumerate(every):
+        for extent, ranges in _ranges(pieces).items():
+            of_extent = changes.setdefault(extent, defaultdict(int))
+            for start, end in union(ranges):
+                of_extent[start] += 1 << index
+                of_extent[end] -= 1 << index
+    found: defaultdict[int, int] = defaultdict(int)
+    for of_extent in changes.values():
+        holders = at = 0
+        for place in sorted(of_extent):
+            if holders:
+                found[holders] += place - at
+            holders, at = holders + of_extent[place], place
     return found
 
 
-def _meet(found: dict[int, Shared], number: int, others: Collection[int]) -> None:
-    """These have bytes in common."""
-    if not others:
-        return
-    known = found.setdefault(number, Shared()).numbers
-    if known.issuperset(others):
-        return
-    known.update(others)
-    for other in others:
-        found.setdefault(other, Shared()).numbers.add(number)
+def _ranges(pieces: Pieces) -> dict[int, list[tuple[int, int]]]:
+    """[start, end) by extent."""
+    ranges: dict[int, list[tuple[int, int]]] = {extent: [] for extent in pieces.extents}
+    for extent, start, num_bytes in pieces:
+        ranges[extent].append((start, start + num_bytes))
+    return ranges
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Of which ones it is the sum."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest

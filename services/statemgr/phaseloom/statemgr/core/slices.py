@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,7 +26,12 @@ from phaseloom.statemgr.core.layout import check_layout
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """That are asked for at once, at most."""
 MAX_BATCH_BOXES = 256
+_MAX_TOLD_BYTES = 48 * 1024
+"""What the boxes of a batch take in the message that asks for them, where it has more than one; all
+else in it is a few KiB."""
 _RAW = re.compile(r"bytes from ([0-9]{1,18})")
+
+T = TypeVar("T")
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -201,19 +206,54 @@ def batches(slices: Sequence[Slice]) -> list[Batch]:
     return found
 
 
-def grouped(pieces: Iterable[Piece], limit: int = MAX_BATCH_BYTES) -> Iterator[list[Piece]]:
-    """In order, as many together as can be asked for at once."""
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        num_bytes = piece.num_bytes
-        if group and (size + num_bytes > limit or len(group) == MAX_BATCH_BOXES):
+@dataclass(slots=True)
+class Together:
+    """What is asked for at once."""
+
+    limit_bytes: int
+    num_boxes: int = 0
+    num_bytes: int = 0
+    told_bytes: int = 0
+
+    def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
+        """Whether these may be asked for, too; the first ones always may."""
+        told_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
+        is_too_much = (
+            self.num_boxes + len(boxes) > MAX_BATCH_BOXES
+            or self.num_bytes + num_bytes > self.limit_bytes
+            or self.told_bytes + told_bytes > _MAX_TOLD_BYTES
+        )
+        if self.num_boxes and is_too_much:
+            return False
+        self.num_boxes += len(boxes)
+        self.num_bytes += num_bytes
+        self.told_bytes += told_bytes
+        return True
+
+
+def together(
+    boxes: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
+) -> Iterator[list[T]]:
+    """In order, as many as can be asked for at once.
+
+    Args: box_of: the box, and how many bytes it has.
+    """
+    group: list[T] = []
+    taken = Together(limit_bytes)
+    for each in boxes:
+        box, num_bytes = box_of(each)
+        if not taken.take([box], num_bytes):
             yield group
-            group, size = [], 0
-        group.append(piece)
-        size += num_bytes
+            group, taken = [], Together(limit_bytes)
+            taken.take([box], num_bytes)
+        group.append(each)
     if group:
         yield group
+
+
+def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
+    """As `together`."""
+    return together(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
 
 
 def contains(whole: Box, box: Box) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.statewire import TensorSlot, VersionState
 from phaseloom.common.tensortable import TensorTable
@@ -19,7 +19,7 @@ from phaseloom.statemgr.core.layout import as_table, check_layout
 from phaseloom.statemgr.core.residency import Wpg
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Version:
     key: VersionKey
     num_bytes: int
@@ -54,6 +54,11 @@ class Version:
     @property
     def is_manifest(self) -> bool:
         return len(self.table) == 1 and is_manifest(self.tensors)
+
+    def check_kept(self) -> None:
+        """Raises: ResourceError: ABORTED: it was dropped."""
+        if self.is_dropped:
+            raise ResourceError(f"{self} was dropped", code=Code.ABORTED)
 
 
 @dataclass(slots=True)

@@ -53,6 +53,12 @@ class Digests:
                 raise ResourceError(f"{rank} was lost before the digest of its host copy was taken")
             await asyncio.shield(self._under_way.get(rank) or self._begin(rank))
 
+    async def ended(self, rank: Rank) -> None:
+        """Nothing reads its host copy for that any more: to read memory that was given back takes
+        it again."""
+        while (ending := self._under_way.get(rank)) is not None:
+            await asyncio.shield(ending)
+
     def _begin(self, rank: Rank) -> asyncio.Future[None]:
         assert rank.extent is not None
         # Now: by the time that the task runs, the rank may be lost and its extent freed.

@@ -21,7 +21,6 @@ from phaseloom.common.statewire import (
     CopyFrom,
     CopyIn,
     CopyOut,
-    DeploymentState,
     LetGo,
     StateMessage,
     StillMapped,
@@ -336,16 +335,15 @@ class Node:
         """By host copies that are on NVMe instead of in host memory."""
         return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
 
-    def deployments(self) -> list[DeploymentState]:
-        in_part = self.contents.shared()
-        return self.residency.deployments({n: each.num_bytes for n, each in in_part.items()})
+    def owned_bytes(self, saved_bytes: int) -> tuple[int, int]:
+        """Host copies and versions, in host memory and below: at each owner, and what they take.
 
-    def owned_bytes(self) -> tuple[int, int]:
-        """Host copies and versions, in host memory and below: at each owner, and what they take."""
+        Args: saved_bytes: as `Contents.account` says.
+        """
         owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
-        return owned, owned - twice - self.contents.saved_bytes()
+        return owned, owned - twice - saved_bytes
 
     def _num_owners(self, content: Content) -> int:
         version = self.versions.find(content.version) if content.version else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -103,7 +103,7 @@ class Composing:
         """Let a composed one refer to one that came later, where only composed ones hold what it
         refers to now. Returns: whether it does, for some of it. Raises: InternalError."""
         contents, memory = self._node.contents, self._node.memory
-        if content not in contents.leaning(whole):
+        if not contents.may_lean(content, whole):
             return False
         places = [(content, content.pieces), (whole, whole.pieces)]
         is_wanted = self._is_wanted(places)
@@ -152,17 +152,23 @@ class Composing:
         Raises: ResourceError: RESOURCE_EXHAUSTED: no memory for the rest. InternalError.
         """
         contents, memory = self._node.contents, self._node.memory
-        holders, live = contents.holders(extent), contents.live(extent)
+        before = {content: content.pieces for content in contents.holders(extent)}
+        # Where one alone has most of it, nobody looks at all the pieces.
+        most = max((pieces.bytes_in(extent) for pieces in before.values()), default=0)
+        if not before or not self._is_sparse(extent, most):
+            return False
+        live = await _in_thread(partial(planning.live, list(before.values()), extent))
         live_bytes = sum(end - start for start, end in live)
-        if not holders or memory.arena.num_holders(extent) != len(holders):
-            return False
-        size = memory.arena.size_of(extent)
-        if (size - rounded(live_bytes)) * _DEAD_SHARE <= size:
-            return False
 
         def is_wanted() -> bool:
-            return extent in memory.arena.extents_in_use() and not self._stopped.is_set()
+            return extent in memory and not self._stopped.is_set()
 
+        if not is_wanted() or not self._is_sparse(extent, live_bytes):
+            return False
+        # Some may have left it meanwhile; nobody has come, now or later.
+        if memory.arena.num_holders(extent) != len(contents.holders(extent)):
+            return False
+        size = memory.arena.size_of(extent)
         view = memory[extent].readable(size)
         with self._filling(live_bytes, "what several hold") as packed:
             assert packed is not None, "its holders refer to something"
@@ -170,15 +176,20 @@ class Composing:
             is_packed = await _in_thread(partial(_pack, memory[packed], view, places, is_wanted))
             if not is_packed or not memory[packed].freeze():
                 return False
+            moved = await _in_thread(partial(_moved, before, extent, places))
             # Only what the agent has may be in the books.
             await self._node.keeper.record()
-            # Some may have left it meanwhile; nobody has come.
             for content in contents.holders(extent):
                 memory.hold(packed)
-                contents.move(content, content.pieces.moved(extent, places), packed, extent)
+                contents.move(content, moved[content], packed, extent)
                 memory.free(extent)
         log.info("of extent %d %d of %d bytes are left", extent, live_bytes, size)
         return True
+
+    def _is_sparse(self, extent: int, live_bytes: int) -> bool:
+        """Whether much of it is of use to nobody."""
+        size = self._node.memory.arena.size_of(extent)
+        return (size - rounded(live_bytes)) * _DEAD_SHARE > size
 
     def _is_wanted(self, places: list[tuple[Content, Pieces]]) -> Callable[[], bool]:
         """Whether all is as it was when it was looked at; from any thread."""
@@ -303,6 +314,13 @@ class _Comparing:
             self._left_bytes = _STEP_BYTES
         self._left_bytes -= max(num_bytes, _LOOK_BYTES)
         return True
+
+
+def _moved(
+    before: Mapping[Content, Pieces], extent: int, places: Sequence[Found]
+) -> dict[Content, Pieces]:
+    """Where each lies then."""
+    return {content: pieces.moved(extent, places) for content, pieces in before.items()}
 
 
 def _part(piece: Piece, start: int, num_bytes: int) -> Piece:

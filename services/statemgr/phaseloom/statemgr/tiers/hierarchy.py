@@ -343,6 +343,7 @@ class Hierarchy:
         await node.keeper.record()
         if is_drain:
             return
+        await node.digests.ended(rank)
         if rank.state is State.LOST or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         node.memory.vacate(rank.extent)

@@ -197,6 +197,8 @@ class Sharing:
         self._one_at_a_time = asyncio.Lock()
         """Hashing is nobody's hurry: it takes one core at most."""
         self._tasks: asyncio.TaskGroup
+        self._to_pack: set[int] = set()
+        """Extents that are, once it is their turn and there is room."""
         self._stopped = threading.Event()
         self._composing = Composing(node, self._stopped)
 
@@ -225,7 +227,7 @@ class Sharing:
             if content.hash and not self._stopped.is_set():
                 content = await self._merge(content)
         await self._node.keeper.record()
-        if not content.is_compared:
+        if not content.is_compared and self._is_above(content):
             await self._compare(content)
         await self._pack(list(content.extents))
 
@@ -233,17 +235,24 @@ class Sharing:
         """With those that are here; those that come later compare themselves."""
         # First: should it go down meanwhile, it is compared again as it comes up.
         content.is_compared = True
-        await self._refer(content, partial(self._composing.compose, content))
+        await self._refer(content, partial(self._composing.compose, content), [content])
         for other in self._node.contents.leaning(content):
             if other.is_composed:
-                await self._refer(other, partial(self._composing.lean, other, content))
+                refer = partial(self._composing.lean, other, content)
             else:
-                await self._refer(other, partial(self._composing.compose, other, content))
+                refer = partial(self._composing.compose, other, content)
+            await self._refer(other, refer, [content, other])
 
-    async def _refer(self, content: Content, refer: Callable[[], Awaitable[bool]]) -> None:
+    async def _refer(
+        self, content: Content, refer: Callable[[], Awaitable[bool]], compared: list[Content]
+    ) -> None:
+        """Args: compared: it is of no use where one of these is not here any more."""
         before = list(content.extents)
-        is_known = partial(self._node.contents.is_known, content)
-        if await self._once_there_is_room(refer, is_known):
+
+        def is_needed() -> bool:
+            return all(c.is_compared and self._node.contents.is_known(c) for c in compared)
+
+        if await self._once_there_is_room(refer, is_needed):
             await self._node.keeper.record()
             await let_go(self._node, list(content.users))
             await self._pack(before)
@@ -285,9 +294,24 @@ class Sharing:
         def holders() -> list[Content]:
             return self._node.contents.holders(extent)
 
+        async def pack() -> bool:
+            # What leaves it from now on may not be seen any more.
+            self._to_pack.discard(extent)
+            try:
+                return await self._composing.pack(extent)
+            except ResourceError:
+                self._to_pack.add(extent)
+                raise
+
+        if extent in self._to_pack:
+            return
+        self._to_pack.add(extent)
         users = [user for content in holders() for user in content.users]
-        pack = partial(self._composing.pack, extent)
-        if await self._once_there_is_room(pack, lambda: bool(holders())):
+        try:
+            is_packed = await self._once_there_is_room(pack, lambda: bool(holders()))
+        finally:
+            self._to_pack.discard(extent)
+        if is_packed:
             await self._node.keeper.record()
             await let_go(self._node, users)
 

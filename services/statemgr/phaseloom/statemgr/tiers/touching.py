@@ -49,9 +49,9 @@ class Touching:
         """Touch its extent, which it is about to fill, in the background."""
         assert rank.extent is not None
         # Now: by the time that the task runs, the rank may be lost and its extent freed.
-        memory = self._node.memory[rank.extent].view(rank.extent_bytes)
+        views = [self._node.memory[rank.extent].view(rank.extent_bytes)]
         self._under_way[rank] = asyncio.get_running_loop().create_future()
-        self._tasks.create_task(self._run(rank, memory))
+        self._tasks.create_task(self._run(rank, views))
 
     async def end(self, rank: Rank) -> None:
         """Nothing of it is touched, or mapped for that, any more."""
@@ -61,27 +61,33 @@ class Touching:
             self._node.announce()
             await asyncio.shield(ended)
 
-    async def _run(self, rank: Rank, memory: memoryview) -> None:
+    async def _run(self, rank: Rank, views: list[memoryview]) -> None:
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 # The rank waits for the answer that brings its extent: that goes first.
                 await self._node.keeper.recorded()
-                for start in range(0, len(memory), _PIECE_BYTES):
+                for start in range(0, len(views[0]), _PIECE_BYTES):
                     await self._node.until(lambda: self._is_over(rank) or not self._is_busy())
                     if self._is_over(rank) or _available_bytes() < _PIECE_BYTES:
                         break
-                    if not await asyncio.to_thread(touch, memory[start : start + _PIECE_BYTES]):
+                    if not await asyncio.to_thread(_touch, views, start):
                         break
         except PhaseloomError as error:
             log.warning("the memory for %s is not touched ahead: %s", rank, error)
         finally:
             # It can be made immutable only while nobody has it mapped writable.
-            del memory
+            views.clear()
             self._ending.discard(rank)
             self._under_way.pop(rank).set_result(None)
 
     def _is_over(self, rank: Rank) -> bool:
         return self._is_stopped or rank in self._ending or rank.state is not State.FILLING
+
+
+def _touch(views: list[memoryview], start: int) -> bool:
+    """In a thread, which may forget late what it was given: not the memory itself."""
+    (memory,) = views
+    return touch(memory[start : start + _PIECE_BYTES])
 
 
 def _available_bytes() -> int:

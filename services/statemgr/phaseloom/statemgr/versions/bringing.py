@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
 
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
+from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.tensortable import TensorTable
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.slices import all_of, batches
 from phaseloom.statemgr.core.versions import Version
@@ -153,8 +157,7 @@ class Bringing:
             raise
         finally:
             node.release_version(version)
-        if version.is_dropped:
-            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+        version.check_kept()
 
     async def _fetch_from_any(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
@@ -165,31 +168,23 @@ class Bringing:
             return await self._fetch_part(key, sources, ticket, digest)
         node, home = self._node, self.home
         version: Version | None = None
+        async with AsyncExitStack() as coming:
 
-        async def place(description: VersionDescription) -> Incoming:
-            nonlocal version
-            _check_digest(description, digest)
-            version = await self._begin(key, description)
-            assert version.extent is not None
-            memory = node.memory[version.extent].view(version.num_bytes)
-            self.incoming[key] = Incoming(description, memory)
-            return self.incoming[key]
+            async def place(description: VersionDescription) -> Incoming:
+                nonlocal version
+                _check_digest(description, digest)
+                version = await coming.enter_async_context(self._filling(key, description))
+                assert version.extent is not None
+                memory = node.memory[version.extent].view(version.num_bytes)
+                incoming = self.incoming[key] = Incoming(description, memory)
+                coming.callback(lambda: self.incoming.pop(key).give_up())
+                return incoming
 
-        fetching = Fetching(key, ticket, home, place)
-        try:
+            fetching = Fetching(key, ticket, home, place)
             came = await _bring_from_any(fetching, sources)
             assert version is not None
-            if version.is_dropped:
-                raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+            version.check_kept()
             node.versions.commit(version, came)
-        except BaseException:
-            if version is not None and not version.is_dropped:
-                node.drop_version(version)
-            raise
-        finally:
-            if version is not None:
-                self.incoming.pop(key).give_up()
-                node.release_version(version)
         log.info(
             "version %s came: %d bytes from its source, %d from neighbours",
             *(key, fetching.from_source_bytes, fetching.relayed_bytes),
@@ -200,50 +195,68 @@ class Bringing:
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> Version:
         """All of it as slices: nodes of a site share these with those that need only some."""
-        node = self._node
-        description = await _described(key, sources, ticket, self.home)
-        _check_digest(description, digest)
-        version = await self._begin(key, description)
-        assert version.extent is not None
-        memory = node.memory[version.extent].view(version.num_bytes)
+        description = await _described(key, sources, ticket, self.home, digest)
         slices = all_of(key.part, description.tensors, description.num_bytes)
         incoming = IncomingSlices(slices, {key.part: description.digest})
-        self.arriving[key] = incoming
-        fetching = SliceFetching(key.whole, ticket, self.home, key.part, incoming, memory)
-        try:
-            everything = await asyncio.to_thread(batches, slices)
-            fetching = await fetching.bring_sound(everything, {key.part: sources})
-            if await asyncio.to_thread(digest_of, memory) != description.digest:
-                raise ResourceError(f"version {key} is not what came", code=Code.DATA_LOSS)
-            if version.is_dropped:
-                raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-            node.versions.commit(version, description.digest)
-        except BaseException:
-            incoming.give_up()
-            if not version.is_dropped:
-                node.drop_version(version)
-            raise
-        finally:
-            del self.arriving[key]
-            node.release_version(version)
+        async with self._filling(key, description) as version:
+            assert version.extent is not None
+            memory = self._node.memory[version.extent].view(version.num_bytes)
+            self.arriving[key] = incoming
+            fetching = SliceFetching(key.whole, ticket, self.home, key.part, incoming, memory)
+            try:
+                everything = await asyncio.to_thread(batches, slices)
+                fetching = await fetching.bring_sound(everything, {key.part: sources})
+                if await asyncio.to_thread(digest_of, memory) != description.digest:
+                    raise ResourceError(f"version {key} is not what came", code=Code.DATA_LOSS)
+                version.check_kept()
+                self._node.versions.commit(version, description.digest)
+            finally:
+                del self.arriving[key]
+                incoming.give_up()
         log.info(
             "version %s came: %d bytes from its source, %d from neighbours",
             *(key, fetching.fetched_bytes, fetching.relayed_bytes),
         )
         return version
 
-    async def _begin(self, key: VersionKey, description: VersionDescription) -> Version:
-        """Room for it, in use until it is released."""
-        node, size = self._node, description.num_bytes
+    def _filling(
+        self, key: VersionKey, description: VersionDescription
+    ) -> AbstractAsyncContextManager[Version]:
+        size = description.num_bytes
         check_layout(description.tensors, size)
-        extent = await self._hierarchy.reserve(size, f"version {key}", str(key.policy))
-        try:
-            version = node.versions.begin(key, size, description.tensors, extent)
-        except CallerError:
-            node.memory.free(extent)
-            raise
-        node.versions.acquire(version)
-        return version
+        node, hierarchy, what = self._node, self._hierarchy, f"version {key}"
+        return filling(node, hierarchy, key, description.tensors, size, what=what)
+
+
+@asynccontextmanager
+async def filling(
+    node: Node,
+    hierarchy: Hierarchy,
+    key: VersionKey,
+    tensors: TensorTable | list[TensorSlot],
+    num_bytes: int,
+    *,
+    what: str,
+) -> AsyncIterator[Version]:
+    """A version, or part, or slices, that come here, in use meanwhile; who is done commits them,
+    else they are dropped.
+
+    Args:   what: it is, for who looks for memory.
+    Raises: ResourceError: RESOURCE_EXHAUSTED. CallerError: ALREADY_EXISTS.
+    """
+    extent = await hierarchy.reserve(num_bytes, what, str(key.policy))
+    try:
+        version = node.versions.begin(key, num_bytes, tensors, extent)
+    except CallerError:
+        node.memory.free(extent)
+        raise
+    node.versions.acquire(version)
+    try:
+        yield version
+    finally:
+        if not version.is_committed and not version.is_dropped:
+            node.drop_version(version)
+        node.release_version(version)
 
 
 async def _bring_from_any(fetching: Fetching, sources: list[str]) -> str:
@@ -265,19 +278,19 @@ async def _bring_from_any(fetching: Fetching, sources: list[str]) -> str:
 
 
 async def _described(
-    key: VersionKey, sources: list[str], ticket: Ticket | None, home: Home
+    key: VersionKey, sources: list[str], ticket: Ticket | None, home: Home, digest: str
 ) -> VersionDescription:
-    """By the first source that has it. Raises: ResourceError: none does."""
+    """By the first source that has it, with this digest. Raises: ResourceError: none does."""
     errors: list[PhaseloomError] = []
     for endpoint in sources:
         try:
             connection = await Connection.open(endpoint, key, ticket, home)
-        except PhaseloomError as error:
-            log.warning("%s", error)
-            errors.append(error)
-        else:
             connection.close()
+            _check_digest(connection.description, digest)
             return connection.description
+        except PhaseloomError as error:
+            log.warning("version %s from %s: %s", key, endpoint, error)
+            errors.append(error)
     raise _unbrought(key, errors)
 
 

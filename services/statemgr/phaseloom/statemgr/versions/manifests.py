@@ -23,12 +23,13 @@ class Manifests:
         self._node = node
         self._hierarchy = hierarchy
 
-    def check(self, key: VersionKey, manifest: VersionParts) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION: a part that is here is another one."""
+    def check(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: it has written another part here."""
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
             here = self._node.versions.find(part_of(key, part.part))
-            if here is not None and here.digest != part.digest:
+            is_its_own = here is not None and here.incarnation == wpg.incarnation
+            if here is not None and is_its_own and here.digest != part.digest:
                 raise CallerError(
                     f"version {here.key} has digest {here.digest!r}, not {part.digest!r}",
                     code=Code.FAILED_PRECONDITION,

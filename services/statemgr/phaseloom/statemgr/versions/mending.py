@@ -119,8 +119,7 @@ async def discard_if_bad(node: Node, version: Version) -> BadCopy | None:
     try:
         memory = node.memory[extent].view(version.num_bytes)
         is_good = await asyncio.to_thread(digest_of, memory) == version.digest
-        if version.is_dropped:
-            raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+        version.check_kept()
         if is_good:
             return None
         log.error("version %s is bad in host memory", version.key)

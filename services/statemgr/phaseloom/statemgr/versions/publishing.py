@@ -11,7 +11,13 @@ import asyncio
 from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import CommitParts, CommitVersion, CreateVersion, VersionExtent
+from phaseloom.common.statewire import (
+    CommitParts,
+    CommitVersion,
+    CreateVersion,
+    VersionExtent,
+    VersionParts,
+)
 from phaseloom.common.versionparts import check_part, encode_manifest
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.residency import Wpg
@@ -117,8 +123,7 @@ class Publishing:
                 raise ResourceError(
                     f"version {version.key} does not match its digest", code=Code.DATA_LOSS
                 )
-            if version.is_dropped:
-                raise ResourceError(f"version {version.key} was dropped", code=Code.ABORTED)
+            version.check_kept()
             node.versions.commit(version, request.digest)
         finally:
             node.release_version(version)
@@ -127,7 +132,7 @@ class Publishing:
         """All parts are committed, here and elsewhere. Idempotent.
 
         Raises: CallerError: PERMISSION_DENIED: not this policy's; ALREADY_EXISTS: something else;
-                FAILED_PRECONDITION: a part that is here is another one. ResourceError: no room.
+                FAILED_PRECONDITION: it has written another part here. ResourceError: no room.
         """
         key = request.version
         if key.policy != wpg.key or key.seq < 1 or key.part:
@@ -135,21 +140,35 @@ class Publishing:
                 f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
             )
         async with self._weights.lock(key):
-            self._manifests.check(key, request.manifest)
             content = encode_manifest(request.manifest)
             version = self._node.versions.find(key)
-            is_same = version is not None and version.digest == digest_of(memoryview(content))
-            if version is not None and not is_same:
-                if version.incarnation == wpg.incarnation or not version.is_manifest:
-                    raise CallerError(
-                        f"version {key} is committed with another content",
-                        code=Code.ALREADY_EXISTS,
-                        field="manifest",
-                    )
-                # An earlier life's, which came to other bits.
-                await self._weights.discard(version)
-                version = None
-            if version is None:
+            if version is None or version.digest != digest_of(memoryview(content)):
+                self._manifests.check(wpg, key, request.manifest)
+                await self._discard_earlier(wpg, key, request.manifest)
                 self._check_number(wpg)
                 version = await self._manifests.write(wpg, key, content)
             return description_of(version, tensors=b"")
+
+    async def _discard_earlier(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
+        """An earlier life's manifest, which came to other bits; of its parts those that this life
+        has otherwise, which readers here were brought; and slices of them.
+
+        Raises: CallerError: ALREADY_EXISTS: it is no earlier life's.
+        """
+        version = self._node.versions.find(key)
+        if version is not None and (
+            version.incarnation == wpg.incarnation or not version.is_manifest
+        ):
+            raise CallerError(
+                f"version {key} is committed with another content",
+                code=Code.ALREADY_EXISTS,
+                field="manifest",
+            )
+        digests = {part.part: part.digest for part in manifest.parts}
+        others = [
+            part
+            for part in self._node.versions.parts_of(key)
+            if part.incarnation != wpg.incarnation and part.digest != digests.get(part.key.part)
+        ]
+        for each in [*([version] if version else []), *others]:
+            await self._weights.discard(each)

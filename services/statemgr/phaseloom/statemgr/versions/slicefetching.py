@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import xxhash
@@ -26,8 +27,8 @@ from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceE
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.statemgr.core.dealing import Fetcher
-from phaseloom.statemgr.core.slices import MAX_BATCH_BOXES, MAX_BATCH_BYTES, Batch, Piece, grouped
-from phaseloom.statemgr.mesh.tls import Stream, connect, explained
+from phaseloom.statemgr.core.slices import MAX_BATCH_BYTES, Batch, Piece, Together, grouped
+from phaseloom.statemgr.mesh.tls import Stream, apart, connect, explained
 from phaseloom.statemgr.versions import wire
 from phaseloom.statemgr.versions.boxes import IncomingSlices
 from phaseloom.statemgr.versions.fetching import RELAY_PATIENCE, Home
@@ -186,8 +187,9 @@ class SliceFetching:
         """Some batches as one."""
         queue = self._queues[part]
         pieces: list[Piece] = []
+        taken = Together(limit * self._batch_bytes)
         for _ in range(limit):
-            if not queue or (pieces and len(pieces) + len(queue[0].pieces) > MAX_BATCH_BOXES):
+            if not queue or not taken.take(queue[0].boxes, queue[0].num_bytes):
                 break
             pieces += queue.popleft().pieces
         return Batch(part, pieces)
@@ -386,14 +388,16 @@ class SliceFetching:
     async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
         """Where it belongs, verified."""
         digest = xxhash.xxh3_128()
-        spans, timeout_s = batch.spans, self.home.timeout_s
+        timeout_s = self.home.timeout_s
+        # Of what is narrow they are hundreds of thousands: others are served meanwhile.
+        spans = await asyncio.to_thread(lambda: batch.spans)
         if batch.num_bytes >= _FEW_BYTES * len(spans):
             for span in spans:
                 await stream.receive_into(self.memory[span], timeout_s, digest.update)
         else:
             content = memoryview(bytearray(batch.num_bytes))
             await stream.receive_into(content, timeout_s, digest.update)
-            await asyncio.to_thread(batch.put, self.memory, content)
+            await apart(partial(batch.put, self.memory), content)
         if digest.hexdigest() != expected:
             raise ResourceError("slices do not match their digest", code=Code.DATA_LOSS)
 

@@ -26,8 +26,11 @@ from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import (
     MAX_BATCH_BOXES,
     MAX_BATCH_BYTES,
+    Box,
     Fragment,
+    together,
 )
+from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.versions import wire
@@ -66,8 +69,8 @@ class SliceServer:
         self._digests_of = digests_of
         self._mend = mend
         self._site = site
-        self._deals: OrderedDict[tuple[VersionKey, str, str], BoxDeal] = OrderedDict()
-        """By part, content and site; the oldest go, which costs at worst another copy."""
+        self._deals: OrderedDict[tuple[Version, str], BoxDeal] = OrderedDict()
+        """By part and site; the oldest go, which costs at worst another copy."""
 
     async def session(self, stream: Stream) -> None:
         """One stream, until the client closes it."""
@@ -103,9 +106,13 @@ class SliceServer:
             await self._answer_all(stream, parts, deals, request.fetcher)
 
     def _deal(self, part: OpenPart, site: str) -> BoxDeal:
-        key = (part.version.key, part.version.digest, site)
-        deal = self._deals.setdefault(key, BoxDeal())
+        key = (part.version, site)
+        if key not in self._deals:
+            for gone in [each for each in self._deals if each[0].is_dropped]:
+                del self._deals[gone]
+            self._deals[key] = BoxDeal()
         self._deals.move_to_end(key)
+        deal = self._deals[key]
         while sum(each.num_records for each in self._deals.values()) > _MAX_RECORDS:
             self._deals.popitem(last=False)
         while len(self._deals) > _MAX_DEALS:
@@ -232,14 +239,9 @@ def _some(
     places: Sequence[Place], fragments: list[Fragment], limit_bytes: int
 ) -> Iterator[list[Fragment]]:
     """As much as a neighbour is to be asked for at once."""
-    some: list[Fragment] = []
-    size = 0
-    for number, box in fragments:
-        num_bytes = places[number]._replace(box=box).num_bytes
-        if some and (len(some) == MAX_BATCH_BOXES or size + num_bytes > limit_bytes):
-            yield some
-            some, size = [], 0
-        some.append((number, box))
-        size += num_bytes
-    if some:
-        yield some
+
+    def box_of(fragment: Fragment) -> tuple[Box, int]:
+        number, box = fragment
+        return box, places[number]._replace(box=box).num_bytes
+
+    return together(fragments, box_of, limit_bytes)

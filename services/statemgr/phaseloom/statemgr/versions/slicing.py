@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import msgspec
 
@@ -38,6 +37,7 @@ from phaseloom.statemgr.versions.boxes import (
     gathered,
     open_part,
 )
+from phaseloom.statemgr.versions.bringing import filling
 from phaseloom.statemgr.versions.mending import discard_if_bad
 from phaseloom.statemgr.versions.slicefetching import SliceFetching
 from phaseloom.statemgr.versions.weights import Weights
@@ -47,20 +47,13 @@ log = logging.getLogger(__name__)
 _TRIES = 2
 
 
-@dataclass
-class _Copy:
-    incoming: IncomingSlices
-    content: str = ""
-    """What the parts were."""
-
-
 class Slices:
     def __init__(self, node: Node, hierarchy: Hierarchy, weights: Weights) -> None:
         self._node = node
         self._hierarchy = hierarchy
         self._weights = weights
-        self._copies: dict[VersionKey, _Copy] = {}
-        """That are here, or on their way; not those that the daemon before has brought."""
+        self._brought: WeakKeyDictionary[Version, IncomingSlices] = WeakKeyDictionary()
+        """Copies that are here, or on their way; not those that the daemon before has brought."""
         self._bringing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
@@ -84,9 +77,7 @@ class Slices:
                 version = None if bad is not None else version
             if version is None:
                 version = await self._bring(mine, request, slots)
-        self._forget_dropped()
         assert version.extent is not None
-        copy = self._copies.get(mine)
         return (
             VersionExtent(
                 version=mine,
@@ -94,7 +85,6 @@ class Slices:
                 tensors=version.table.packed,
                 digest=version.digest,
                 exists=True,
-                content=copy.content if copy else "",
             ),
             [self._node.memory[version.extent].read_only_fd],
         )
@@ -117,13 +107,15 @@ class Slices:
 
         Raises: CallerError: NOT_FOUND.
         """
-        copy = self._copies.get(mine)
-        incoming = copy.incoming if copy else self._weights.arriving(mine)
-        if incoming is None and not mine.is_copy:
-            async with self.reading(mine) as part:
-                yield OpenParts({mine.part: part})
-            return
         version = self._node.versions.find(mine)
+        if mine.is_copy:
+            incoming = self._brought.get(version) if version else None
+        else:
+            incoming = self._weights.arriving(mine)
+            if incoming is None:
+                async with self.reading(mine) as part:
+                    yield OpenParts({mine.part: part})
+                return
         if incoming is None or version is None or version.extent is None:
             raise CallerError(f"{mine} is not here", code=Code.NOT_FOUND, field="relay")
         self._node.versions.acquire(version)
@@ -136,32 +128,18 @@ class Slices:
         node, key = self._node, request.version
         parts = sorted({each.part for each in request.slices} - {""})
         digests = await self._weights.committed_digests(key, parts)
-        extent = await self._hierarchy.reserve(
-            request.num_bytes, f"slices of version {key}", str(mine.policy)
-        )
-        try:
-            version = node.versions.begin(mine, request.num_bytes, slots, extent)
-        except CallerError:
-            node.memory.free(extent)
-            raise
-        node.versions.acquire(version)
-        memory = node.memory[extent].view(request.num_bytes)
-        incoming = IncomingSlices(request.slices, digests)
-        copy = self._copies[mine] = _Copy(incoming)
-        try:
-            await self._fill(mine, request, incoming, memory)
-            copy.content = _content_of(digests)
-            digest = await asyncio.to_thread(digest_of, memory)
-            if version.is_dropped:
-                raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-            node.versions.commit(version, digest)
-        except BaseException:
-            incoming.give_up()
-            if not version.is_dropped:
-                node.drop_version(version)
-            raise
-        finally:
-            node.release_version(version)
+        size, what = request.num_bytes, f"slices of version {key}"
+        async with filling(node, self._hierarchy, mine, slots, size, what=what) as version:
+            assert version.extent is not None
+            memory = node.memory[version.extent].view(size)
+            incoming = self._brought[version] = IncomingSlices(request.slices, digests)
+            try:
+                await self._fill(mine, request, incoming, memory)
+                digest = await asyncio.to_thread(digest_of, memory)
+                version.check_kept()
+                node.versions.commit(version, digest)
+            finally:
+                incoming.give_up()
         return version
 
     async def _fill(
@@ -213,11 +191,6 @@ class Slices:
             await self._weights.mend(key, sources, fetching.ticket)
         raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)
 
-    def _forget_dropped(self) -> None:
-        """Copies that went with their versions."""
-        for key in [key for key in self._copies if self._node.versions.find(key) is None]:
-            del self._copies[key]
-
 
 def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
     """Slices of a part that is on this node. Long: run it in a thread. Returns: bytes."""
@@ -225,13 +198,6 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
         found = (gathered(part.find(box)) for box in batch.boxes)
         batch.put(memory, b"".join(piece for pieces in found for piece in pieces))
     return sum(batch.num_bytes for batch in batches)
-
-
-def _content_of(digests: Mapping[str, str]) -> str:
-    """The same for the same parts."""
-    return hashlib.blake2b(
-        msgspec.msgpack.encode(sorted(digests.items())), digest_size=16
-    ).hexdigest()
 
 
 def _described(request: OpenSlices) -> tuple[TensorTable, str]:

@@ -89,8 +89,7 @@ class Weights:
                 holders = await self._manifests.holders(
                     version, request.sources, request.ticket, self.home
                 )
-                if version.is_dropped:
-                    raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+                version.check_kept()
             described = msgspec.structs.replace(described, sources=holders)
         return described, fds
 

@@ -131,7 +131,7 @@ class SlicesRequest(msgspec.Struct, frozen=True):
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
     digests: dict[str, str]
-    """By part, of all that were asked for, or that are there."""
+    """By part, of all that were asked for, or that are there; none where a relay is asked."""
     is_far: bool = False
     """On another site than the client: it deals out what it has, each byte to one node there."""
 

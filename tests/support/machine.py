@@ -1,0 +1,19 @@
+"""What the machine that runs the tests can do."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from phaseloom.common.hugepages import touch
+
+
+def touches_ahead() -> bool:
+    """Whether memory can be had before it is written (Linux 5.14)."""
+    return touch(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
+
+
+needs_touching = pytest.mark.skipif(
+    not touches_ahead(), reason="this system gives no memory before it is written"
+)

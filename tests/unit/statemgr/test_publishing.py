@@ -1,0 +1,104 @@
+"""Weights versions that one life of a policy makes after another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
+from phaseloom.common.messages import Layout
+from phaseloom.common.statewire import CommitParts, VersionPart, VersionParts
+from phaseloom.common.versionparts import part_of
+from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.versions.publishing import Publishing
+from phaseloom.statemgr.versions.weights import Weights
+from tests.support.meshcerts import identity
+
+POLICY = DeploymentKey("acme", "job", "policy")
+KEY = VersionKey(POLICY, 3)
+PART = part_of(KEY, "0of1")
+SLICES = part_of(KEY, f"{COPY_PREFIX}these")
+ONE, OTHER = "1" * 32, "2" * 32
+
+
+@dataclass
+class World:
+    node: Node
+    publishing: Publishing
+
+    def life(self, incarnation: int) -> Wpg:
+        """The next one of the policy."""
+        residency = self.node.residency
+        replaced = residency.register([f"token{incarnation}"], POLICY, incarnation, [0], 0)
+        if replaced is not None:
+            self.node.retire(replaced, "fenced")
+        return residency.current(POLICY, incarnation)
+
+    def have(self, key: VersionKey, digest: str, incarnation: int | None = None) -> None:
+        """In host memory. Args: digest: empty: it is on its way."""
+        extent = self.node.memory.reserve(64, "a version")
+        version = self.node.versions.begin(key, 64, [], extent, incarnation)
+        if digest:
+            self.node.versions.commit(version, digest)
+
+    def has(self, key: VersionKey) -> bool:
+        return self.node.versions.find(key) is not None
+
+    async def commit(self, life: Wpg, digest: str) -> None:
+        """A version of one part."""
+        part = VersionPart(PART.part, 64, digest, "")
+        await self.publishing.commit_parts(
+            life, CommitParts(KEY, VersionParts(Layout(), 1, "", [part]))
+        )
+
+
+@asynccontextmanager
+async def world(directory: Path) -> AsyncIterator[World]:
+    node = Node(NodeId("n"), [1], 2**20, 10.0)
+    node.settled.set()
+    files = StateDirectory(directory)
+    hierarchy = Hierarchy(node, files, 0)
+    weights = Weights(node, files, hierarchy, identity(), 10.0)
+    yield World(node, Publishing(node, hierarchy, weights))
+    node.validate()
+    node.keeper.close()
+    node.memory.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "digest"),
+    [(PART, ONE), (PART, ""), (SLICES, "of some rows"), (SLICES, "")],
+    ids=["part", "part on its way", "slices", "slices on their way"],
+)
+async def test_what_came_here_of_an_earlier_lifes_version_goes_with_that(
+    tmp_path: Path, key: VersionKey, digest: str
+) -> None:
+    """For a reader on this node, of a part that another one has written."""
+    async with world(tmp_path) as w:
+        await w.commit(w.life(1), ONE)
+        w.have(key, digest)
+        later = w.life(2)
+        await w.commit(later, ONE)
+        assert w.has(key), "the later life came to the same bits"
+        await w.commit(w.life(3), OTHER)
+        assert w.has(KEY)
+        assert not w.has(key)
+
+
+async def test_a_part_that_this_life_wrote_otherwise_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.commit(w.life(1), ONE)
+        later = w.life(2)
+        w.have(PART, OTHER, incarnation=2)
+        with pytest.raises(CallerError) as caught:
+            await w.commit(later, "3" * 32)
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+        assert (w.has(KEY), w.has(PART)) == (True, True)
