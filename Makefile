@@ -26,7 +26,7 @@ up: $(VENV)/.demo
 
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=same -m "not slow" $(ARGS)
 
 ## test-slow: what takes longer
 test-slow: $(VENV)/.test

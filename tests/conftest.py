@@ -9,13 +9,16 @@ from pathlib import Path
 
 # Its pytest plugin imports it in the summary, which fails on Python 3.11 after a torch process
 # group was made in this process.
-import hypothesis  # noqa: F401
+import hypothesis
 import pytest
 
 from phaseloom.common.bus import Bus
 from phaseloom.common.natsserver import EmbeddedServer
 
 TENANTS = ("acme", "globex")
+
+# A change is judged by the same examples each time (`make test`); plain pytest draws new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
 
 # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)

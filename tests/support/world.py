@@ -125,8 +125,8 @@ class World:
     homes: dict[DeploymentKey, list[NodeId]] = field(default_factory=dict)
     """Nodes of the last life."""
     seals: dict[DeploymentKey, dict[int, State]] = field(default_factory=dict)
-    parts: dict[tuple[DeploymentKey, int], set[NodeId]] = field(default_factory=dict)
-    """Of each seal: the nodes that have written theirs."""
+    parts: dict[tuple[DeploymentKey, int, int], set[int]] = field(default_factory=dict)
+    """Of each seal of each life: which are written, by the rank that they begin with."""
     files: dict[NodeId, set[tuple[DeploymentKey, int, int]]] = field(default_factory=dict)
     """On each node's disk: seals, and which part of them."""
     mirror_error: ErrorInfo | None = None
@@ -362,8 +362,6 @@ class World:
         key = command.deployment
         ranks = self.ranks[key]
         assert ranks.applied == command.seq, "sealed at another seq than the state's"
-        parts = self.parts.setdefault((key, command.seq), set())
-        parts.add(command.node)
         offset = next(
             sum(len(ranks.devices[n]) for n in list(ranks.devices)[:index])
             for index, node in enumerate(ranks.devices)
@@ -371,7 +369,9 @@ class World:
         )
         for node in (command.node, *command.replicas):
             self.files.setdefault(node, set()).add((key, command.seq, offset))
-        if parts >= set(ranks.devices):
+        parts = self.parts.setdefault((key, command.seq, command.incarnation), set())
+        parts.add(offset)
+        if len(parts) == len(ranks.devices):
             self.seals.setdefault(key, {})[command.seq] = ranks.state
             self.durable_versions |= {VersionKey(key, seq) for seq in command.versions}
         copies = list(command.replicas)
@@ -544,9 +544,9 @@ class World:
             return  # of the same name, and newer
         self.files[node] = {file for file in self.files.get(node, set()) if file[0] != key}
         every = {file for files in self.files.values() for file in files}
-        for (other, seq), writers in self.parts.items():
-            num_left = sum(file[:2] == (key, seq) for file in every)
-            if other == key and num_left < len(writers):
+        for (other, seq, _), parts in self.parts.items():
+            left = {file[2] for file in every if file[:2] == (key, seq)}
+            if other == key and not parts <= left:
                 self.seals.get(key, {}).pop(seq, None)
         if ranks is not None or node not in self.homes.get(key, [node]):
             return  # it has moved away

@@ -490,7 +490,8 @@ class Mesh:
         """Send a signal to a service's processes, as a crash or an operator would."""
         pids = self.pids(service)
         for pid in pids:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, number)
         return pids
 
     def lose(self, node: str) -> None:

@@ -38,7 +38,9 @@ def go_on(step: Step) -> None:
         return
     for _, deployment in sorted(step.state.deployments.items()):
         if _has_rest(deployment):
-            for part in _parts_at_risk(step, deployment):
+            at_risk = list(_parts_at_risk(step, deployment))
+            _give_up_failed(step, deployment, at_risk)
+            for part in at_risk:
                 _copy_part(step, deployment, part)
     for _, job in sorted(step.state.jobs.items()):
         for version in _orphans_at_risk(step, job):
@@ -86,6 +88,14 @@ def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
 
 
 # --- asking --------------------------------------------------------------------------------------
+
+
+def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
+    """Copies that nobody needs any more, as where a node is to stay after all: another part may
+    need their nodes."""
+    for copying in [c for c in deployment.copying if c.is_failed and c.part not in at_risk]:
+        deployment.copying.remove(copying)
+        seals.give_up_copy(step, deployment, copying.node)
 
 
 def _copy_part(step: Step, deployment: Deployment, part: int) -> None:

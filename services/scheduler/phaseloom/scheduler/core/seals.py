@@ -319,6 +319,8 @@ def _note_copies(step: Step, deployment: Deployment, event: SealCommitted) -> No
         [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
         for node in deployment.nodes
     ]
+    for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
+        forget_at(step, deployment, node)  # it is told so should it be back all the same
     holders = {node for part in deployment.copies for node in part}
     holders.update(_targets(deployment))
     left = dict.fromkeys([*deployment.left, *before])

@@ -111,6 +111,8 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
         del stopping[name]
         if not stopping:
             del step.state.stopping[event.node]
+        # It can take a copy again.
+        step.has_new_room = step.has_new_room or bool(step.state.closing)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.state is WpgState.STOPPED:
             # A successor of its name goes on from there.
