@@ -325,19 +325,25 @@ class World:
         self.later(0.5 + jitter_s, started)
 
     def _fetch(self, command: StartWpg | MirrorState, offset: int) -> None:
-        """It has, or gets from the first source that has it, the seal: whichever part of it that
-        is, for all parts have one name. It is to be the one that begins with this rank."""
-        seal = (command.deployment, command.seal_seq)
+        """It has, or gets from the first source that has it, the part of the seal that begins with
+        this rank. All parts have one name: it must have no other that counts."""
+        file = (command.deployment, command.seal_seq, offset)
+        deployment = self.core.state.deployments[str(command.deployment)]
+        for index, holders in enumerate(deployment.copies):
+            if command.node in holders and command.seal_seq == deployment.seal_seq:
+                begin = sum(len(span.devices) for span in deployment.spans[:index])
+                assert begin == offset, f"{file}: {command.node} has another part of it"
         up = {f"{name}:1": NodeId(name) for name, n in self.core.state.nodes.items() if n.is_up}
         sources = [up[source] for source in command.sources if source in up]
-        for source in [command.node, *sources]:
-            found = [file for file in self.files.get(source, set()) if file[:2] == seal]
-            if found:
-                (file,) = found
-                assert offset == file[2], f"{seal}: {command.node} has another part of it"
-                self.files.setdefault(command.node, set()).add(file)
-                return
-        raise AssertionError(f"{seal}: nobody has it of {sources}")
+        if any(file in self.files.get(node, set()) for node in [command.node, *sources]):
+            self._write(command.node, file)
+            return
+        raise AssertionError(f"{file}: nobody has it of {sources}")
+
+    def _write(self, node: NodeId, file: tuple[DeploymentKey, int, int]) -> None:
+        """In place of another part of the seal, as an earlier life may have left."""
+        others = {other for other in self.files.get(node, set()) if other[:2] != file[:2]}
+        self.files[node] = {*others, file}
 
     def _mirror(self, command: MirrorState) -> None:
         error = self.mirror_error
@@ -368,7 +374,7 @@ class World:
             if node == command.node
         )
         for node in (command.node, *command.replicas):
-            self.files.setdefault(node, set()).add((key, command.seq, offset))
+            self._write(node, (key, command.seq, offset))
         parts = self.parts.setdefault((key, command.seq, command.incarnation), set())
         parts.add(offset)
         if len(parts) == len(ranks.devices):
