@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class HidingReport(msgspec.Struct, frozen=True):
     """Device → share of the time in which it neither ran an operation nor switched."""
     unhidden_seconds: dict[str, float]
     """Why → switch seconds for which an operation waited."""
+    hidden_shares: list[float] = []
+    """Of all runs, the least first; everything else is that of the middle one."""
 
 
 async def run(settings: Settings, directory: Path) -> HidingReport:
@@ -161,6 +163,13 @@ async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
     finally:
         await lifecycle.end([following])
         await bus.close()
+
+
+def middle(reports: Sequence[HidingReport]) -> HidingReport:
+    """Of several runs that with the median hidden share; of an even number the lower one."""
+    by_share = sorted(reports, key=lambda report: report.hidden_share)
+    shares = [report.hidden_share for report in by_share]
+    return msgspec.structs.replace(by_share[(len(by_share) - 1) // 2], hidden_shares=shares)
 
 
 # --- figures -------------------------------------------------------------------------------------

@@ -181,6 +181,7 @@ def hidden_table(report: HidingReport) -> str:
             f"**{report.hidden_share:.1%}**, in the second half {report.hidden_share_settled:.1%}",
         ),
         ("the rest", unhidden),
+        ("hidden share of every run", ", ".join(f"{s:.1%}" for s in report.hidden_shares)),
     ]
     return _table(report.machine, ("what", "measured"), facts)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from loadtest.hiding import Settings, report
+from loadtest.hiding import Settings, middle, report
 from phaseloom.cli.report import Execution, RunLog, Switch
 from phaseloom.common.ids import DeploymentKey, OperationKey
 
@@ -51,3 +52,15 @@ def test_switch_seconds_are_hidden_or_told_why_not() -> None:
     }
     assert found.hidden_share_settled == pytest.approx(1 / 3, abs=1e-3)
     assert found.idle_share == {"train-0": pytest.approx(1 - (16 + 5) / 50, abs=1e-3)}
+
+
+def test_of_several_runs_the_median_one_is_reported() -> None:
+    log = RunLog(devices=["train-0"], executions=[ran("a", 0, 0, 1)], switches=[])
+    runs = [
+        msgspec.structs.replace(report(Settings(), log), hidden_share=share, switches=number)
+        for number, share in enumerate([0.9, 0.5, 0.7])
+    ]
+    reported = middle(runs)
+    assert (reported.hidden_share, reported.switches) == (0.7, 2)
+    assert reported.hidden_shares == [0.5, 0.7, 0.9]
+    assert middle(runs[:2]).hidden_share == 0.5, "none is made up"
