@@ -224,8 +224,13 @@ async def until(is_met: Callable[[], Awaitable[bool]]) -> None:
 
 async def folds(bus: Bus) -> bool:
     """Whether anybody leads, and has come to what was in the log before this was asked."""
+    return await answers(bus, "job.finish")
+
+
+async def answers(bus: Bus, call: str = "job.status") -> bool:
+    """Whether anybody serves the jobs' calls."""
     try:
-        await call_api(bus.client, ACME, "job.finish", JobRequest("none"), JobStatus)
+        await call_api(bus.client, ACME, call, JobRequest("none"), JobStatus)
     except PhaseloomError as error:
         return error.info.code is Code.NOT_FOUND
     return False
@@ -331,15 +336,6 @@ async def take_lease(bus: Bus) -> int:
             return await bus.kv_swap(
                 Bucket.LEASES, scheduler_lease_key(), b"other, pid 1", held.sequence
             )
-
-
-async def answers(bus: Bus) -> bool:
-    """Whether anybody serves the jobs' calls."""
-    try:
-        await call_api(bus.client, ACME, "job.status", JobRequest("none"), JobStatus)
-    except PhaseloomError as error:
-        return error.info.code is Code.NOT_FOUND
-    return False
 
 
 async def is_silent(bus: Bus) -> bool:

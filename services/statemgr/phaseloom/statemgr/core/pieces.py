@@ -421,7 +421,7 @@ class Account(NamedTuple):
 
 def account(contents: Sequence[tuple[int, Pieces]]) -> Account:
     """Args: contents: each with its number.
-    Cost: O(n log n) in pieces, a microsecond or two each.
+    Cost: O(n log n) in pieces.
     """
     numbers = [number for number, _ in contents]
     shared_bytes, beside = [0] * len(numbers), [0] * len(numbers)
