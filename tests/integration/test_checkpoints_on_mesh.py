@@ -8,6 +8,7 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.errors import ResourceError
 from phaseloom.common.messages import StateCut
 from tests.support.jobs import TENANT, Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson, policy_spec
@@ -65,6 +66,18 @@ async def test_a_later_run_loads_what_an_earlier_one_saved(short_dir: Path) -> N
         policy = (await connection.submit_job("calm", [policy_spec()])).deployment("policy")
         for number, digest in enumerate(saved):
             assert (await policy.load_state(f"after{number}")).weights_sha256 == digest
+
+
+async def test_root_that_is_no_directory_is_told_so_and_training_goes_on(short_dir: Path) -> None:
+    root = short_dir / "taken"
+    root.touch()
+    config = MeshConfig(nodes=NODES, checkpoint_root=str(root))
+    async with running_mesh(config, short_dir / "run") as (mesh, _), tenant(mesh) as connection:
+        for save in await begin(connection, "calm"):
+            with pytest.raises(ResourceError, match=r"taken/.*Not a directory; .* may write"):
+                await save
+        policy = (await connection.attach("calm")).deployment("policy")
+        await policy.publish_weights()
 
 
 def kill(mesh: Mesh, what: str) -> None:

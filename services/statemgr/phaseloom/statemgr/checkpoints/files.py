@@ -210,11 +210,21 @@ def writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        what = f"the checkpoint cannot be written: {_in_words(error)}"
+        if error.errno in _FULL:
+            raise ResourceError(
+                what,
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="free space under the checkpoint root, or save with a `keep`",
+            ) from error
         raise ResourceError(
-            f"the checkpoint cannot be written: {error.strerror or error}",
-            code=Code.RESOURCE_EXHAUSTED if error.errno in _FULL else Code.UNAVAILABLE,
-            remedy="free space under the checkpoint root, or save with a `keep`",
+            what, remedy="let checkpoint_root be a directory that the state manager may write"
         ) from error
+
+
+def _in_words(error: OSError) -> str:
+    told = error.strerror or str(error)
+    return f"{error.filename}: {told}" if error.filename else told
 
 
 def write_synced(path: Path, content: bytes) -> None:
