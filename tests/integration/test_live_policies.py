@@ -20,7 +20,7 @@ from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import MeshJob
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.messages import ActivationOpened, Event, JobStatus
-from phaseloom.scheduler.core import ordering, placement
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 from tests.support.jobs import (
     NOOP,
     TASKS,
@@ -143,8 +143,8 @@ class Together:
 
 def covering() -> list[tuple[str, str]]:
     """Pairs in which every placement and every ordering policy comes at least once."""
-    count = max(len(placement.POLICIES), len(ordering.POLICIES))
-    return list(islice(zip(cycle(placement.POLICIES), cycle(ordering.POLICIES)), count))
+    count = max(len(PLACEMENT), len(ORDERING))
+    return list(islice(zip(cycle(PLACEMENT), cycle(ORDERING)), count))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from phaseloom.common.codec import decode
 from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.messages import Command, CommandId, NodeCommand, Permit, Permits, Ticket
 from phaseloom.common.tickets import is_genuine
-from phaseloom.scheduler.core.outputs import SendCommand
+from phaseloom.scheduler.core.state.outputs import SendCommand
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
 

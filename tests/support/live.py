@@ -23,9 +23,9 @@ from phaseloom.common.messages import (
     SchedulerConfig,
     TimerFired,
 )
-from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     ComputeReplan,
     Output,

@@ -9,8 +9,8 @@ import pytest
 from phaseloom.common.errors import Code
 from phaseloom.common.ids import JobKey, NodeId
 from phaseloom.common.messages import Cycle, PhaseTrace, Segment
-from phaseloom.scheduler.core import admission, groups
-from phaseloom.scheduler.core.cluster import (
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
     Host,

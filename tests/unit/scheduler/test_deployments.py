@@ -23,10 +23,10 @@ from phaseloom.common.messages import (
     StartWpg,
     StopWpg,
 )
-from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Answer
-from phaseloom.scheduler.core.state import JobState, WpgState
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.world import CONFIG, TENANT, World, deployment, lost, node_up, spec
 
 T = TypeVar("T")

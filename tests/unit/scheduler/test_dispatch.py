@@ -29,10 +29,10 @@ from phaseloom.common.messages import (
     SessionOpened,
     StartWpg,
 )
-from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.state import JobState
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import queue
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState
 from tests.support.world import CONFIG, World, deployment, node_up
 
 

@@ -31,8 +31,8 @@ from phaseloom.common.messages import (
     StateMirrored,
     StopWpg,
 )
-from phaseloom.scheduler.core.outputs import Answer, SendCommand, Tell
-from phaseloom.scheduler.core.state import JobState, WpgState
+from phaseloom.scheduler.core.state.outputs import Answer, SendCommand, Tell
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
 

@@ -6,11 +6,12 @@ import pytest
 
 from phaseloom.common.ids import JobKey, OperationKey
 from phaseloom.common.messages import JobSpec, JobSubmitted, QueuedOperation
-from phaseloom.scheduler.core import admission, groups, queue
-from phaseloom.scheduler.core.cluster import Placed, Waits
-from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
-from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import queue
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
+from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
+from phaseloom.scheduler.core.state.cluster import Placed, Waits
+from phaseloom.scheduler.core.state.step import Step
 from tests.support.contention import config_of
 from tests.support.world import World, spec
 from tests.unit.scheduler.weave_cluster import empty, job

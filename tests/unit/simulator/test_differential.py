@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from phaseloom.common.ids import DeploymentKey
 from phaseloom.common.messages import Command, Permit, SchedulerConfig, StartWpg, TimerFired
-from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
-from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
+from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
+from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from phaseloom.cli.supervisor import MeshConfig
 from phaseloom.common.errors import CallerError
-from phaseloom.scheduler.core import ordering as ordering_policies
-from phaseloom.scheduler.core import placement as placement_policies
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 
 
 def with_policies(settings: MeshConfig, placement: str | None, ordering: str | None) -> MeshConfig:
@@ -22,8 +21,8 @@ def with_policies(settings: MeshConfig, placement: str | None, ordering: str | N
         placement=placement or settings.placement,
         ordering=ordering or settings.ordering,
     )
-    _check(settings.placement, placement_policies.POLICIES, "placement")
-    _check(settings.ordering, ordering_policies.POLICIES, "ordering")
+    _check(settings.placement, PLACEMENT, "placement")
+    _check(settings.ordering, ORDERING, "ordering")
     return settings
 
 

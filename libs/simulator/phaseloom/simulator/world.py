@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from phaseloom.common.ids import NodeId, OperationKey
 from phaseloom.common.messages import Event, OperationFinished, Outcome
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     Output,
     PutView,

@@ -22,8 +22,9 @@ from phaseloom.common.leases import node_lease_key, session_lease_key
 from phaseloom.common.messages import NodeLost, SessionLost, SessionOpened
 from phaseloom.common.patience import PatientLog, until_done
 from phaseloom.common.streams import Bucket
-from phaseloom.scheduler.core import seals
-from phaseloom.scheduler.core.state import JOB_ENDED, Job
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.shell import Shell
 
 log = logging.getLogger(__name__)

@@ -41,9 +41,9 @@ from phaseloom.common.messages import (
 )
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.clock import Clock, WallClock
-from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     ComputeReplan,
     DeleteOperations,
