@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.messages import Cycle, Segment
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.planning.sharing.backfill import earliest_start
 from phaseloom.scheduler.core.planning.timeline import upkeep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle, Segment
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,

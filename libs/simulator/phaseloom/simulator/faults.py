@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey
 
 
 class NodeFault(msgspec.Struct, frozen=True, tag=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import KindEstimate
+from phaseloom.common.contract.events import KindEstimate
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.tree import State

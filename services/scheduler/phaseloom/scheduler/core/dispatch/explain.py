@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import Completion, Explanation, result_kind
+from phaseloom.common.contract.api import Explanation
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import Completion, result_kind
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from phaseloom.common.ids import OperationKey
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Device
 from phaseloom.scheduler.core.state.operation import Mutation, Op

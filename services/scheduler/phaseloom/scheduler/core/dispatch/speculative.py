@@ -13,7 +13,7 @@ before its operation came doubles the gaps that pass without. Times change, resu
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import idle_hold, ready
 from phaseloom.scheduler.core.state.deployment import Deployment

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.events import PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.dispatch import idle_hold
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step

@@ -9,9 +9,10 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import DeploymentSpec, NodeLost, NodeUp, SchedulerConfig
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeLost, NodeUp
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.planning.weave.timing import timing_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import CommandId, DeploymentSpec
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import CommandId, DeploymentSpec
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Mutation, Op
 from phaseloom.scheduler.core.state.transitions import WpgState

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId, VersionKey
-from phaseloom.common.messages import JobSpec
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import JobSpec
 from phaseloom.scheduler.core.state.deployment import Copying
 from phaseloom.scheduler.core.state.transitions import JobState
 

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import DeviceSpec, Residency
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import DeviceSpec, Residency
 
 
 class Closing(StrEnum):

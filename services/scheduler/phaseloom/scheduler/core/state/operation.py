@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.ids import OperationKey, VersionKey
-from phaseloom.common.messages import MUTATING_KINDS, After
+from phaseloom.common.contract.ids import OperationKey, VersionKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, After
 from phaseloom.scheduler.core.state.transitions import OpState
 
 

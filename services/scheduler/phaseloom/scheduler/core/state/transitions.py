@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from phaseloom.common.errors import InternalError
+from phaseloom.common.contract.errors import InternalError
 
 
 class OpState(StrEnum):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import PhaseTrace, SchedulerConfig
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.state.cluster import Cluster
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job

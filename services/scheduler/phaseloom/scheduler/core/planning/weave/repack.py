@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.weave.candidates import MOVE_S, Seat, Seats, moved, nodes_of
 from phaseloom.scheduler.core.planning.weave.pool import pinned
 from phaseloom.scheduler.core.planning.weave.search_state import NEW, Board, board_of

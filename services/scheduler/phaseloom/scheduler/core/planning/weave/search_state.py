@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.weave import candidates
 from phaseloom.scheduler.core.planning.weave.candidates import Seat, Seats
 from phaseloom.scheduler.core.planning.weave.pool import serves
