@@ -9,7 +9,7 @@ from phaseloom.common.codec import encode
 from phaseloom.common.ids import DeploymentKey, NodeId
 from phaseloom.common.messages import SealCommitted
 from phaseloom.common.streams import Bucket
-from phaseloom.worker.sealrecords import SealRecords
+from phaseloom.worker.agent.sealrecords import SealRecords
 
 KEY = DeploymentKey("acme", "sums", "policy")
 NODES = [NodeId(f"n{index}") for index in range(4)]

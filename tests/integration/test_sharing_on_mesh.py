@@ -24,7 +24,7 @@ from phaseloom.common.messages import DeploymentSpec, Layout
 from phaseloom.common.statewire import StatusReport
 from phaseloom.common.streams import state_subject
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.jobs import running_mesh, tenant
 from tests.support.node import model_spec
 

@@ -38,9 +38,9 @@ from phaseloom.common.statewire import (
     TensorSlot,
 )
 from phaseloom.common.tensortable import EMPTY, TensorTable
-from phaseloom.worker.agentstate import AgentStateClient
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import SECRET, ticket
 from tests.support.peerfetch import fetch, fetching
 from tests.support.readversions import load_version

@@ -29,8 +29,8 @@ from phaseloom.common.statewire import (
     TensorSlot,
 )
 from phaseloom.statemgr.core.marker import BLOCK_BYTES
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.statedaemon import (
     OTHER,
     POLICY,

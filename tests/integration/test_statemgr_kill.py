@@ -29,7 +29,7 @@ from phaseloom.common.statewire import (
     Welcome,
 )
 from phaseloom.common.tensortable import TensorTable
-from phaseloom.worker.agentstate import AgentStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
 from tests.support.readversions import load_version, open_version

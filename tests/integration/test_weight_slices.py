@@ -27,7 +27,7 @@ from phaseloom.common.statewire import (
     Slice,
     TensorSlot,
 )
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (
     LAYOUTS,

@@ -23,8 +23,8 @@ from phaseloom.common.resharding import (
     source_parts,
 )
 from phaseloom.common.statewire import Role, Slice, TensorSlot, VersionPart, VersionParts
-from phaseloom.worker.copying import packed
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.copying import packed
 from tests.support.sharded import Array, tensors
 from tests.support.statedaemon import Daemon
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from phaseloom.common.ids import VersionKey
 from phaseloom.common.messages import Ticket
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.worker.layouts import Layouts
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.layouts import Layouts
 
 
 async def open_version(

@@ -25,8 +25,8 @@ from phaseloom.common.errors import Code, PhaseloomError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Durability
 from phaseloom.common.statewire import Role, TensorSlot, host_start
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.readversions import load_version
 from tests.support.statedaemon import Daemon, MiB, daemon, emptied
 

@@ -15,7 +15,7 @@ from phaseloom.common.codec import JSON, MSGPACK, decode, encode
 from phaseloom.common.errors import CallerError
 from phaseloom.common.framing import Frame
 from phaseloom.common.statewire import StateMessage
-from phaseloom.worker.rankwire import RankMessage
+from phaseloom.worker.rank.wire import RankMessage
 
 UNIONS: dict[str, Any] = {
     "event": messages.Event,

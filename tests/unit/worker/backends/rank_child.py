@@ -24,7 +24,7 @@ from phaseloom.common.messages import (
 from phaseloom.common.statewire import TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.versions import take, written
 
 

@@ -32,7 +32,7 @@ from phaseloom.common.messages import (
 )
 from phaseloom.common.resharding import Sharding
 from phaseloom.common.statewire import TensorSlot
-from phaseloom.worker.devicememory import DeviceMemory
+from phaseloom.worker.state.devicememory import DeviceMemory
 
 
 @dataclass(frozen=True)

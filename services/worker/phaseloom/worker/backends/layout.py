@@ -21,7 +21,7 @@ from phaseloom.common.errors import CallerError, Code, InternalError
 from phaseloom.common.messages import DeploymentSpec, OptimizerOn
 from phaseloom.common.statewire import Role, TensorSlot, host_start
 from phaseloom.worker.backends.base import ALONE, RankGroup
-from phaseloom.worker.heap import align
+from phaseloom.worker.state.heap import align
 
 FLOAT32_BYTES = 4
 
