@@ -12,18 +12,16 @@ from pathlib import Path
 
 from nats.aio.msg import Msg
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import CallerError, PhaseloomError
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import (
     Adopt,
     Adopted,
     AgentHello,
     BringState,
-    Done,
     DropVersions,
     DropWpg,
     HandOver,
@@ -32,7 +30,6 @@ from phaseloom.common.statewire import (
     PrepareSeal,
     RegisterWpg,
     Sealed,
-    StateMessage,
     StatusReport,
     StatusRequest,
     Switched,
@@ -41,7 +38,10 @@ from phaseloom.common.statewire import (
     Welcome,
     WriteSeal,
 )
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.worker.state.link import RECONNECT_S, StateLink, ask
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ def backend_factory(name: str) -> BackendFactory:
     """
     if name not in BACKENDS:
         # Not above: `gpucheck` imports this package where only torch is installed.
-        from phaseloom.common.errors import CallerError
+        from phaseloom.common.contract.errors import CallerError
 
         raise CallerError(
             f"there is no backend {name!r}",

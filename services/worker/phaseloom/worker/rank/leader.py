@@ -22,27 +22,34 @@ import nats.errors
 from msgspec.structs import replace
 from opentelemetry.context import Context
 
-from phaseloom.common import streams, telemetry
-from phaseloom.common.bus import Bus, Stored
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, unforeseen
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    unforeseen,
+)
+from phaseloom.common.contract.events import StateCut
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
-    CommandId,
     Completion,
     LoadState,
     Operation,
     OptimStep,
     Outcome,
-    Permit,
     Progress,
     PublishWeights,
     Result,
     SaveState,
-    StateCut,
     SyncWeights,
 )
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
