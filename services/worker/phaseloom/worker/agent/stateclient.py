@@ -1,6 +1,6 @@
 """The agent's side of its node's state manager: what it orders, and the handles that it keeps.
 
-The client outlives the daemon: see `statelink`.
+The client outlives the daemon: see `StateLink`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What it copies when told to is `hostcopies`, the weights versions that it makes and reads
 `rankversions`. Copies run in a thread and without the GIL: the event loop goes on.
 
-The client outlives the daemon: see `statelink`. Only when its `closed` is done it is gone for good.
+The client outlives the daemon: see `StateLink`. Only when its `closed` is done it is gone for good.
 """
 
 from __future__ import annotations
