@@ -5,8 +5,8 @@ mutating operation alone, or reading ones together, up to `max_reading`. While r
 more of their deployment join them, until a mutating one is at its head (which then goes before all
 that came after it), another deployment has claimed one of its devices, or its quantum has ended
 while another waits: then what runs drains and the others go first. Whose turn it is on a free
-device is decided in `choice`, how long it is kept for its holder in `idle_hold`, and what is switched
-in before it is asked for in `speculative`.
+device is decided in `choice`, how long it is kept for its holder in `idle_hold`, and what is
+switched in before it is asked for in `speculative`.
 
 A deployment with several ranks takes a device for each, of one node or of several, all at once:
 chosen on one of them, it claims them all, and nothing else begins on the free ones until the last

@@ -3,10 +3,10 @@
 Where host memory may not hold all states of a node, some of them lie on its NVMe. A state manager
 that knows what is needed next brings that up while the device is busy with others, and lets go what
 is needed last. It is told of a deployment whose operation waits for the device, and of the one that
-a prediction says runs next (see `speculative`): once a prediction, and that it was wrong when another
-operation came, when it is overdue, or when what waited is cancelled. A deployment that is switched
-in needs no hint any more. On nodes that hold everything, and of jobs of which nothing is known and
-nothing waits, nobody is told anything.
+a prediction says runs next (see `speculative`): once a prediction, and that it was wrong when
+another operation came, when it is overdue, or when what waited is cancelled. A deployment that is
+switched in needs no hint any more. On nodes that hold everything, and of jobs of which nothing is
+known and nothing waits, nobody is told anything.
 
 Results do not depend on hints, and neither does any other command.
 Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
