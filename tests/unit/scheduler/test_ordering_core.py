@@ -9,7 +9,7 @@ import pytest
 
 from phaseloom.common.contract.events import JobFinished, PhaseDeclared, SessionLost, SessionOpened
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.dispatch import queue
+from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.step import Step
 from tests.support.contention import TENANT, Call, Contention, Loop, config_of
@@ -228,14 +228,14 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     step = Step(state, state.sequence, world.now_s)
     waiting = state.deployments[str(loops[1].key)]
     op = waiting.operations[1]
-    (line,) = queue.why_not(step, waiting, op)
-    place, start_s = queue.place_of(step, waiting, op)
+    (line,) = explain.why_not(step, waiting, op)
+    place, start_s = explain.place_of(step, waiting, op)
     assert line.startswith("device 0 of t0, which waits up to ")
     assert line.endswith(f"s for job t.a: {why}")
     assert place == 1
     world.run()
     assert world.runs[1][0] == pytest.approx(1051.0 + start_s)
-    assert queue.why_not(step, waiting, op) != [line]
+    assert explain.why_not(step, waiting, op) != [line]
 
 
 def test_quantum_of_the_configuration_is_kept_under_a_policy_that_waits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def test_first_fit_and_next_start_equal_a_scan(
 
 
 def shift_of(
-    segments: list[tuple[float, float]], windows: list[tuple[float, float]], limit: float
+    segments: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]], limit: float
 ) -> float | None:
     """The smallest shift of all segments into the same free windows, which do not wrap."""
 

@@ -34,8 +34,8 @@ def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
     waits_for = _waits_for(step, deployment, op)
     if waits_for:
         return Explanation(op.key, op.kind, op.state, waits_for)
-    waits_for = _why_not(step, deployment, op)
-    place, start_s = _place_of(step, deployment, op)
+    waits_for = why_not(step, deployment, op)
+    place, start_s = place_of(step, deployment, op)
     reasons = [why for c, why in _queue_of(step, deployment) if c.deployment == deployment.name]
     return Explanation(op.key, op.kind, op.state, waits_for, place, start_s, "; ".join(reasons))
 
@@ -120,7 +120,7 @@ def _queue_of(step: Step, deployment: Deployment) -> Queue:
     return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
 
 
-def _place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
+def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
     """Its place among what is ready on its devices, and the predicted start in seconds from now.
 
     Returns: (0, -1) where it is not ready.
@@ -139,7 +139,7 @@ def _place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
     return 1 + ahead + own.index(op), wait_s
 
 
-def _why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
+def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """What an operation waits for that waits for no other of its job; one line each."""
     if deployment.retry_at_s > step.now_s:
         pause_s = deployment.retry_at_s - step.now_s
