@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.blockhash import Source, digest_of
+from phaseloom.common.blockhash import digest_of
 from phaseloom.common.errors import CallerError, Code, ResourceError
 from phaseloom.common.statewire import CopyAside, CutState
 from phaseloom.statemgr.checkpoints.apart import Apart
@@ -92,7 +92,7 @@ async def _check_copied(rank: Rank, target: memoryview) -> None:
         )
 
 
-def _copy(source: Source, target: memoryview) -> None:
+def _copy(source: memoryview, target: memoryview) -> None:
     """In steps: each holds the interpreter."""
     for start in range(0, len(source), _STEP_BYTES):
         target[start : start + _STEP_BYTES] = source[start : start + _STEP_BYTES]

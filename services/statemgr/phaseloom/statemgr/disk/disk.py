@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import xxhash
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
+from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.errors import Code, ResourceError
 from phaseloom.common.hugepages import make_huge
 from phaseloom.common.statewire import DiskPath
@@ -58,7 +58,7 @@ class Disk:
         self,
         file: BlockFile,
         offset: int,
-        memory: Source,
+        memory: memoryview,
         num_bytes: int,
         *,
         cancelled: threading.Event,
@@ -78,7 +78,7 @@ class Disk:
         self,
         file: BlockFile,
         offset: int,
-        memory: Source,
+        memory: memoryview,
         num_bytes: int,
         *,
         cancelled: threading.Event,

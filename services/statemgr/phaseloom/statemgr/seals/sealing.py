@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from phaseloom.common.blockhash import Source
 from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.ids import DeploymentKey, VersionKey
 from phaseloom.common.messages import Durability
@@ -249,7 +248,7 @@ class Sealer:
         on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
         return self._directory.seal(key, max(on_disk)) if on_disk else None
 
-    def _sealed(self, rank: Rank) -> Source:
+    def _sealed(self, rank: Rank) -> memoryview:
         """The host copy as it was when the seal was prepared."""
         if rank.snapshot is None:
             return self._node.copy_of(rank)
