@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import ContentState, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import ContentState
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.residency import (
     ON_NVME,
     TRANSITIONS,

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.versionparts import check_part
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
+from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Place,
@@ -229,7 +229,9 @@ class StateDirectory:
             raise unwritable(path, header, error) from error
         return written, written.bytes_from(0)
 
-    def _base(self, header: StateHeader, memories: Sequence[memoryview], before: Path) -> Base | None:
+    def _base(
+        self, header: StateHeader, memories: Sequence[memoryview], before: Path
+    ) -> Base | None:
         """What the new file may refer to; None: write it whole."""
         base = self.base_before(header, before)
         return base if base is not None and base.has_some(header, memories) else None

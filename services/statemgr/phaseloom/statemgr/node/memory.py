@@ -13,8 +13,8 @@ import fcntl
 import mmap
 import os
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.hugepages import map_file, place_file
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.tensors.hugepages import map_file, place_file
 from phaseloom.statemgr.core.arena import Arena, rounded
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

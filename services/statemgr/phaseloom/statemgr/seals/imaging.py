@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from phaseloom.common.blockhash import (
+from phaseloom.common.tensors.blockhash import (
     BLOCK_BYTES,
     CHECKSUM_BYTES,
     checksum,
@@ -34,7 +34,9 @@ def image_bytes(header: StateHeader) -> int:
     return _layout(header)[1]
 
 
-def write_image(image: memoryview, header: StateHeader, memories: Sequence[memoryview]) -> StateHeader:
+def write_image(
+    image: memoryview, header: StateHeader, memories: Sequence[memoryview]
+) -> StateHeader:
     """Copy every part, and take its checksums on the way.
 
     Args:    header: where it has a digest, the memory must have that.

@@ -12,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from blake3 import blake3
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import Copied, CopyOut
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_rank import Copied, CopyOut
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
@@ -213,6 +217,7 @@ class Sharing:
             if content.hash and not self._stopped.is_set():
                 content = await self._merge(content)
         await self._node.keeper.record()
+
     async def _freeze(self, content: Content) -> bool:
         """Only what can never change any more has a hash."""
         for _ in range(_FREEZE_TRIES):
