@@ -63,8 +63,6 @@ REPORT = StatusReport(
             version=None,
             in_host=True,
             on_nvme=False,
-            shared_bytes=2 * MiB,
-            shared_with=["acme.letters.reward", "acme.sums.reward"],
         ),
         ContentState(
             num_bytes=5 * MiB,

@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker import copying
-from phaseloom.worker.copying import clear_gaps, copy, copy_hashed, hashed, hashed_pieces, runs
+from phaseloom.worker.copying import clear_gaps, copy, copy_hashed, hashed, runs
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load
 from phaseloom.worker.cuda.memory import CudaHeap
 from phaseloom.worker.heap import Heap
@@ -79,17 +79,6 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
     memory.begin_copy_in(extent[: memory.num_bytes])
     try:
         return hashed(extent)
-    finally:
-        memory.finish()
-
-
-def copy_pieces_in(sources: Sequence[memoryview], memory: DeviceMemory) -> str:
-    """These one after another over all of it. Returns: the digest of what was copied."""
-    if isinstance(memory, Heap):
-        return copying.copy_pieces_hashed(sources, memory.buffer)
-    memory.begin_copy_pieces_in(sources)
-    try:
-        return hashed_pieces(sources)
     finally:
         memory.finish()
 

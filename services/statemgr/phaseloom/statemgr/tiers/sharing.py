@@ -130,7 +130,8 @@ def source_of(node: Node, rank: Rank) -> list[int]:
     """The descriptor that an order to copy in brings where the rank keeps nothing mapped."""
     if not rank.frozen:
         return []
-    assert rank.content is not None and rank.content.extent is not None
+    assert rank.content is not None
+    assert rank.content.extent is not None
     return [node.memory[rank.content.extent].read_only_fd]
 
 
