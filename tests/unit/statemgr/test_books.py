@@ -11,7 +11,6 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.books import (
     Books,
-    ContentBook,
     books_of,
     content_of,
     encode_record,

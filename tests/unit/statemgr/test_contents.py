@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import partial
-from types import FrameType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

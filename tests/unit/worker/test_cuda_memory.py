@@ -6,7 +6,6 @@ What a real device does with the same calls, `make gpu-check` proves on a machin
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import subprocess

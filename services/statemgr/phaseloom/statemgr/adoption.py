@@ -173,14 +173,14 @@ class Adoption:
         content, memory = content_of(book), self._node.memory
         is_above = book.state not in ON_NVME
         extent = content.extent
-        if is_above and extent is not None:
-            if self._adopt_extent(extent, content.num_bytes, str(content)):
-                if await _has(self._node.content_memory(content), content.digest):
-                    content.state = State.HOST
-                    content.is_immutable = memory[extent].is_frozen
-                    self._contents[content.number] = content
-                    return
-                memory.free(extent)
+        name = str(content)
+        if is_above and extent and self._adopt_extent(extent, content.num_bytes, name):
+            if await _has(self._node.content_memory(content), content.digest):
+                content.state = State.HOST
+                content.is_immutable = memory[extent].is_frozen
+                self._contents[content.number] = content
+                return
+            memory.free(extent)
         content.extent = None
         content.state = State.SPILLED
         if await asyncio.to_thread(self._hierarchy.contents.is_spilled, content):

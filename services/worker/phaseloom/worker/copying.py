@@ -11,10 +11,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import xxhash

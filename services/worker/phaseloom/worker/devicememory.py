@@ -7,7 +7,6 @@ a budget) and for a GPU (`cuda`). torch is imported for the view as a tensor onl
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phaseloom.common.contract.errors import Code, ResourceError

@@ -125,9 +125,7 @@ class HostCopies:
         self._on_loaded()
         return digest
 
-    def _copy_in_frozen(
-        self, heap: DeviceMemory, order: CopyIn, fds: list[int]
-    ) -> Copied:
+    def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
         """From the extent that came along. Raises: InternalError: it is none, or too short."""
         source = self._mapped(fds)[: heap.num_bytes]
         if len(source) != heap.num_bytes:

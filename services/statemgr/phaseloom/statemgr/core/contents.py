@@ -5,8 +5,9 @@ whose state is equal refer to one content, and a rank that writes goes to anothe
 the others' bytes untouched. It may also be the memory of a weights version.
 
 Invariants (`validate`): every content has a user, and dies with its last one; users of different
-tenants only share what the operator has registered as a frozen base; what users of different jobs share cannot be written by any of them; content is in
-host memory, on NVMe, or on its way between them, for all users alike.
+tenants only share what the operator has registered as a frozen base; what users of different jobs
+share cannot be written by any of them; a content is in host memory, on NVMe, or on its way between
+them, for all users alike.
 """
 
 from __future__ import annotations
