@@ -93,7 +93,7 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]
     told = " ".join(content.split())
     assert told == "a model (0123456789ab) 3.0 MiB host acme.sums.policy ×2, acme.letters.reference"
-    assert " ".join(other.split()) == f"{VERSION} 5.0 MiB host acme.sums.sampler –"
+    assert " ".join(other.split()) == f"{VERSION} 5.0 MiB host acme.sums.sampler"
 
 
 def test_names_are_whole_on_a_narrow_terminal() -> None:
