@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -68,7 +67,9 @@ from phaseloom.common.messages import (
     WpgLost,
     parts,
 )
+from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
+from tests.support.processes import without_torch
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -248,8 +249,8 @@ class Ears:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh_and_log() -> AsyncIterator[tuple[Mesh, Log]]:
     config = MeshConfig(tenants=[TENANT], seal_every=0)
-    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
-        async with running_mesh(config, Path(directory)) as both:
+    with short_directory() as directory, without_torch():
+        async with running_mesh(config, directory) as both:
             yield both
 
 

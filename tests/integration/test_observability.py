@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -31,7 +29,9 @@ from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
 from phaseloom.common.ids import OperationKey
 from phaseloom.common.messages import AdamParams, Operation, OptimStep
 from phaseloom.common.metrics import Kind
+from tests.support.directories import short_directory
 from tests.support.otlp import Span, receiver
+from tests.support.processes import without_torch
 
 PHASELOOM = str(Path(sys.executable).with_name("phaseloom"))
 NODE = "train-0"
@@ -131,11 +131,8 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Seen]:
-    run_dir = Path(tempfile.mkdtemp(prefix="pl-"))
-    try:
+    with short_directory() as run_dir, without_torch():
         yield asyncio.run(_observed(run_dir))
-    finally:
-        shutil.rmtree(run_dir)
 
 
 async def _observed(run_dir: Path) -> Seen:

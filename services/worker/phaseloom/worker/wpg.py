@@ -56,10 +56,10 @@ Rest = TypeVar("Rest")
 _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
-def fork_server() -> ForkServerContext:
+def fork_server(*, with_torch: bool) -> ForkServerContext:
     """The context whose processes fork from a preloaded server, which begins to import now."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phaseloom.worker.preload"])
+    context.set_forkserver_preload([f"phaseloom.worker.{'preload' if with_torch else 'rank'}"])
     forkserver.ensure_running()
     return context
 
