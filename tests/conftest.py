@@ -11,8 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.directories import short_directory
 
 TENANTS = ("acme", "globex")

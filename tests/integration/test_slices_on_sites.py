@@ -17,17 +17,23 @@ import numpy as np
 import pytest
 import xxhash
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.resharding import Sharding, item_bytes, node_fetches, plan, source_parts
-from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Slice
+from phaseloom.common.tensors.resharding import (
+    Sharding,
+    item_bytes,
+    node_fetches,
+    plan,
+    source_parts,
+)
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import Box, batches
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import slicefetching, wire
 from phaseloom.statemgr.versions.boxes import IncomingSlices
 from phaseloom.statemgr.versions.slicefetching import SliceFetching
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import identity, ticket
 from tests.support.modelslices import (
     LAYOUTS,

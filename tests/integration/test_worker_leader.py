@@ -9,26 +9,25 @@ from pathlib import Path
 import pytest
 from opentelemetry.context import Context
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import OperationFinished, OperationsFinished
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.operations import (
     Args,
-    Batching,
     Completion,
     LoadState,
     Operation,
-    OperationFinished,
-    OperationsFinished,
     Outcome,
-    Permit,
     SyncWeights,
 )
-from phaseloom.worker.leader import Leader
-from phaseloom.worker.outcomes import Outcomes
-from phaseloom.worker.rankwire import RunPermits
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.common.contract.specs import Batching
+from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.rank.leader import Leader
+from phaseloom.worker.rank.outcomes import Outcomes
+from phaseloom.worker.rank.wire import RunPermits
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.device import KEY, Device, device, permit, sample
 from tests.support.jobs import Log
 from tests.support.statedaemon import daemon, start

@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import CommandId, Layout, Permit
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import TensorSlot, VersionParts
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import CommandId, Layout
+from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan, shard
 from phaseloom.worker.backends.noop import NoopBackend
-from phaseloom.worker.executor import Executor
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.rankwire import RankConfig
-from phaseloom.worker.stateclient import RankStateClient
-from phaseloom.worker.weightsync import Brought, RankWeights
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.weightsync import Brought, RankWeights
+from phaseloom.worker.rank.wire import RankConfig
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import ticket
 from tests.support.node import policy_spec
 from tests.support.statedaemon import POLICY, Daemon

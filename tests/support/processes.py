@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.config import PREFIX, inherited
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.process.config import PREFIX, inherited
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
     Forward,
@@ -27,7 +27,7 @@ from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.model import build_model
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import batch, generate, running, spec
 

@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.mesh.tls import connect, explained
 from phaseloom.statemgr.versions import wire
 from phaseloom.statemgr.versions.fetching import Home

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.versions.wire import VersionDescription, digest_of_block
 

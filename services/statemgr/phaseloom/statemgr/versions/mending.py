@@ -12,9 +12,9 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import State
 from phaseloom.statemgr.core.versions import Version

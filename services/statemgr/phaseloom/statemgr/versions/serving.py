@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, PhaseloomError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.core.dealing import Blocks, Deal, Fetcher
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream

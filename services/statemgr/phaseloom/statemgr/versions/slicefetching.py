@@ -23,9 +23,15 @@ from functools import partial
 import msgspec
 import xxhash
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import MAX_BATCH_BYTES, Batch, Piece, Together, grouped
 from phaseloom.statemgr.mesh.tls import Stream, apart, connect, explained

@@ -18,9 +18,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.boxdealing import BoxDeal, Shares
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import (

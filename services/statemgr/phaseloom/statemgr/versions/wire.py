@@ -23,10 +23,10 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from phaseloom.common.errors import CallerError, ErrorInfo
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, ErrorInfo
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import Box, Fragment
 from phaseloom.statemgr.mesh.tls import Stream

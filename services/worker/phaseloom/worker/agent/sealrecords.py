@@ -1,0 +1,62 @@
+"""The commit record of a deployment's newest seal, in KV `seals`.
+
+Each node of a WPG adds its part by compare and swap. Before the last one the seal before stands,
+after it all that is left to do is idempotent. Only agents write it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import SealCommitted, SealRecord
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.worker.patience import until_answered
+
+
+class SealRecords:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def newest(self, key: DeploymentKey) -> int:
+        """seq of the newest committed seal; 0: there is none."""
+        record, _ = await self.read(key)
+        return record.newest
+
+    async def commit(self, part: SealCommitted, num_parts: int) -> None:
+        """Add a part of a seal; its last one commits it. Idempotent.
+
+        Raises: ResourceError: ABORTED, another seal's record was written meanwhile.
+        """
+        key = part.deployment
+        may_begin = True
+        while True:
+            record, revision = await self.read(key)
+            if part in record.parts:
+                return
+            if record.seq == part.seq and not record.is_whole:
+                following = replace(record, parts=[*record.parts, part])
+            elif may_begin:
+                following = SealRecord(part.seq, num_parts, [part], record.newest)
+            else:
+                raise ResourceError(f"another seal of {key} was committed", code=Code.ABORTED)
+            value = encode(following)
+            swap = partial(self._bus.kv_swap, Bucket.SEALS, str(key), value, revision)
+            try:
+                await until_answered(swap)
+                return
+            except Conflict:
+                # Another node's part; or this one, whose answer was lost.
+                may_begin = num_parts > 1
+
+    async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
+        """The record and its revision; seq 0: there is none."""
+        stored = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, str(key)))
+        if stored is None:
+            return SealRecord(0), 0
+        return decode(stored.payload, SealRecord), stored.sequence

@@ -1,0 +1,168 @@
+"""A connection to the state manager that outlives the daemon's process.
+
+When it ends it is made again: the daemon is restarted, and what it held is handed over to it. Calls
+under way wait for that and are asked again, for all of them are idempotent. Invariant: `closed` is
+done exactly when there will be no connection any more; then every call fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from phaseloom.common.contract.errors import Code, InternalError, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.framing import Handler, Peer, close_fds
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 30.0
+"""How long a restart of the state manager may take, what it takes over included."""
+_PAUSE_S = 0.05
+
+Kind = TypeVar("Kind")
+Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
+"""Says who this is on a new connection. Raises what the answer says."""
+
+
+def _future() -> asyncio.Future[_Life]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class _Life:
+    """One connection, and the one after it."""
+
+    peer: Peer[StateMessage]
+    following: asyncio.Future[_Life] = field(default_factory=_future)
+
+
+class StateLink:
+    """`connect`, then `call`; `close` at the end."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        greet: Greeting,
+        handler: Handler[StateMessage] | None,
+        reconnect_s: float,
+    ) -> None:
+        self._path = path
+        self._greet = greet
+        self._handler = handler
+        self._reconnect_s = reconnect_s
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the state manager is gone for good; its result says why. Never fails."""
+        self._life: _Life
+        self._keeper: asyncio.Task[None]
+
+    async def connect(self) -> None:
+        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
+        self._life = _Life(await self._connected())
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def call(
+        self, body: StateMessage, fds: Sequence[int] = ()
+    ) -> tuple[StateMessage, list[int]]:
+        """As `Peer.call`, across restarts of the other end.
+
+        Raises: what the answer says. ResourceError: gone for good.
+        """
+        life = self._life
+        while True:
+            try:
+                return await life.peer.call(body, fds)
+            except ResourceError:
+                if not life.peer.closed.done():
+                    raise
+            life = await asyncio.shield(life.following)
+
+    async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
+        """The answer to a call that brings no descriptors."""
+        answer, fds = await self.call(body)
+        close_fds(fds)
+        return expect(answer, kind)
+
+    async def close(self) -> None:
+        """Leave; handlers at work end first."""
+        await lifecycle.end([self._keeper])
+        await self._life.peer.close()
+        self._end(self._life, "closed by this end")
+
+    def _end(self, life: _Life, reason: str) -> None:
+        if not self.closed.done():
+            self.closed.set_result(reason)
+        if not life.following.done():
+            life.following.set_exception(
+                ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
+            )
+            # Nobody may be waiting for it.
+            life.following.exception()
+
+    async def _keep(self) -> None:
+        while True:
+            life = self._life
+            reason = await asyncio.shield(life.peer.closed)
+            log.warning("the state manager's connection ended: %s", reason)
+            # What it asked of this end is done whole before anything is said about it.
+            await life.peer.finish()
+            try:
+                async with asyncio.timeout(self._reconnect_s):
+                    peer = await self._reconnected()
+            except TimeoutError:
+                self._end(life, f"{reason}; not back within {self._reconnect_s:.0f} s")
+                return
+            except PhaseloomError as error:
+                self._end(life, f"{reason}; {error}")
+                return
+            log.info("connected to the state manager again")
+            self._life = _Life(peer)
+            life.following.set_result(self._life)
+
+    async def _reconnected(self) -> Peer[StateMessage]:
+        """Raises: PhaseloomError: it refuses to have this one back."""
+        while True:
+            try:
+                return await self._connected()
+            except ConnectionLost:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _connected(self) -> Peer[StateMessage]:
+        try:
+            peer: Peer[StateMessage] = await Peer.connect(self._path, StateMessage, self._handler)
+        except ResourceError as error:
+            raise ConnectionLost(error.info.message) from error
+        try:
+            await self._greet(peer)
+        except BaseException as error:
+            is_for_later = isinstance(error, PhaseloomError) and (
+                error.info.code is Code.UNAVAILABLE  # its agent has not come back yet
+                or (isinstance(error, ResourceError) and peer.closed.done())
+            )
+            await peer.close()
+            if is_for_later:
+                raise ConnectionLost(str(error)) from error
+            raise
+        return peer
+
+
+class ConnectionLost(ResourceError):
+    """Nobody listens, or the connection ended, or was refused for now, before it was of use."""
+
+
+def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
+    if not isinstance(answer, kind):
+        raise InternalError(f"expected {kind.__name__}, got {type(answer).__name__}")
+    return answer
+
+
+async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
+    """On one connection. Raises: what the answer says, or that the connection ended."""
+    answer, fds = await peer.call(body)
+    close_fds(fds)
+    return expect(answer, kind)

@@ -1,0 +1,56 @@
+"""What of a node's commands is still meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.worker.core.permits import (
+    REMEMBERED_CANCELS,
+    REMEMBERED_COMMANDS,
+    Cancelled,
+    TakenCommands,
+    Verdict,
+    judge_permit,
+)
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "epoch", "verdict"),
+    [
+        (2, 7, Verdict.TAKE),
+        (2, 8, Verdict.EARLY),
+        (2, 6, Verdict.STALE),
+        (2, 9, Verdict.STALE),  # its activation was refused
+        (1, 7, Verdict.STALE),
+        (3, 7, Verdict.STALE),
+    ],
+)
+def test_permit_is_judged_by_life_and_activation(
+    incarnation: int, epoch: int, verdict: Verdict
+) -> None:
+    judged = judge_permit(
+        incarnation=incarnation, epoch=epoch, own_incarnation=2, own_epoch=7, refused_epoch=9
+    )
+    assert judged is verdict
+
+
+def test_newest_commands_are_remembered_until_they_are_forgotten() -> None:
+    taken = TakenCommands()
+    ids = [CommandId(i, 0) for i in range(REMEMBERED_COMMANDS + 1)]
+    for id in ids:
+        taken.add(id)
+    assert ids[0] not in taken
+    assert ids[1] in taken
+    taken.forget(ids[1])
+    assert ids[1] not in taken
+
+
+def test_newest_cancels_are_remembered() -> None:
+    cancelled = Cancelled()
+    keys = [OperationKey("acme", "job", "d", f"r{i}") for i in range(REMEMBERED_CANCELS + 1)]
+    for key in keys:
+        cancelled.add(key)
+    assert keys[0] not in cancelled
+    assert all(key in cancelled for key in keys[1:])
