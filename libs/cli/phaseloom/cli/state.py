@@ -147,16 +147,13 @@ def tables(report: StatusReport) -> list[Table]:
             _size(version.num_bytes * version.on_nvme),
             str(version.num_users),
         )
-    contents = Table(
-        _names("content"), "bytes", "in", _names("held for"), _names("held in part for"), box=None
-    )
+    contents = Table(_names("content"), "bytes", "in", _names("held for"), box=None)
     for content in report.contents:
         contents.add_row(
             _named(content),
             _size(content.num_bytes),
             "NVMe" if content.on_nvme else "host",
             ", ".join(_users(content)),
-            _in_part(content),
         )
     return [table for table in (deployments, versions, contents) if table.row_count]
 
@@ -180,13 +177,6 @@ def _users(content: ContentState) -> list[str]:
         user if number == 1 else f"{user} ×{number}"
         for user, number in Counter(content.users).items()
     ]
-
-
-def _in_part(content: ContentState) -> str:
-    """What other contents have of it, too."""
-    if not content.shared_bytes:
-        return _NOTHING
-    return f"{_size(content.shared_bytes)}: {', '.join(content.shared_with)}"
 
 
 def _of(used: int, budget: int) -> str:
