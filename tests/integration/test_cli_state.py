@@ -103,6 +103,7 @@ def test_names_are_whole_on_a_narrow_terminal() -> None:
     assert "…" not in console.file.getvalue()
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_nodes_of_a_mesh_tell_what_they_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
