@@ -15,7 +15,8 @@ from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTrace, SessionOpened
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import Answer
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step

@@ -20,18 +20,28 @@ Cost of a step: linear in the deployments that have something ready on the touch
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
-from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, ready, speculative
 from phaseloom.scheduler.core.durability import seals
-from phaseloom.scheduler.core.operations import gradients
+from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Device, Node
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
+REFUSAL_PAUSE_S = 0.5
+"""Before an activation that was refused is tried again."""
+MAX_REFUSALS = 3
+_FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
+"""Codes of refused switch-ins that will be refused again."""
+RETRY_PAUSE_S = 0.5
+"""Before an operation whose permit came back unused is permitted again."""
 BUSY = 4
 """Times the usual number of mutations, after which a state is sealed between two operations."""
 
@@ -274,8 +284,15 @@ def _seal_idle(step: Step, device: Device) -> None:
 def opened(step: Step, event: ActivationOpened) -> None:
     """A node has switched its part in; after the last one of several the permits follow."""
     deployment = step.deployment(event.deployment)
-    if deployment is None or not deployment.epoch or deployment.epoch != event.epoch:
+    if deployment is None:
         return
+    if deployment.epoch and deployment.epoch == event.epoch:
+        _opened_part(step, deployment, event)
+    if deployment.state is not WpgState.STOPPED:
+        step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
+
+
+def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
     if event.node in deployment.awaited:
         deployment.awaited.remove(event.node)
         step.touch(deployment)
@@ -283,8 +300,61 @@ def opened(step: Step, event: ActivationOpened) -> None:
         speculative.took(step, deployment)
 
 
-def refused(step: Step, event: ActivationRefused) -> list[Op]:
-    """An activation did not open; returns the operations that it was opened for.
+def refused(step: Step, event: ActivationRefused) -> None:
+    """An activation did not open: what it was opened for is tried again a while later, or given up
+    where that has failed too often."""
+    ops = _closed(step, event)
+    deployment = step.deployment(event.deployment)
+    if deployment is None:
+        return
+    step.tell("activation refused", event.error.message, deployment.name)
+    for op in ops:
+        if op.state is OpState.PERMITTED:
+            step.move_op(op, OpState.QUEUED)
+        op.refusals += 1
+        if op.refusals >= MAX_REFUSALS:
+            operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
+        else:
+            operations.end_unwanted(step, deployment, op)
+    if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+        deployment.refusals += 1
+        if deployment.refusals >= MAX_REFUSALS:
+            error = _given_up(event.error, deployment.refusals)
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
+    _retry_at(step, deployment, step.now_s + REFUSAL_PAUSE_S)
+
+
+def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
+    return replace(
+        error, message=f"its state could not be switched in ({refusals} times): {error.message}"
+    )
+
+
+def returned(step: Step, event: PermitReturned) -> None:
+    """A permit came back unused: it is given again, as often as it takes, since a node that is away
+    may come back, and others use the device meanwhile."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    if event.key not in deployment.running:
+        return
+    step.tell("permit returned", event.error.message, str(event.key))
+    step.free(deployment, event.key, "")
+    op = deployment.open_operation(event.key)
+    if op is not None and op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+        operations.end_unwanted(step, deployment, op)
+    _retry_at(step, deployment, step.now_s + RETRY_PAUSE_S)
+    step.touch(deployment)
+
+
+def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
+    deployment.retry_at_s = retry_at_s
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", retry_at_s)
+
+
+def _closed(step: Step, event: ActivationRefused) -> list[Op]:
+    """Close an activation that one of its nodes has refused; returns what it was opened for.
 
     What it should have displaced may be on the devices still: it stays booked there, without an
     activation, so that the next one displaces it again (harmless where it is gone).

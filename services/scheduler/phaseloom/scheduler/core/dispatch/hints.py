@@ -25,12 +25,11 @@ from phaseloom.scheduler.core.state.transitions import WpgState
 NOT_TOLD_S = -1.0
 
 
-def tell(step: Step) -> None:
-    """Send and withdraw what this step has changed."""
-    for name in sorted(step.foreseen):
-        job = step.state.jobs.get(name)
-        for deployment in step.deployments_of(job.key) if job is not None else []:
-            _tell(step, deployment)
+def tell(step: Step, name: str) -> None:
+    """Send and withdraw the hints of one job that this step has changed."""
+    job = step.state.jobs.get(name)
+    for deployment in step.deployments_of(job.key) if job is not None else []:
+        _tell(step, deployment)
 
 
 def _tell(step: Step, deployment: Deployment) -> None:

@@ -60,7 +60,7 @@ def cut(step: Step, event: StateCut) -> None:
     if event.key.seq is not None:
         bisect.insort(deployment.cuts, event.key.seq)
     if deployment.moving is not None:
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
     step.free(deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)

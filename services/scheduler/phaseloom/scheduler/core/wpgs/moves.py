@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment, MoveStage, Relocation, Span
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 
 RETRY_PAUSE_S = 5.0
 """Before a node that could not take a copy is asked again; twice as long each time."""
@@ -55,7 +55,7 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
         if name not in step.state.moving:
             step.state.moving.append(name)
         devices.unclaim(step, deployment)
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
     step.touch(deployment)
 
 
@@ -77,7 +77,7 @@ def let_go(step: Step, deployment: Deployment) -> None:
     """It leaves its nodes, or stays after all: they wait for it no longer."""
     for node in deployment.nodes:
         groups.let_go(step.state.cluster, node, deployment.name)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -185,7 +185,7 @@ def _enter(step: Step, deployment: Deployment, stage: MoveStage) -> None:
     assert deployment.moving is not None
     if deployment.moving.stage is not stage:
         deployment.moving.stage = stage
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
         step.touch(deployment)
 
 

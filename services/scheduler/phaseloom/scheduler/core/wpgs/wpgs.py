@@ -21,7 +21,7 @@ from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment, Relocation, Span
 from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.wpgs import moves
 
@@ -71,7 +71,7 @@ def node_up(step: Step, event: NodeUp) -> None:
                 _has_lost_a_device(step, deployment, span)
                 moves.came_back(step, deployment, event.node)
     _stop_again(step, node)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
@@ -82,7 +82,7 @@ def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
         return False
     gone = f"device {last} of {span.node} is gone"
     error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
-    step.doomed[deployment.job_name] = error
+    step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
 
 
@@ -112,7 +112,8 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
         if not stopping:
             del step.state.stopping[event.node]
         # It can take a copy again.
-        step.has_new_room = step.has_new_room or bool(step.state.closing)
+        if step.state.closing:
+            step.follow(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.state is WpgState.STOPPED:
             # A successor of its name goes on from there.
@@ -256,7 +257,8 @@ def started(step: Step, event: WpgStarted) -> None:
     seals.release_restored(step, deployment)
     if not deployment.seal_seq:
         seals.clear_left(step, deployment)
-    step.has_new_room = step.has_new_room or bool(step.state.closing)  # its copies count anew
+    if step.state.closing:
+        step.follow(FollowUp.PLACE)  # its copies count anew
     if deployment.incarnation > 1 and not deployment.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
@@ -341,7 +343,7 @@ def lost(step: Step, event: WpgLost) -> None:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         elif before is WpgState.RECOVERING:
-            step.doomed[deployment.job_name] = event.error
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, event.error)
             return
     _try_start(step, deployment)
 
@@ -355,9 +357,9 @@ def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     if deployment.is_trial:
-        step.stillborn[deployment.name] = error
+        step.follow(FollowUp.END_DEPLOYMENT, deployment.name, error)
     else:
-        step.doomed[deployment.job_name] = error
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -369,9 +371,9 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
     is_at_origin = not deployment.base and not deployment.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
     if is_at_origin and deployment.checkpoint == newest:
-        step.doomed[str(job.key)] = error
+        step.follow(FollowUp.FAIL_JOB, str(job.key), error)
     else:
-        step.unrecoverable[str(job.key)] = error
+        step.follow(FollowUp.FALL_BACK, str(job.key), error)
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
@@ -438,7 +440,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     deployment.losses += 1
     if deployment.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        step.doomed[deployment.job_name] = error or failure
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
         return
     _kill(step, deployment)
 
