@@ -377,10 +377,10 @@ def test_claim_of_a_wpg_that_died_is_dropped() -> None:
     assert node.claims == ["t.a.sampler"]
     world.queue("c", "reference", 1, "load_state")
     advance(world, 0.0)
-    assert node.devices[0].running == "", "nothing begins on a claimed device"
+    assert node.devices[0].slots[0].running == "", "nothing begins on a claimed device"
     world.kill(deployment("a", "sampler"))
     assert node.claims == []
-    assert node.devices[0].running == "t.c.reference"
+    assert node.devices[0].slots[0].running == "t.c.reference"
     world.run()
     assert len(world.done) == 5
 

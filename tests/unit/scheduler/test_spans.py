@@ -229,8 +229,8 @@ def test_state_that_one_node_must_give_up_stays_on_the_others() -> None:
     policy = of(world, POLICY)
     assert policy.epoch == 0, "an activation ends whole"
     nodes = world.core.state.nodes
-    assert nodes["t0"].devices[0].resident == [str(POLICY)]
-    assert nodes["t1"].devices[0].resident == ["t.b1.policy"]
+    assert nodes["t0"].devices[0].slots[0].resident == [str(POLICY)]
+    assert nodes["t1"].devices[0].slots[0].resident == ["t.b1.policy"]
     world.queue("a01", "policy", 2, "load_state")
     world.run()
     assert world.done["t.a01.policy.2"] is Outcome.COMPLETED

@@ -30,7 +30,7 @@ from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, 
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
@@ -59,9 +59,9 @@ def dispatch(step: Step) -> None:
 
 
 def _dispatch(step: Step, node: Node, index: int) -> None:
-    device = node.devices[index]
-    if device.running:
-        _go_on(step, step.state.deployments[device.running])
+    slot = devices.slot(node, index)
+    if slot.running:
+        _go_on(step, step.state.deployments[slot.running])
         return
     deployment = _claimant(step, node, index)
     if deployment is not None:
@@ -72,8 +72,8 @@ def _dispatch(step: Step, node: Node, index: int) -> None:
         _begin(step, deployment)
     elif again_s < choice.NEVER_S:
         _wake_at(step, node, index, again_s)
-    elif not ready.is_any_on(step, device):
-        _seal_idle(step, device)
+    elif not ready.is_any_on(step, slot):
+        _seal_idle(step, slot)
         _open_early(step, node, index)
 
 
@@ -92,7 +92,7 @@ def _begin(step: Step, deployment: Deployment) -> None:
     """Run what it has, or claim its devices where not all of them are free."""
     for node, index in step.places_of(deployment):
         claimant = devices.claimant(step, node, index)
-        if node.devices[index].running or claimant not in (None, deployment):
+        if devices.slot(node, index).running or claimant not in (None, deployment):
             devices.claim(step, deployment)
             return
     devices.unclaim(step, deployment)
@@ -128,8 +128,7 @@ def _begin_opened(step: Step, deployment: Deployment) -> None:
     for op in ops:
         _permit(step, deployment, op)
     if not ops:
-        for device in step.devices_of(deployment):
-            device.running = ""
+        devices.release(step, deployment)
         step.dirty.update(deployment.places)
 
 
@@ -138,7 +137,7 @@ def _join(step: Step, deployment: Deployment) -> None:
     room = step.config.max_reading - len(deployment.running)
     places = step.places_of(deployment)
     first, index = places[0]
-    if room <= 0 or deployment.name not in first.devices[index].ready:
+    if room <= 0 or deployment.name not in devices.slot(first, index).ready:
         return
     ops = ready.joiners(step, deployment, room)
     if not ops or any(_is_closed(step, node, index, deployment) for node, index in places):
@@ -149,24 +148,24 @@ def _join(step: Step, deployment: Deployment) -> None:
 
 def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
     """Whether what runs there must drain, because it is others' turn."""
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     if devices.claimant(step, node, index) is not None:
         return True
-    if not idle_hold.is_quantum_over(step, device.used_since_s):
+    if not idle_hold.is_quantum_over(step, slot.used_since_s):
         return False
-    job = device.holder
-    is_over = idle_hold.is_quantum_over(step, device.held_since_s)
-    if is_over and ready.is_any_on(step, device, but_job=job):
+    job = slot.holder
+    is_over = idle_hold.is_quantum_over(step, slot.held_since_s)
+    if is_over and ready.is_any_on(step, slot, but_job=job):
         return True
-    return any(d is not deployment for d, _ in ready.on(step, device, of_job=job))
+    return any(d is not deployment for d, _ in ready.on(step, slot, of_job=job))
 
 
 def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     timer = f"grace/{node.node}/{index}/{step.sequence}"
-    if step.state.timers.get(device.timer, -1.0) == due_s:
+    if step.state.timers.get(slot.timer, -1.0) == due_s:
         return
-    device.timer = timer
+    devices.note_timer(slot, timer)
     step.set_timer(timer, due_s)
 
 
@@ -196,10 +195,7 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
             leaving += [victim for victim in found if victim not in leaving]
         for victim in leaving:
             _displace(step, victim, node)
-        for index in span.devices:
-            device = node.devices[index]
-            if deployment.name not in device.resident:
-                device.resident.append(deployment.name)
+        devices.switch_in(node, span.devices, deployment)
         step.send(
             OpenActivation,
             node,
@@ -222,12 +218,8 @@ def _displace(step: Step, victim: Deployment, node: Node) -> None:
         victim.awaited = []
     speculative.displaced(step, victim)
     for span in victim.spans:
-        if span.node != node.node:
-            continue
-        for index in span.devices:
-            resident = node.devices[index].resident
-            if victim.name in resident:
-                resident.remove(victim.name)
+        if span.node == node.node:
+            devices.switch_out(node, span.devices, victim)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
@@ -273,9 +265,9 @@ def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
     return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
 
 
-def _seal_idle(step: Step, device: Device) -> None:
+def _seal_idle(step: Step, slot: Slot) -> None:
     """A deployment that nobody displaces is sealed when it has nothing to do."""
-    for name in device.resident:
+    for name in slot.resident:
         deployment = step.state.deployments[name]
         if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
             seals.seal(step, deployment)
@@ -339,7 +331,7 @@ def returned(step: Step, event: PermitReturned) -> None:
     if event.key not in deployment.running:
         return
     step.tell("permit returned", event.error.message, str(event.key))
-    step.free(deployment, event.key, "")
+    devices.free(step, deployment, event.key, "")
     op = deployment.open_operation(event.key)
     if op is not None and op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
@@ -372,12 +364,12 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
                 incarnation=deployment.incarnation,
                 epoch=deployment.epoch,
             )
-    step.vacate(deployment)
-    for device in step.devices_of(deployment):
-        for name in device.placed:
+    devices.vacate(step, deployment)
+    for slot in devices.slots_of(step, deployment):
+        for name in slot.placed:
             other = step.state.deployments[name]
             if other.incarnation and other is not deployment:
-                _rebook(step, other)
+                devices.book_again(step, other)
     return ops
 
 
@@ -386,13 +378,7 @@ def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
     if deployment.running:
         ops = [deployment.open_operation(key) for key in deployment.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
-    is_reserved = step.devices_of(deployment)[0].running == deployment.name
+    is_reserved = devices.slots_of(step, deployment)[0].running == deployment.name
     if not is_reserved or deployment.state is WpgState.RECOVERING:
         return []
     return _batch(step, deployment)
-
-
-def _rebook(step: Step, deployment: Deployment) -> None:
-    for device in step.devices_of(deployment):
-        if deployment.name not in device.resident:
-            device.resident.insert(0, deployment.name)

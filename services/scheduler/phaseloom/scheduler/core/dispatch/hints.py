@@ -15,7 +15,7 @@ Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 from __future__ import annotations
 
 from phaseloom.common.contract.commands import PrefetchState
-from phaseloom.scheduler.core.devices import host_memory
+from phaseloom.scheduler.core.devices import devices, host_memory
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected
@@ -52,11 +52,11 @@ def _tell(step: Step, deployment: Deployment) -> None:
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:
-    return all(deployment.name in device.resident for device in step.devices_of(deployment))
+    return all(deployment.name in slot.resident for slot in devices.slots_of(step, deployment))
 
 
 def _is_waiting(step: Step, deployment: Deployment) -> bool:
-    return any(deployment.name in device.ready for device in step.devices_of(deployment))
+    return any(deployment.name in slot.ready for slot in devices.slots_of(step, deployment))
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
@@ -65,12 +65,12 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
     found = []
     if deployment.state is not WpgState.READY or deployment.moving is not None:
         return []
-    for device in step.devices_of(deployment):
-        running = step.state.deployments.get(device.running)
-        expected = device.expected.get(job)
+    for slot in devices.slots_of(step, deployment):
+        running = step.state.deployments.get(slot.running)
+        expected = slot.expected.get(job)
         if expected is None or (running is not None and running.job_name == job):
             continue
-        if speculative.next_of(step, device, job, expected) is deployment:
+        if speculative.next_of(step, slot, job, expected) is deployment:
             found.append(expected)
     return found
 

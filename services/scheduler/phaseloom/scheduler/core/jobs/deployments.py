@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
@@ -92,8 +93,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
     job.incarnations[name] = deployment.incarnation + 1
-    for device in step.devices_of(deployment):
-        device.ready.pop(deployment.name, None)
+    devices.note_ready(step, deployment, is_ready=False)
     others = [spec for spec in job.spec.deployments if spec.name != name]
     job.spec = replace(job.spec, deployments=others)
     del step.state.deployments[deployment.name]

@@ -7,6 +7,7 @@ import bisect
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateCut
 from phaseloom.common.contract.operations import Outcome
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
@@ -31,7 +32,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     in_this_life = event.incarnation == deployment.incarnation and bool(deployment.spans)
     if in_this_life:
         if event.key in deployment.running:
-            step.free(deployment, event.key, event.kind)
+            devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
     elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
@@ -61,7 +62,7 @@ def cut(step: Step, event: StateCut) -> None:
         bisect.insort(deployment.cuts, event.key.seq)
     if deployment.moving is not None:
         step.job_changed(deployment.job_name)
-    step.free(deployment, event.key, op.kind)
+    devices.free(step, deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)
 

@@ -13,6 +13,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.planning.weave.timing import timing_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
@@ -183,7 +184,7 @@ def spans(step: Step, spec: DeploymentSpec, member: Member) -> list[Span]:
 
 def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
     if spec.num_nodes < len(nodes):
-        load = {name: sum(len(d.placed) for d in step.node(name).devices) for name in nodes}
+        load = {name: len(devices.placed_on(step.node(name))) for name in nodes}
         chosen = set(sorted(nodes, key=lambda name: load[name])[: spec.num_nodes])
         nodes = [name for name in nodes if name in chosen]
     num_devices = groups.devices_per_node(spec)
@@ -191,8 +192,8 @@ def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
 
 
 def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
-    devices = step.node(node).devices
-    by_load = sorted(range(len(devices)), key=lambda i: (len(devices[i].placed), i))
+    there = step.node(node)
+    by_load = sorted(range(len(there.devices)), key=lambda i: (devices.load(there, i), i))
     return sorted(by_load[:num_devices])
 
 

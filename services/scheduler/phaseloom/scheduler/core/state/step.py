@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from phaseloom.common.contract.commands import NodeCommand
 from phaseloom.common.contract.errors import ErrorInfo
-from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state.transitions import (
@@ -135,11 +135,6 @@ class Step:
         nodes = self.state.nodes
         return [(nodes[span.node], i) for span in deployment.spans for i in span.devices]
 
-    def devices_of(self, deployment: Deployment) -> list[Device]:
-        """Of each rank."""
-        nodes = self.state.nodes
-        return [nodes[span.node].devices[i] for span in deployment.spans for i in span.devices]
-
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
         keys = [str(DeploymentKey(job.tenant, job.job, spec.name)) for spec in specs]
@@ -182,35 +177,3 @@ class Step:
             raise InvalidTransition(f"job {job.key}", job.state, to, self.sequence)
         job.state = to
         self.job_changed(str(job.key))
-
-    def vacate(self, deployment: Deployment) -> None:
-        """Its processes are gone: nothing of it is on a device, nothing of it runs."""
-        name = deployment.name
-        if deployment.epoch:
-            deployment.epoch = 0
-            deployment.awaited = []
-        for key in list(deployment.running):
-            self.free(deployment, key, "")
-        for device in self.devices_of(deployment):
-            if name in device.resident:
-                device.resident.remove(name)
-            if device.running == name:
-                device.running = ""
-            if device.early == name:
-                device.early = ""
-            device.expected.pop(deployment.job_name, None)
-        for node in self.nodes_of(deployment):
-            if name in node.claims:
-                node.claims.remove(name)
-        deployment.hinted_s = -1.0
-        self.touch(deployment)
-
-    def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:
-        """A running operation has ended; with the last one its devices are idle."""
-        deployment.running.remove(key)
-        deployment.idle_since_s = self.now_s
-        for device in self.devices_of(deployment):
-            if not deployment.running:
-                device.running = ""
-            device.last = f"{key.deployment}.{kind}"
-            device.idle_since_s = self.now_s

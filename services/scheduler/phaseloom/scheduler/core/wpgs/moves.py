@@ -277,22 +277,14 @@ def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """It is dead on its old nodes, and booked on the new ones from now on."""
     name, old = deployment.name, deployment.nodes
-    for device in step.devices_of(deployment):
-        device.placed.remove(name)
-        devices.left(step, device, deployment)
-        device.ready.pop(name, None)
-        if name in device.resident:
-            device.resident.remove(name)  # where a switch-in was refused, it may have been booked
-        if device.used_by == name:
-            device.used_by = ""
-        if device.holder == deployment.job_name:
-            device.holder = ""
+    devices.leave(step, deployment)
+    devices.forget(step, deployment)
     step.dirty.update(deployment.places)
     let_go(step, deployment)
     deployment.moving = None
     deployment.spans = spans
-    for device in step.devices_of(deployment):
-        device.placed.append(name)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
         # What it was told to forget there may be confirmed late, and an incarnation dies once.
         told = step.state.stopping.get(node, {}).pop(name, 0)

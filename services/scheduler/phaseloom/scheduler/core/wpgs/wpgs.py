@@ -57,8 +57,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             # `stop` does not find this node to tell: it is told below to forget what it has of it.
             step.state.stopping.setdefault(event.node, {})[name] = deployment.incarnation
             continue
-        for index in span.devices:
-            node.devices[index].placed.append(name)
+        devices.place(node, span.devices, deployment)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.state is WpgState.LOST and deployment.spans:
@@ -87,7 +86,7 @@ def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
 
 
 def _placed(node: Node) -> list[str]:
-    return list(dict.fromkeys(name for device in node.devices for name in device.placed))
+    return list(dict.fromkeys(devices.placed_on(node)))
 
 
 def _stop_again(step: Step, node: Node) -> None:
@@ -137,8 +136,8 @@ def node_lost(step: Step, event: NodeLost) -> None:
 def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """Args: spans: a device for each rank, in order; the first is the leader's."""
     deployment.spans = spans
-    for device in step.devices_of(deployment):
-        device.placed.append(deployment.name)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     start(step, deployment)
 
 
@@ -423,7 +422,7 @@ def _bury(step: Step, deployment: Deployment) -> None:
     every = [*deployment.operations.values(), *deployment.unordered.values()]
     for op in [*_running_ops(deployment), *(op for op in every if op.is_cut)]:
         operations.requeue(step, op)
-    step.vacate(deployment)
+    devices.vacate(step, deployment)
     deployment.replay = []
     deployment.sealing = 0
 
@@ -449,7 +448,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     """For good. Args: forget: its seals and weights versions go too."""
     if deployment.state is WpgState.STOPPED:
         return
-    step.vacate(deployment)
+    devices.vacate(step, deployment)
     if deployment.spans and deployment.state is WpgState.LOST:
         deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes
@@ -458,9 +457,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
             stopping = step.state.stopping.setdefault(node, {})
             stopping[deployment.name] = deployment.incarnation
     _stop_command(step, deployment, nodes, forget=forget)
-    for device in step.devices_of(deployment):
-        device.placed.remove(deployment.name)
-        devices.left(step, device, deployment)
+    devices.leave(step, deployment)
     deployment.awaited = []
     if not forget:
         seals.stop_copying(step, deployment)
