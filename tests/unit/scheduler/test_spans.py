@@ -34,8 +34,9 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
+from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -256,7 +257,7 @@ def test_one_refusal_aborts_the_activation_on_every_node() -> None:
     others = [node for node in policy.nodes if node != refusing]
     assert told(world, CloseActivation, POLICY) == others
     assert policy.epoch == 0
-    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    assert not any(d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices)
     world.run()
     assert world.done["t.a01.policy.1"] is Outcome.COMPLETED
     assert len(opens_of(world, POLICY)) == 4

@@ -16,10 +16,9 @@ def validate(state: State) -> None:
     """Raises: AssertionError: names the invariant and the entity."""
     for node in state.nodes.values():
         for index, device in enumerate(node.devices):
-            assert len(device.slots) == 1, (
-                f"device {index} of {node.node}: {len(device.slots)} slots"
-            )
-            _check_device(state, device, f"device {index} of {node.node}")
+            where = f"device {index} of {node.node}"
+            assert len(device.slots) == 1, f"{where}: {len(device.slots)} slots"
+            _check_device(state, device, where)
         _check_claims(state, node)
     waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
     known = [member.job for member in state.cluster.waiting]

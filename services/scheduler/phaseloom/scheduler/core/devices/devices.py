@@ -212,6 +212,12 @@ def note_phase(slot: Slot, phase: Phase) -> None:
     slot.phase = phase
 
 
+def note_kind(slot: Slot, kind: str) -> None:
+    """An operation of this kind goes on with the slot's phase."""
+    if kind not in slot.phase.kinds:
+        slot.phase.kinds.append(kind)
+
+
 def note_served(slot: Slot, job: str, sequence: int) -> None:
     """An operation of a job begins at this place in the log."""
     slot.served[job] = sequence

@@ -164,16 +164,14 @@ def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> li
     slot, where = devices.slot(node, index), f"device {index} of {node.node}"
     lines = []
     if slot.running:
-        lines.append(f"{where}, which runs {_running(step, deployment, device.running)}")
+        lines.append(f"{where}, which runs {_running(step, deployment, slot.running)}")
     claimant = devices.claimant(step, node, index)
     if claimant is not None and claimant is not deployment:
         lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
     until_s = _held_s(step, slot, deployment)
     if until_s > step.now_s and not slot.running:
         left_s = until_s - step.now_s
-        lines.append(
-            f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, device)}"
-        )
+        lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, slot)}")
     wait = _wait_on(step, node, index)
     if wait is not None and wait.job != device_views.job_of(deployment):
         left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)

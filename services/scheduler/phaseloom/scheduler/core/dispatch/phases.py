@@ -32,8 +32,8 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
         if not is_continued(step, slot, deployment, op):
             devices.note_phase(slot, Phase(name, [kind], step.now_s))
             is_new = True
-        elif kind not in slot.phase.kinds:
-            slot.phase.kinds.append(kind)
+        else:
+            devices.note_kind(slot, kind)
         devices.note_served(slot, name, step.sequence)
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
