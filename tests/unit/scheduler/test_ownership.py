@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import phaseloom.scheduler.core
 import pytest
+
+import phaseloom.scheduler.core
 from phaseloom.scheduler.core.state.activation import Activation
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying, DeploymentDurability
@@ -81,7 +82,7 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
         yield file.relative_to(CORE).as_posix(), ast.parse(file.read_text())
 
 
-@pytest.mark.parametrize(("record", "owner", "names"), RECORDS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("record", "owner", "names"), RECORDS, ids=str)
 def test_record_is_changed_by_its_owner_only(
     record: type[msgspec.Struct], owner: str, names: set[str]
 ) -> None:
