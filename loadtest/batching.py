@@ -16,14 +16,9 @@ from loadtest.rawchain import TENANT
 from loadtest.records import Record
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import connect
-from phaseloom.common import config
-from phaseloom.common.messages import (
-    Batching,
-    DeploymentSpec,
-    ModelSpec,
-    Prompt,
-    SamplingParams,
-)
+from phaseloom.common.contract.operations import Prompt, SamplingParams
+from phaseloom.common.contract.specs import Batching, DeploymentSpec, ModelSpec
+from phaseloom.common.process import config
 
 IN_FLIGHT = 16
 MAX_TOKENS = 32

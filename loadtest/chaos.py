@@ -28,10 +28,11 @@ from loadtest.machine import Machine, describe
 from loadtest.processes import children
 from phaseloom.cli.controllers import find_example
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common import config, diewithparent, lifecycle
-from phaseloom.common.bus import Bus
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import OperationFinished, Outcome, QueuedOperation
+from phaseloom.common.contract.events import OperationFinished, QueuedOperation
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.process import config, diewithparent, lifecycle
+from phaseloom.common.transport.bus import Bus
 
 TENANT = "demo"
 TASKS = ("chain_sum", "letter_counting")

@@ -15,9 +15,10 @@ import msgspec
 import uvloop
 
 from phaseloom.client import AdamParams, Deployment, Mesh, connect
-from phaseloom.common import diewithparent
-from phaseloom.common.arrays import pack_float32s, pack_int32s
-from phaseloom.common.messages import Datum, DeploymentSpec, Loss, ModelSpec
+from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
+from phaseloom.common.contract.operations import Datum, Loss
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.process import diewithparent
 
 POLICY = "policy"
 CYCLE = 4

@@ -30,11 +30,12 @@ from phaseloom.client import (
     SamplingParams,
     connect,
 )
-from phaseloom.common import config, lifecycle
-from phaseloom.common.arrays import pack_float32s, pack_int32s
-from phaseloom.common.bus import Bus
-from phaseloom.common.intervals import intersect, merge, subtract, total
-from phaseloom.common.messages import Datum, JobFinished
+from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
+from phaseloom.common.contract.events import JobFinished
+from phaseloom.common.contract.operations import Datum
+from phaseloom.common.observability.intervals import intersect, merge, subtract, total
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import Bus
 
 TENANT = "bench"
 _PATIENCE_S = 60.0

@@ -29,8 +29,8 @@ from loadtest.statistics import quantile
 from loadtest.watching import Sample, Watch, processor_s, services, step_seconds
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import connect
-from phaseloom.common import config
-from phaseloom.common.bus import Bus
+from phaseloom.common.process import config
+from phaseloom.common.transport.bus import Bus
 
 TENANT = "load"
 CLIENTS = "clients"

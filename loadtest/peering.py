@@ -19,7 +19,7 @@ import msgspec
 from loadtest import roundtrip
 from loadtest.machine import Machine, describe
 from loadtest.statistics import quantile
-from phaseloom.common import config
+from phaseloom.common.process import config
 
 PROGRAMS = ("ray_actor", "redis_streams")
 IN_FLIGHT = (1, 16, 256)

@@ -33,10 +33,11 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from phaseloom.common import config, diewithparent, streams
-from phaseloom.common.bus import Bus, BusConfig
-from phaseloom.common.ids import NodeId
-from phaseloom.common.natsserver import Credentials, EmbeddedServer
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.process import config, diewithparent
+from phaseloom.common.transport.bus import Bus, BusConfig
+from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
 
 ROLES = ("rank", "agent", "scheduler", "router")
 """In the order of their start: each finds what it hands over to."""

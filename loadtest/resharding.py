@@ -11,8 +11,8 @@ from collections.abc import Callable
 from statistics import median
 
 from loadtest.records import Record
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import (
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors.resharding import (
     Along,
     End,
     FusedQkv,

@@ -24,17 +24,11 @@ from loadtest.records import Record
 from loadtest.statistics import quantile
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Deployment, connect
-from phaseloom.common import config
-from phaseloom.common.arrays import pack_float32s, pack_int32s
-from phaseloom.common.codec import encode
-from phaseloom.common.messages import (
-    Datum,
-    DeploymentSpec,
-    ForwardBackward,
-    Loss,
-    ModelSpec,
-    Operation,
-)
+from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.operations import Datum, ForwardBackward, Loss, Operation
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.process import config
 
 Call = Callable[[], Awaitable[object]]
 

@@ -31,11 +31,11 @@ import xxhash
 
 from loadtest.records import Record
 from phaseloom.cli.certs import make_certificates
-from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.common.certificates import directory_of
-from phaseloom.common.hugepages import make_huge, map_file
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.tensors.hugepages import make_huge, map_file
+from phaseloom.common.transport.certificates import directory_of
 from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts

@@ -14,11 +14,11 @@ import nats.errors
 
 from loadtest.processes import cpu_s, descendants, pss_bytes
 from phaseloom.cli.supervisor import Mesh
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.messages import Notice
-from phaseloom.common.metrics import STEP_DURATION
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.events import Notice
+from phaseloom.common.observability.metrics import STEP_DURATION
+from phaseloom.common.transport.bus import Bus
 
 RANKS = "ranks"
 """All processes that agents started, together."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 TENANTS = ("acme", "globex")
 

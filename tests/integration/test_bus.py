@@ -10,23 +10,26 @@ from pathlib import Path
 import pytest
 from nats.aio.msg import Msg
 
-from phaseloom.common import diewithparent, streams
-from phaseloom.common.bus import AlreadyStored, Bus, BusConfig, Conflict, LogEntry, Stored, within
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import NodeId, OperationKey
-from phaseloom.common.messages import (
-    CommandId,
-    Completion,
-    NodeLost,
-    OperationsQueued,
-    Outcome,
-    QueuedOperation,
-    ReleaseVersions,
-    TimerFired,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import ReleaseVersions
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import NodeLost, OperationsQueued, QueuedOperation, TimerFired
+from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.operations import Completion, Outcome
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import diewithparent
+from phaseloom.common.transport.bus import (
+    AlreadyStored,
+    Bus,
+    BusConfig,
+    Conflict,
+    LogEntry,
+    Stored,
+    within,
 )
-from phaseloom.common.natsserver import EmbeddedServer, find_binary
-from phaseloom.common.streams import Bucket
+from phaseloom.common.transport.natsserver import EmbeddedServer, find_binary
 from tests.support.processes import free_port
 
 KEY = OperationKey("acme", "sums", "policy", "7")

@@ -8,8 +8,8 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.messages import StateCut
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.events import StateCut
 from tests.support.jobs import TENANT, Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson, policy_spec
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from phaseloom.cli.jobs import cancel, drain, explain, jobs
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import Cycle, DeploymentSpec, ModelSpec, Segment
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.messages import After, Operation, PublishWeights
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.operations import After, Operation, PublishWeights
 from tests.support.jobs import Wire, tenant
 
 

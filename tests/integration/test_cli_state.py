@@ -13,9 +13,9 @@ from rich.console import Console
 from phaseloom.cli.state import headline, state, tables
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import DeploymentSpec, ModelSpec
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import (
     ContentState,
     DeploymentState,
     DiskMethod,

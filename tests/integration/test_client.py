@@ -27,14 +27,11 @@ from phaseloom.client import (
     connect,
 )
 from phaseloom.client.operations import Outbox, Part
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.bus import connect as connect_to_nats
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, decode, encode
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.leases import session_lease_key
-from phaseloom.common.messages import (
-    Checkpoint,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import Checkpoint
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import (
     Generate,
     Operation,
     OptimStep,
@@ -42,8 +39,11 @@ from phaseloom.common.messages import (
     PublishWeights,
     SaveState,
 )
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.bus import connect as connect_to_nats
+from phaseloom.common.transport.leases import session_lease_key
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router
 from tests.support.leader import Leader

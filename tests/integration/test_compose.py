@@ -20,9 +20,9 @@ import yaml
 from grpo import deployments, train
 
 from phaseloom import client
-from phaseloom.common import natsserver
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.transport import natsserver
 from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
 

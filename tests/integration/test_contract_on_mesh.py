@@ -20,19 +20,17 @@ from settings import MODEL
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.api import call_api
-from phaseloom.common.codec import JSON, MSGPACK, encode
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.api import JobRequest, JobStatus
+from phaseloom.common.contract.codec import JSON, MSGPACK, encode
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.operations import (
     AdamParams,
     After,
     Args,
     Generate,
-    JobRequest,
-    JobStatus,
     LoadState,
     Operation,
-    OperationFinished,
     OptimStep,
     Outcome,
     Prompt,
@@ -41,6 +39,7 @@ from phaseloom.common.messages import (
     SaveState,
     SyncWeights,
 )
+from phaseloom.common.transport.services import call_api
 from tests.support.jobs import NOOP, TENANT, Log, Wire, running_mesh, tenant
 from tests.support.node import exploding, policy_spec
 

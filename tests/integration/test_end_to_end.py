@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.messages import ActivationOpened, Event
+from phaseloom.common.contract.events import ActivationOpened, Event
 from tests.support.jobs import (
     TASKS,
     run_job,

@@ -30,44 +30,41 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus, connect
-from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode
-from phaseloom.common.errors import Code
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
+    ApiError,
+    Heartbeat,
+    JobRequest,
+    OperationRequest,
+    PhaseRequest,
+    ResultRequest,
+    SubmitJob,
+    UsageRequest,
+)
+from phaseloom.common.contract.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import Event, OperationFinished, WpgLost, parts
+from phaseloom.common.contract.operations import (
     AdamParams,
     After,
-    ApiError,
     Args,
     Completion,
     Datum,
-    DeploymentSpec,
-    Event,
     Forward,
     ForwardBackward,
     Generate,
-    Heartbeat,
-    JobRequest,
-    JobSpec,
     LoadState,
     Loss,
-    ModelSpec,
     Operation,
-    OperationFinished,
-    OperationRequest,
     OptimStep,
-    PhaseRequest,
     Prompt,
     PublishWeights,
-    ResultRequest,
     SamplingParams,
     SaveState,
-    SubmitJob,
     SyncWeights,
-    UsageRequest,
-    WpgLost,
-    parts,
 )
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
+from phaseloom.common.transport.bus import Bus, connect
 from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

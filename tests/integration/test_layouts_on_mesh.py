@@ -8,7 +8,9 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.common.messages import AdamParams, Layout, WpgStarted
+from phaseloom.common.contract.events import WpgStarted
+from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.specs import Layout
 from tests.support.jobs import kill_rank, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from phaseloom.common import leases
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import Code
-from phaseloom.common.leases import REVISION_HEADER, Lease, LeaseLost
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport import leases
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.leases import REVISION_HEADER, Lease, LeaseLost
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 KEY = "node.train-0"
 

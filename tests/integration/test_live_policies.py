@@ -18,8 +18,9 @@ from settings import Settings
 from phaseloom.cli.jobs import explain
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import MeshJob
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.messages import ActivationOpened, Event, JobStatus
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.events import ActivationOpened, Event
 from phaseloom.scheduler.core import ordering, placement
 from tests.support.jobs import (
     NOOP,

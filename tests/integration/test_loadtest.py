@@ -8,7 +8,7 @@ import pytest
 
 from loadtest import chaos, hiding, load
 from loadtest.watching import RANKS
-from phaseloom.common import streams
+from phaseloom.common.contract import streams
 
 
 async def test_ten_jobs_of_two_hundred_operations_complete_without_a_restart(

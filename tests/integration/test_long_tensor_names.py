@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Slice
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import commit, version_rank, write
 from tests.support.statedaemon import POLICY, SAMPLER, daemon

@@ -20,22 +20,14 @@ from rich.console import Console
 from phaseloom.cli import nodes
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Deployment, Durability, MeshJob
-from phaseloom.common.api import call_node_api
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import (
-    DeploymentSpec,
-    DrainNode,
-    ForwardBackward,
-    JobSpec,
-    NodeLost,
-    NodeStatus,
-    OptimStepResult,
-    ReplanComputed,
-    SealCommitted,
-    StateMirrored,
-)
+from phaseloom.common.contract.api import DrainNode, NodeStatus
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.events import NodeLost, ReplanComputed, SealCommitted, StateMirrored
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.operations import ForwardBackward, OptimStepResult
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import call_node_api
 from tests.support import inprocess
 from tests.support.jobs import (
     NOOP,

@@ -9,9 +9,9 @@ import nats.errors
 import pytest
 from nats.aio.msg import Msg
 
-from phaseloom.common.bus import Bus, connect
-from phaseloom.common.natsclient import hand_over
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.natsclient import hand_over
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 
 async def test_answers_reach_the_request_they_belong_to_in_whatever_order_they_come(

@@ -18,12 +18,13 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus, connect
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import Completion, Outcome, TimerFired
-from phaseloom.common.natsserver import EmbeddedServer, check_version, find_binary
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Completion, Outcome
+from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.natsserver import EmbeddedServer, check_version, find_binary
 from tests.support.processes import child_pids, gone, until_gone
 
 SUBJECT = "pl.v1.op.acme.sums.policy.1"
@@ -234,7 +235,7 @@ async def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from phaseloom.common.natsserver import EmbeddedServer\n"
+        "from phaseloom.common.transport.natsserver import EmbeddedServer\n"
         "async def main():\n"
         "    async with EmbeddedServer(Path(sys.argv[1]), ['acme']) as server:\n"
         "        print(server.pid, flush=True)\n"

@@ -20,21 +20,15 @@ from msgspec.structs import replace
 from phaseloom import client
 from phaseloom.cli import supervisor
 from phaseloom.cli.supervisor import ChildSpec, Mesh, MeshConfig, NodeConfig
-from phaseloom.common import config as configuration
-from phaseloom.common.api import call_node_api
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import CallerError, PhaseloomError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import (
-    AdamParams,
-    DrainNode,
-    Durability,
-    Event,
-    Layout,
-    NodeLost,
-    NodeStatus,
-    SealCommitted,
-)
+from phaseloom.common.contract.api import DrainNode, NodeStatus
+from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.events import Event, NodeLost, SealCommitted
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.specs import Durability, Layout
+from phaseloom.common.process import config as configuration
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import call_node_api
 from tests.support.jobs import Log, running_mesh, tenant
 from tests.support.node import lesson, policy_spec
 

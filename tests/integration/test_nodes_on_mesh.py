@@ -18,23 +18,21 @@ from msgspec.structs import replace
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.common import config as configuration
-from phaseloom.common.api import call_node_api
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.messages import (
-    AdamParams,
-    DeploymentSpec,
-    DrainNode,
+from phaseloom.common.contract.api import DrainNode, NodeStatus
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.events import (
     Event,
-    Layout,
-    NodeStatus,
     OperationFinished,
     SealCommitted,
     StateCut,
     WpgLost,
     WpgStarted,
 )
+from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
+from phaseloom.common.process import config as configuration
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import call_node_api
 from tests.support.jobs import TENANT, Log, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
 

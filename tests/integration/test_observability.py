@@ -24,13 +24,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.cli.up import greeting
-from phaseloom.common import metrics, streams
-from phaseloom.common.api import pub_ack
-from phaseloom.common.bus import connect
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import AdamParams, Operation, OptimStep
-from phaseloom.common.metrics import Kind
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import AdamParams, Operation, OptimStep
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import Kind
+from phaseloom.common.transport.bus import connect
+from phaseloom.common.transport.services import pub_ack
 from tests.support.otlp import Span, receiver
 
 PHASELOOM = str(Path(sys.executable).with_name("phaseloom"))
@@ -38,9 +39,10 @@ NODE = "train-0"
 CONTROLLER = """
 import asyncio
 from phaseloom import client
-from phaseloom.common import telemetry
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.messages import AdamParams, DeploymentSpec, Layout, ModelSpec
+from phaseloom.common.observability import telemetry
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 
 async def main():
     end = telemetry.setup("controller")

@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import msgspec
 
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseTrace
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.profiler.core.profile import is_news
 from phaseloom.profiler.shell import MSG_ID, Shell
 from tests.support.joblog import JobLog, Turn, grpo_log

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from loadtest.rawchain import TENANT, raw_chain
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.natsserver import Credentials
+from phaseloom.common.contract import streams
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import Credentials
 
 
 async def test_raw_chain_stores_every_hop_of_an_operation(short_dir: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from phaseloom.cli.recorder import Recorded, Recorder, read_events
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import TimerFired
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.transport.bus import Bus, LogEntry
 from tests.support.joblog import Turn, grpo_log
 
 

@@ -13,35 +13,34 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
+    Attached,
+    Explanation,
+    JobRequest,
+    JobStatus,
+    OperationRequest,
+    SubmitJob,
+)
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Command, Permits
+from phaseloom.common.contract.events import NodeUp, SealCommitted, WpgStarted
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.operations import (
     After,
     Args,
-    Attached,
-    Command,
-    Explanation,
     Generate,
-    JobRequest,
-    JobSpec,
-    JobStatus,
-    NodeUp,
     Operation,
-    OperationRequest,
     Outcome,
-    Permits,
     Prompt,
     PublishWeights,
     SamplingParams,
     SaveState,
     SaveStateResult,
-    SealCommitted,
-    SubmitJob,
     SyncWeights,
-    WpgStarted,
 )
+from phaseloom.common.contract.specs import JobSpec
+from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import (
     NOOP,
     TASKS,

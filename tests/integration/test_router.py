@@ -13,43 +13,47 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from phaseloom.common import streams
-from phaseloom.common.api import call_api, serve_api
-from phaseloom.common.bus import Bus, connect
-from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import JobKey, OperationKey, VersionKey
-from phaseloom.common.leases import session_lease_key
-from phaseloom.common.messages import (
-    After,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
     Attached,
     Beat,
     Checkpoint,
-    Completion,
     DeploymentStatus,
-    Generate,
     Heartbeat,
     JobRequest,
     JobStatus,
-    LoadState,
+    ResultReply,
+    ResultRequest,
+    Usage,
+    UsageRequest,
+)
+from phaseloom.common.contract.codec import CONTENT_TYPE, JSON, MSGPACK, decode, encode
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import (
     Notice,
-    Operation,
     OperationsQueued,
+    QueuedOperation,
+    SessionOpened,
+)
+from phaseloom.common.contract.ids import JobKey, OperationKey, VersionKey
+from phaseloom.common.contract.operations import (
+    After,
+    Completion,
+    Generate,
+    LoadState,
+    Operation,
     OptimStepResult,
     Outcome,
     Prompt,
     PublishWeights,
-    QueuedOperation,
-    ResultReply,
-    ResultRequest,
     SamplingParams,
-    SessionOpened,
     SyncWeights,
-    Usage,
-    UsageRequest,
 )
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.leases import session_lease_key
+from phaseloom.common.transport.natsserver import EmbeddedServer
+from phaseloom.common.transport.services import call_api, serve_api
 from phaseloom.router import shell as router_shell
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import Router

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import KindEstimate, PhaseTrace
-from phaseloom.common.statewire import StatusReport
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.events import KindEstimate, PhaseTrace
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import TENANT, Log, running_mesh, tenant
 
 MiB = 2**20

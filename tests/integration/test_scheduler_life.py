@@ -17,50 +17,63 @@ from nats.js.api import DiscardPolicy
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common import lifecycle, streams
-from phaseloom.common.api import call_api
-from phaseloom.common.bus import Bus, Conflict, LogEntry
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
-from phaseloom.common.leases import renew_session, scheduler_lease_key
-from phaseloom.common.messages import (
-    AdamParams,
-    After,
-    CommandId,
-    Completion,
-    DeviceSpec,
-    Event,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
     Explanation,
-    Generate,
-    JobFinished,
     JobRequest,
-    JobSpec,
     JobStatus,
+    OperationRequest,
+    PhaseRequest,
+)
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import ReleaseVersions
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.contract.events import (
+    Event,
+    JobFinished,
     JobSubmitted,
-    ModelSpec,
     NodeUp,
     Notice,
-    Operation,
     OperationFinished,
-    OperationRequest,
-    OptimStep,
-    Outcome,
-    PhaseRequest,
-    Prompt,
     QueuedOperation,
-    ReleaseVersions,
-    SamplingParams,
-    SchedulerConfig,
     SchedulerConfigured,
     SealCommitted,
     SessionLost,
     SessionOpened,
     WpgStarted,
 )
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.patience import PatientLog
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    After,
+    Completion,
+    Generate,
+    Operation,
+    OptimStep,
+    Outcome,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import (
+    CommandId,
+    DeviceSpec,
+    JobSpec,
+    ModelSpec,
+    SchedulerConfig,
+)
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import lifecycle
+from phaseloom.common.process.retry import PatientLog
+from phaseloom.common.transport.bus import Bus, Conflict, LogEntry
+from phaseloom.common.transport.leases import renew_session, scheduler_lease_key
+from phaseloom.common.transport.natsserver import EmbeddedServer
+from phaseloom.common.transport.services import call_api
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import (

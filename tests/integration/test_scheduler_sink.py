@@ -6,12 +6,13 @@ import asyncio
 
 from msgspec.structs import replace
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import Command, CommandId, NodeCommand, Permit, Permits, Ticket
-from phaseloom.common.tickets import is_genuine
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Command, NodeCommand, Permit, Permits, Ticket
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.tickets import is_genuine
 from phaseloom.scheduler.core.outputs import SendCommand
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots

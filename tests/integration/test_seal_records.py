@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import encode
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.messages import SealCommitted
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.events import SealCommitted
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.sealrecords import SealRecords
 
 KEY = DeploymentKey("acme", "sums", "policy")

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.leases import scheduler_lease_key
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.leases import scheduler_lease_key
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.snapshots import Snapshots
 from tests.support.processes import service

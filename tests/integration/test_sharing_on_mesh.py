@@ -16,13 +16,13 @@ from phaseloom import client
 from phaseloom.cli.state import state
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Datum
-from phaseloom.common.api import request_reply
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import DeploymentSpec, Layout
-from phaseloom.common.statewire import StatusReport
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import request_reply
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.heap import Heap
 from tests.support.jobs import running_mesh, tenant

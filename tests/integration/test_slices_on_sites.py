@@ -17,10 +17,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.resharding import Sharding, item_bytes, node_fetches, plan, source_parts
-from phaseloom.common.statewire import PartSources, Slice
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Slice
+from phaseloom.common.tensors.resharding import (
+    Sharding,
+    item_bytes,
+    node_fetches,
+    plan,
+    source_parts,
+)
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import Box, batches
 from phaseloom.statemgr.mesh import tls

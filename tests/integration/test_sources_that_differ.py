@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from phaseloom.common.errors import Code, PhaseloomError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import Code, PhaseloomError
+from phaseloom.common.contract.ids import VersionKey
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import commit, version_rank, write
 from tests.support.statedaemon import POLICY, SAMPLER, daemon

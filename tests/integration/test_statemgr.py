@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import SwitchIn
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import (
     CommitInitial,
     Copied,
     CopyIn,
@@ -32,12 +32,11 @@ from phaseloom.common.statewire import (
     Done,
     OpenVersion,
     RegisterHeap,
-    Role,
     StateMessage,
-    SwitchIn,
-    TensorSlot,
 )
-from phaseloom.common.tensortable import EMPTY, TensorTable
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient

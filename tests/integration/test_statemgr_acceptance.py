@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Durability
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.specs import Durability
 from tests.support.readversions import load_version
 from tests.support.statedaemon import (
     OTHER,

@@ -18,16 +18,11 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import Durability
-from phaseloom.common.statewire import (
-    CheckpointRead,
-    LoadedFrom,
-    ReadCheckpoint,
-    Role,
-    TensorSlot,
-)
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import CheckpointRead, LoadedFrom, ReadCheckpoint
 from phaseloom.statemgr.core.marker import BLOCK_BYTES
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient

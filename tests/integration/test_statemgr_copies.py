@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket, Ticket
-from phaseloom.common.statewire import BringState
-from phaseloom.common.tickets import signed
+from phaseloom.common.contract.commands import FilesTicket, Ticket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.transport.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version
 from tests.support.slowlink import GOODBYES_BYTES, link

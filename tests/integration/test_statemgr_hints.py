@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import CloseActivation, DeploymentSpec, ModelSpec, PrefetchState
-from phaseloom.common.statewire import StatusReport
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import CloseActivation, PrefetchState
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import state_subject
 from tests.support.node import NODE, TestNode, running_node
 
 PAGE = 4096

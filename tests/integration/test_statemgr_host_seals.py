@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket
-from phaseloom.common.statewire import BringState
-from phaseloom.common.tickets import signed
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.transport.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.statedaemon import (
     OTHER,

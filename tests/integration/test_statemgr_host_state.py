@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
-    OpenOnDevice,
-    Role,
-    ShareOnDevice,
-    TensorSlot,
-    host_start,
-)
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
+from phaseloom.common.contract.state_rank import OpenOnDevice, ShareOnDevice
 from phaseloom.worker.cuda.memory import CudaHeap
 from phaseloom.worker.devicememory import DeviceMemory
 from phaseloom.worker.heap import Heap

@@ -19,13 +19,11 @@ import msgspec
 import pytest
 
 from phaseloom.cli.certs import make_certificates
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.certificates import directory_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Frame, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
-    AgentHello,
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import AgentHello, RegisterWpg, StatusRequest
+from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
+from phaseloom.common.contract.state_rank import (
     CommitInitial,
     CommitVersion,
     Copied,
@@ -34,17 +32,14 @@ from phaseloom.common.statewire import (
     CreateVersion,
     OpenSlices,
     OpenVersion,
-    PartSources,
     RankHello,
     RegisterHeap,
-    RegisterWpg,
-    Role,
-    Slice,
     StateMessage,
-    StatusRequest,
-    TensorSlot,
 )
-from phaseloom.common.tensortable import EMPTY, TensorTable
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
+from phaseloom.common.transport.certificates import directory_of
+from phaseloom.common.transport.framing import Frame, Peer, close_fds
 from phaseloom.statemgr.core.slices import Box
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import wire

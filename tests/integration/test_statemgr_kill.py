@@ -13,22 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import (
     Adopt,
     Adopted,
     AgentHello,
-    Done,
     HandOver,
-    RankResume,
-    StateMessage,
     StatusReport,
     StatusRequest,
     Welcome,
 )
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.state_rank import Done, RankResume, StateMessage
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.agentstate import AgentStateClient
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch

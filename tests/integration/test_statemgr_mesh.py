@@ -11,14 +11,15 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.common.api import request_reply
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Layout, NodeUp, SealCommitted, SealFailed, WpgLost
-from phaseloom.common.statewire import StatusReport
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import NodeUp, SealCommitted, SealFailed, WpgLost
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import request_reply
 from tests.support.jobs import (
     NOOP,
     TASKS,

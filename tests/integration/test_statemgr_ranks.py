@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
 from tests.support.readversions import open_version
 from tests.support.statedaemon import (
     OTHER,

@@ -12,28 +12,30 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import (
     AgentHello,
-    CommitInitial,
     ContentState,
+    DropVersions,
+    StatusReport,
+    StatusRequest,
+)
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import (
+    CommitInitial,
     Copied,
     CopyIn,
     CopyOut,
     Done,
-    DropVersions,
     HoldVersion,
     LetGo,
     RegisterHeap,
     StateMessage,
-    StatusReport,
-    StatusRequest,
     StillMapped,
-    TensorSlot,
 )
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer, close_fds
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import ContentState, Role, StatusReport, TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_agent import ContentState, StatusReport
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.statedaemon import (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import DeploymentState, DiskMethod
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.probing import probe
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient

@@ -14,11 +14,11 @@ import pytest
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import DeploymentSpec, ModelSpec, connect
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.messages import Notice
-from phaseloom.common.natsserver import Credentials
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.events import Notice
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import Credentials
 from tests.support.processes import descendant_pids, gone, until_gone
 
 SERVICES = {

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.otlp import Span, receiver
 
 ROUTER = """
 import asyncio, json, sys
-from phaseloom.common import config, lifecycle, telemetry
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import Bus, BusConfig
 async def serve(stop):
     bus = await Bus.open(config.load(BusConfig, "bus"), "router")
     async def handle(message):
@@ -34,8 +35,9 @@ lifecycle.run("router", serve)
 
 CLIENT = """
 import asyncio, sys
-from phaseloom.common import config, telemetry
-from phaseloom.common.bus import Bus, BusConfig
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config
+from phaseloom.common.transport.bus import Bus, BusConfig
 async def main():
     end = telemetry.setup("client")
     bus = await Bus.open(config.load(BusConfig, "bus"), "client")
@@ -121,8 +123,8 @@ async def test_trace_is_left_out_whole_when_it_is_not_sampled(
 
 SNIPPET = """
 import sys, time
-from phaseloom.common import telemetry
-from phaseloom.common.ids import JobKey
+from phaseloom.common.observability import telemetry
+from phaseloom.common.contract.ids import JobKey
 end = telemetry.setup("example")
 """
 
@@ -185,8 +187,8 @@ async def test_setup_says_what_to_install_when_the_otlp_exporter_is_missing() ->
         "-c",
         "import sys\n"
         "sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None\n"
-        "from phaseloom.common import telemetry\n"
-        "from phaseloom.common.errors import CallerError\n"
+        "from phaseloom.common.observability import telemetry\n"
+        "from phaseloom.common.contract.errors import CallerError\n"
         "try:\n"
         "    telemetry.setup('x', telemetry.TelemetryConfig(otlp_endpoint='http://127.0.0.1:1'))\n"
         "except CallerError as error:\n"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 
 from phaseloom.cli.top import Board, catch_up
-from phaseloom.common.bus import Bus
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import (
     OperationFinished,
     OperationsFinished,
     OperationsQueued,
-    Outcome,
     QueuedOperation,
 )
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.transport.bus import Bus
 
 
 async def test_board_has_every_event_of_the_logs_last_entry(bus: Bus) -> None:

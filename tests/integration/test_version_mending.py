@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import Durability
-from phaseloom.common.statewire import PartSources, Slice
-from phaseloom.common.versionparts import part_of
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_layout import PartSources, Slice
+from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import shard
 from tests.support.meshcerts import ticket

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket
-from phaseloom.common.statewire import BringState, CommitVersion, Done, PartSources, Slice
-from phaseloom.common.tickets import signed
-from phaseloom.common.versionparts import part_of
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_layout import PartSources, Slice
+from phaseloom.common.contract.state_rank import CommitVersion, Done
+from phaseloom.common.tensors.versionparts import part_of
+from phaseloom.common.transport.tickets import signed
 from tests.support.meshcerts import SECRET, ticket
 from tests.support.partranks import (
     SHAPES,

@@ -14,19 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.resharding import (
-    node_fetches,
-    plan,
-    source_parts,
-)
-from phaseloom.common.statewire import (
-    PartSources,
-    Role,
-    Slice,
-    TensorSlot,
-)
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
+from phaseloom.common.tensors.resharding import node_fetches, plan, source_parts
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (

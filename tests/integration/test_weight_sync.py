@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate

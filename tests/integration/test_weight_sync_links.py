@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from tests.support.meshcerts import NODE, ticket
 from tests.support.netns import Host, NotPermittedError, hosts
 from tests.support.partranks import VERSION, arrays, publish, start_part_ranks

@@ -13,27 +13,23 @@ from nats.aio.msg import Msg
 
 from phaseloom import client
 from phaseloom.cli.supervisor import MeshConfig
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Command, OpenActivation, Permit, StartWpg, StopWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import WpgStarted
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.operations import (
     AdamParams,
     Args,
-    Command,
     Completion,
-    Layout,
     Loss,
-    OpenActivation,
     Outcome,
-    Permit,
     SaveState,
     SaveStateResult,
-    StartWpg,
-    StopWpg,
-    WpgStarted,
 )
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import rank_pid, running_mesh, tenant
 from tests.support.node import (
     NODE,

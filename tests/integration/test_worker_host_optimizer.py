@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import (
     Args,
-    Layout,
     LoadState,
-    OptimizerOn,
     Outcome,
     PublishWeights,
     PublishWeightsResult,
     SaveState,
     SaveStateResult,
 )
+from phaseloom.common.contract.specs import Layout, OptimizerOn
 from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
 
 LESSONS: list[Args] = [lesson(1), STEP, lesson(2), STEP, lesson(3), STEP]

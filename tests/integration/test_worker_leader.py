@@ -9,22 +9,21 @@ from pathlib import Path
 import pytest
 from opentelemetry.context import Context
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import OperationFinished, OperationsFinished
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.operations import (
     Args,
-    Batching,
     Completion,
     LoadState,
     Operation,
-    OperationFinished,
-    OperationsFinished,
     Outcome,
-    Permit,
     SyncWeights,
 )
+from phaseloom.common.contract.specs import Batching
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.leader import Leader
 from phaseloom.worker.outcomes import Outcomes
 from phaseloom.worker.rankwire import RunPermits

@@ -13,30 +13,38 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common import lifecycle, streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.agents import (
     CallRoll,
     CancelPart,
-    CommandId,
     FindStore,
-    Generate,
-    GenerateResult,
     LifeOver,
     NodeReply,
     NodeRequest,
     NotYet,
-    Operation,
-    Permit,
     Present,
-    SamplingParams,
-    Sequence,
-    StartWpg,
     StoreFound,
     TakePart,
 )
+from phaseloom.common.contract.commands import Permit, StartWpg
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import (
+    Generate,
+    GenerateResult,
+    Operation,
+    SamplingParams,
+    Sequence,
+)
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.othernodes import (
     MAX_CHUNK_BYTES,

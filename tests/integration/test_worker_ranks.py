@@ -13,28 +13,25 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
-from phaseloom.common import streams
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.events import Notice, PermitReturned
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import (
     AdamParams,
     Args,
     Completion,
-    DeploymentSpec,
     Forward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
-    Layout,
     LoadState,
-    Notice,
     OptimStep,
     OptimStepResult,
     Outcome,
-    PermitReturned,
     Prompt,
     PublishWeights,
     PublishWeightsResult,
@@ -44,6 +41,7 @@ from phaseloom.common.messages import (
     SyncWeights,
     SyncWeightsResult,
 )
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.fsdp import FsdpBackend
 from phaseloom.worker.backends.layout import plan

@@ -6,29 +6,26 @@ import asyncio
 
 import pytest
 
-from phaseloom.common import streams
-from phaseloom.common.arrays import int32s
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import Code
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.arrays import int32s
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Permit, Permits
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import Notice, OperationFinished
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import (
     Args,
-    Batching,
-    CommandId,
     Completion,
     Forward,
     Generate,
     GenerateResult,
     LoadState,
-    Notice,
-    OperationFinished,
     Outcome,
-    Permit,
-    Permits,
     Prompt,
     SamplingParams,
     kind_of,
 )
+from phaseloom.common.contract.specs import Batching, CommandId
 from tests.support.node import NODE, STEP, TestNode, lesson, policy_spec, sampler_spec
 from tests.support.tinymodel import VOCAB
 

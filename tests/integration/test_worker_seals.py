@@ -9,19 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phaseloom.common.errors import Code
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import (
-    Durability,
-    Event,
-    FilesTicket,
-    Outcome,
-    PublishWeights,
-    ReleaseVersions,
-    SealCommitted,
-    SealFailed,
-    SealState,
-)
+from phaseloom.common.contract.commands import FilesTicket, ReleaseVersions, SealState
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import Event, SealCommitted, SealFailed
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.operations import Outcome, PublishWeights
+from phaseloom.common.contract.specs import Durability
 from tests.support.node import NODE, STEP, TestNode, lesson, policy_spec, running_node
 
 NOWHERE = NodeId("nowhere")

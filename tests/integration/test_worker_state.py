@@ -12,24 +12,22 @@ import pytest
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.api import Checkpoint
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import (
     Args,
-    Checkpoint,
     Completion,
-    DeploymentSpec,
-    JobSpec,
     LoadState,
     LoadStateResult,
-    ModelSpec,
     Outcome,
     PublishWeights,
     SaveState,
     SaveStateResult,
 )
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
+from phaseloom.common.contract.streams import Bucket
 from phaseloom.statemgr.core.marker import MARKER_FILE
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.digest import weights_sha256

@@ -12,31 +12,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import mean
 
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.commands import OpenActivation, Permit, StartWpg
+from phaseloom.common.contract.events import (
     ActivationOpened,
+    Event,
+    JobSubmitted,
+    KindEstimate,
+    NodeUp,
+    OperationFinished,
+    PhaseTrace,
+    QueuedOperation,
+    SchedulerConfigured,
+    TimerFired,
+    WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import (
     Cycle,
     DeploymentSpec,
     DeviceSpec,
-    Event,
     JobSpec,
-    JobSubmitted,
-    KindEstimate,
     ModelSpec,
-    NodeUp,
-    OpenActivation,
-    OperationFinished,
-    Outcome,
-    Permit,
-    PhaseTrace,
-    QueuedOperation,
     Residency,
     SchedulerConfig,
-    SchedulerConfigured,
     Segment,
-    StartWpg,
-    TimerFired,
-    WpgStarted,
 )
 from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core

@@ -10,23 +10,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from phaseloom.common import lifecycle
-from phaseloom.common.codec import MSGPACK
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.codec import MSGPACK
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import (
     Args,
-    Batching,
-    CommandId,
     Generate,
     GenerateResult,
     Operation,
-    Permit,
     Prompt,
     Result,
     SamplingParams,
     kind_of,
 )
+from phaseloom.common.contract.specs import Batching, CommandId
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Watch
 from phaseloom.worker.backends.sampler import SamplerBackend
 from phaseloom.worker.device import Call, DeviceQueue

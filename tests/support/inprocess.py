@@ -17,18 +17,16 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
-    DeploymentSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
-    JobSpec,
     LoadStateResult,
     Loss,
     OptimStepResult,
@@ -38,7 +36,8 @@ from phaseloom.common.messages import (
     SaveStateResult,
     SyncWeightsResult,
 )
-from phaseloom.common.statewire import Role
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
+from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap

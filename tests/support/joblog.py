@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
-    After,
-    DeploymentSpec,
-    Event,
-    JobSpec,
-    JobSubmitted,
-    ModelSpec,
-    OperationFinished,
-    Outcome,
-    QueuedOperation,
-)
+from phaseloom.common.contract.events import Event, JobSubmitted, OperationFinished, QueuedOperation
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import After, Outcome
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 
 TOKEN_LIMIT = 1000
 JOB = JobKey("demo", "sums")

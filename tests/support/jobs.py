@@ -20,22 +20,14 @@ from settings import SETTINGS, Settings
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common import streams
-from phaseloom.common.api import call_api, pub_ack
-from phaseloom.common.bus import Bus, connect
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
-from phaseloom.common.messages import (
-    Completion,
-    Event,
-    JobSpec,
-    Operation,
-    OperationFinished,
-    Outcome,
-    QueuedOperation,
-    ResultReply,
-    ResultRequest,
-    WpgStarted,
-)
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import ResultReply, ResultRequest
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.contract.events import Event, OperationFinished, QueuedOperation, WpgStarted
+from phaseloom.common.contract.operations import Completion, Operation, Outcome
+from phaseloom.common.contract.specs import JobSpec
+from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.services import call_api, pub_ack
 from tests.support import inprocess
 
 T = TypeVar("T")

@@ -13,46 +13,49 @@ from dataclasses import dataclass, field
 
 import nats.errors
 
-from phaseloom.common import lifecycle, streams
-from phaseloom.common.api import serve_api
-from phaseloom.common.arrays import int32s, length, pack_float32s, pack_int32s
-from phaseloom.common.bus import AlreadyStored, Bus
-from phaseloom.common.codec import content_type_of, decode, encode
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
-    Args,
-    Completion,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
     DeploymentStatus,
     Explanation,
+    JobRequest,
+    JobStatus,
+    OperationRequest,
+    PhaseRequest,
+    SubmitJob,
+)
+from phaseloom.common.contract.arrays import int32s, length, pack_float32s, pack_int32s
+from phaseloom.common.contract.codec import content_type_of, decode, encode
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import (
+    Args,
+    Completion,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
-    JobRequest,
-    JobStatus,
     LoadState,
     LoadStateResult,
     Operation,
-    OperationRequest,
     OptimStep,
     OptimStepResult,
     Outcome,
-    PhaseRequest,
     PublishWeights,
     PublishWeightsResult,
-    QueuedOperation,
     Result,
     SaveState,
     SaveStateResult,
     Sequence,
-    SubmitJob,
     SyncWeights,
     SyncWeightsResult,
 )
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import AlreadyStored, Bus
+from phaseloom.common.transport.services import serve_api
 
 
 @dataclass

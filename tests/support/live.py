@@ -13,16 +13,11 @@ from collections.abc import AsyncIterator
 
 from opentelemetry.context import Context
 
-from phaseloom.common import lifecycle
-from phaseloom.common.bus import LogEntry
-from phaseloom.common.messages import (
-    Command,
-    Event,
-    Permits,
-    ReplanComputed,
-    SchedulerConfig,
-    TimerFired,
-)
+from phaseloom.common.contract.commands import Command, Permits
+from phaseloom.common.contract.events import Event, ReplanComputed, TimerFired
+from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import (

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from phaseloom.common.hugepages import touch
+from phaseloom.common.tensors.hugepages import touch
 
 
 def touches_ahead() -> bool:

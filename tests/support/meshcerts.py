@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from phaseloom.cli.certs import make_certificates
-from phaseloom.common.certificates import directory_of
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.tickets import signed
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.transport.certificates import directory_of
+from phaseloom.common.transport.tickets import signed
 from phaseloom.statemgr.mesh.tls import Identity
 
 SECRET = "the mesh's secret"

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import (
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import (
+    Role,
+    Slice,
+    TensorSlot,
+    VersionPart,
+    VersionParts,
+)
+from phaseloom.common.tensors.resharding import (
     Along,
     End,
     Fetch,
@@ -22,7 +29,6 @@ from phaseloom.common.resharding import (
     node_fetches,
     source_parts,
 )
-from phaseloom.common.statewire import Role, Slice, TensorSlot, VersionPart, VersionParts
 from phaseloom.worker.copying import packed
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.sharded import Array, tensors

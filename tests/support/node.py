@@ -22,46 +22,47 @@ from nats.aio.msg import Msg
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.supervisor import ChildSpec, MeshConfig, NodeConfig, child_specs
-from phaseloom.common import config as configuration
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import content_type_of, decode
-from phaseloom.common.errors import to_exception
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
-from phaseloom.common.messages import (
-    ActivationOpened,
-    ActivationRefused,
-    AdamParams,
-    Args,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import content_type_of, decode
+from phaseloom.common.contract.commands import (
     CancelOperation,
     Command,
-    CommandId,
-    Completion,
-    Datum,
-    DeploymentSpec,
-    Event,
-    ForwardBackward,
-    Layout,
-    Loss,
-    ModelSpec,
-    NodeUp,
     OpenActivation,
-    Operation,
-    OperationFinished,
-    OptimStep,
     Permit,
-    Progress,
-    SealCommitted,
     SealState,
     StartWpg,
-    StateCut,
     StopWpg,
+)
+from phaseloom.common.contract.errors import to_exception
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    ActivationRefused,
+    Event,
+    NodeUp,
+    OperationFinished,
+    SealCommitted,
+    StateCut,
     WpgLost,
     WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Args,
+    Completion,
+    Datum,
+    ForwardBackward,
+    Loss,
+    Operation,
+    OptimStep,
+    Progress,
     kind_of,
 )
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.contract.specs import CommandId, DeploymentSpec, Layout, ModelSpec
+from phaseloom.common.process import config as configuration
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.jobs import Log
 from tests.support.processes import child_pids, until_gone
 from tests.support.tinymodel import VOCAB, config

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import CommandId, Layout, Permit
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import TensorSlot, VersionParts
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import CommandId, Layout
+from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan, shard
 from phaseloom.worker.backends.noop import NoopBackend

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.versions.fetching import Fetching, Home
 from phaseloom.statemgr.versions.incoming import Incoming
 from phaseloom.statemgr.versions.wire import VersionDescription

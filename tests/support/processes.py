@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from phaseloom.common.config import inherited
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
-from phaseloom.common.natsserver import EmbeddedServer
+from phaseloom.common.process.config import inherited
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 
 @asynccontextmanager

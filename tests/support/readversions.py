@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.layouts import Layouts
 from phaseloom.worker.stateclient import RankStateClient
 

@@ -60,7 +60,7 @@ AREAS = {
 """Folder → heading; the first that a file is under."""
 
 BETWEEN_OUR_OWN = {
-    "libs/common/phaseloom/common/framing.py": "two processes of one node",
+    "libs/common/phaseloom/common/transport/framing.py": "two processes of one node",
     "services/statemgr": "the state manager and its agent, ranks and peers",
     "services/worker/phaseloom/worker/shell.py": "the agent and its ranks",
     "services/worker/phaseloom/worker/agentstate.py": "an agent and the state manager",

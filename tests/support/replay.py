@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phaseloom.common.messages import Event
+from phaseloom.common.contract.events import Event
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Output
 

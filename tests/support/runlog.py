@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phaseloom.cli.recorder import Recorded
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     ActivationOpened,
-    DeviceSpec,
     Event,
     NodeUp,
     OperationFinished,
-    Outcome,
     QueuedOperation,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import DeviceSpec
 
 NODES = {"sampler": "r0", "policy": "t0"}
 KINDS = {"sampler": "generate", "policy": "forward_backward"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.statemgr.checkpoints.savedstate import SavedState
 from phaseloom.statemgr.checkpoints.shards import write_state
 from phaseloom.statemgr.disk.disk import Disk

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from phaseloom.common.resharding import Parameter, Shard, Sharding, shards
+from phaseloom.common.tensors.resharding import Parameter, Shard, Sharding, shards
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": np.uint32, "bfloat16": np.uint16, "int8": np.uint8}

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.framing import Handler, Peer
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import RankHello, StateMessage, StatusReport, TensorSlot
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import RankHello, StateMessage
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.transport.framing import Handler, Peer
 from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient

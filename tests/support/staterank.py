@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 

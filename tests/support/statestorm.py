@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, PhaseloomError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Durability
-from phaseloom.common.statewire import Role, TensorSlot, host_start
+from phaseloom.common.contract.errors import Code, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.stateclient import RankStateClient
 from tests.support.readversions import load_version

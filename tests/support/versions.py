@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import Role, TensorSlot, VersionPart, VersionParts
-from phaseloom.common.versionparts import part_name
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import Role, TensorSlot, VersionPart, VersionParts
+from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.copying import copy_runs, gather, packed
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs

@@ -16,46 +16,48 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import (
-    MUTATING_KINDS,
-    ActivationOpened,
-    ActivationRefused,
-    After,
+from phaseloom.common.contract.commands import (
     CancelOperation,
-    CancelRequested,
     CloseActivation,
     Command,
-    DeploymentSpec,
-    DeviceSpec,
-    Event,
-    JobSpec,
-    JobSubmitted,
-    Layout,
     MirrorState,
-    ModelSpec,
-    NodeUp,
     OpenActivation,
-    OperationFinished,
-    Outcome,
     Permit,
-    PermitReturned,
     PrefetchState,
-    QueuedOperation,
     ReleaseVersions,
-    Residency,
-    SchedulerConfig,
-    SchedulerConfigured,
-    SealCommitted,
     SealState,
     StartWpg,
+    StopWpg,
+)
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    ActivationRefused,
+    CancelRequested,
+    Event,
+    JobSubmitted,
+    NodeUp,
+    OperationFinished,
+    PermitReturned,
+    QueuedOperation,
+    SchedulerConfigured,
+    SealCommitted,
     StateCut,
     StateMirrored,
-    StopWpg,
     TimerFired,
     WpgLost,
     WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, After, Outcome
+from phaseloom.common.contract.specs import (
+    DeploymentSpec,
+    DeviceSpec,
+    JobSpec,
+    Layout,
+    ModelSpec,
+    Residency,
+    SchedulerConfig,
 )
 from phaseloom.scheduler.core import outputs, repack
 from phaseloom.scheduler.core.core import Core

@@ -47,11 +47,13 @@ IMPURE = {
     "uuid",
 }
 IO_OF_OURS = {
-    f"phaseloom.common.{name}"
-    for name in (
-        *("bus", "config", "framing", "leases", "lifecycle", "metrics", "natsserver"),
-        "telemetry",
-    )
+    "phaseloom.common.observability.metrics",
+    "phaseloom.common.observability.telemetry",
+    "phaseloom.common.process",
+    *(
+        f"phaseloom.common.transport.{name}"
+        for name in ("bus", "framing", "leases", "natsclient", "natsserver", "services")
+    ),
 }
 
 

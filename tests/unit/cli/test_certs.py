@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from phaseloom.cli.certs import certs, make_certificates
-from phaseloom.common.certificates import directory_of
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.transport.certificates import directory_of
 from phaseloom.statemgr.mesh.tls import Identity
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom.cli.controllers import Controllers, ControllerSpec, Said, find_example, result_of
-from phaseloom.common.errors import ResourceError
+from phaseloom.common.contract.errors import ResourceError
 
 PROGRAM = textwrap.dedent(
     """

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from phaseloom.cli import doctor
 from phaseloom.cli.doctor import Finding, Verdict
-from phaseloom.common.natsserver import EmbeddedServer
-from phaseloom.common.statewire import DiskMethod, DiskPath
+from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
+from phaseloom.common.transport.natsserver import EmbeddedServer
 
 BAD = {
     "python": doctor.check_python((3, 10, 4)),

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from phaseloom.cli.rundir import bus_config, find_run
-from phaseloom.common.bus import BusConfig
-from phaseloom.common.errors import CallerError
-from phaseloom.common.natsserver import Credentials
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.transport.bus import BusConfig
+from phaseloom.common.transport.natsserver import Credentials
 
 
 def make_run(directory: Path, age_s: float = 0.0) -> Path:

@@ -18,9 +18,9 @@ from phaseloom.cli.supervisor import (
     socket_directory,
     with_metrics,
 )
-from phaseloom.common import config
-from phaseloom.common.errors import CallerError
-from phaseloom.common.natsserver import Credentials
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.process import config
+from phaseloom.common.transport.natsserver import Credentials
 
 CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
 

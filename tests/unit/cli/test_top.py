@@ -7,9 +7,10 @@ import io
 from rich.console import Console
 
 from phaseloom.cli.top import WINDOW_S, Board, show
-from phaseloom.common.bus import LogEntry
-from phaseloom.common.codec import encode
-from phaseloom.common.messages import DeploymentStatus, JobStatus, Notice
+from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.events import Notice
+from phaseloom.common.transport.bus import LogEntry
 from tests.support.runlog import HandMade, shared
 
 

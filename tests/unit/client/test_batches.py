@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.client.batches import MAX_PART_BYTES, split_batch, split_prompts
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import Datum, Forward, Operation, Prompt, SamplingParams
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import Datum, Forward, Operation, Prompt, SamplingParams
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 lengths = st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=30)
 

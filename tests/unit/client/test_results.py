@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phaseloom.client.results import merge_forward, merge_forward_backward, merge_generate, only
-from phaseloom.common.arrays import pack_float32s, pack_int32s
-from phaseloom.common.errors import InternalError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.operations import (
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,

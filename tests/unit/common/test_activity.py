@@ -5,20 +5,19 @@ from __future__ import annotations
 import pytest
 
 from phaseloom.cli.report import figures, read_log
-from phaseloom.common.activity import Activity, Execution, Observation, Switch
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     ActivationOpened,
-    After,
     CancelRequested,
     Event,
     JobFinished,
     OperationFinished,
-    Outcome,
     QueuedOperation,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import After, Outcome
+from phaseloom.common.observability.activity import Activity, Execution, Observation, Switch
 from tests.support.runlog import HandMade, shared
 
 JOB = JobKey("demo", "a")

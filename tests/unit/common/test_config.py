@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common import config
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.process import config
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

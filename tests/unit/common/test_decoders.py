@@ -10,35 +10,51 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common import messages
-from phaseloom.common.codec import JSON, MSGPACK, decode, encode
-from phaseloom.common.errors import CallerError
-from phaseloom.common.framing import Frame
-from phaseloom.common.statewire import StateMessage
+from phaseloom.common.contract.api import (
+    Attached,
+    Checkpoint,
+    Heartbeat,
+    JobRequest,
+    JobStatus,
+    OperationRequest,
+    PhaseRequest,
+    ResultReply,
+    ResultRequest,
+    SubmitJob,
+    UsageRequest,
+)
+from phaseloom.common.contract.codec import JSON, MSGPACK, decode, encode
+from phaseloom.common.contract.commands import Command, Permits
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.events import Event, Notice
+from phaseloom.common.contract.operations import Completion, Operation, Progress
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.transport.framing import Frame
 from phaseloom.worker.rankwire import RankMessage
 
 UNIONS: dict[str, Any] = {
-    "event": messages.Event,
-    "command": messages.Command,
+    "event": Event,
+    "command": Command,
     "state": StateMessage,
     "rank": RankMessage,
 }
 PLAIN: list[Any] = [
-    messages.Operation,
-    messages.Completion,
-    messages.Progress,
-    messages.Checkpoint,
-    messages.SubmitJob,
-    messages.JobRequest,
-    messages.JobStatus,
-    messages.Attached,
-    messages.Heartbeat,
-    messages.PhaseRequest,
-    messages.OperationRequest,
-    messages.ResultRequest,
-    messages.ResultReply,
-    messages.UsageRequest,
-    messages.Notice,
+    Operation,
+    Completion,
+    Progress,
+    Checkpoint,
+    SubmitJob,
+    JobRequest,
+    JobStatus,
+    Attached,
+    Heartbeat,
+    PhaseRequest,
+    OperationRequest,
+    ResultRequest,
+    ResultReply,
+    UsageRequest,
+    Notice,
 ]
 NESTED = {
     JSON: b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
@@ -46,9 +62,9 @@ NESTED = {
 }
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5)
 st.register_type_strategy(
-    messages.ModelSpec,
+    ModelSpec,
     st.builds(
-        messages.ModelSpec,
+        ModelSpec,
         config=st.dictionaries(st.text(max_size=5), scalars, max_size=3),
         init_seed=st.integers(0, 2**63),
     ),
@@ -63,7 +79,7 @@ def examples(kind: Any) -> st.SearchStrategy[bytes]:
 
 
 def _building(kind: Any) -> st.SearchStrategy[Any]:
-    if kind is messages.Permits:  # which holds as many traceparents as permits, or none
+    if kind is Permits:  # which holds as many traceparents as permits, or none
         return st.builds(kind, traceparents=st.just([]))
     return st.builds(kind)
 

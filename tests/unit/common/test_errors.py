@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.errors import (
+from phaseloom.common.contract.errors import (
     MAX_MESSAGE_CHARS,
     CallerError,
     Code,

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 import uvloop
 
-from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import (
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.transport.framing import (
     MAX_FDS,
     MAX_FRAME_BYTES,
     MAX_IN_FLIGHT,
@@ -26,7 +27,6 @@ from phaseloom.common.framing import (
     listen,
     serve,
 )
-from phaseloom.common.statewire import Failed
 
 
 class Echo(msgspec.Struct, frozen=True, tag="echo"):

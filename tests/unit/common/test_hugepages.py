@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phaseloom.common.hugepages import HUGE_BYTES, make_huge, map_file, touch
+from phaseloom.common.tensors.hugepages import HUGE_BYTES, make_huge, map_file, touch
 
 SIZE = 3 * HUGE_BYTES + mmap.PAGESIZE
 

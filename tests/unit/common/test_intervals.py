@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.intervals import Interval, intersect, merge, subtract, total
+from phaseloom.common.observability.intervals import Interval, intersect, merge, subtract, total
 
 LIMIT = 30
 intervals = st.lists(

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common import layouts
-from phaseloom.common.errors import CallerError, InternalError
-from phaseloom.common.layouts import Held, merge, split, split_shared
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
     Forward,
@@ -21,7 +19,6 @@ from phaseloom.common.messages import (
     ForwardResult,
     Generate,
     GenerateResult,
-    Layout,
     Loss,
     OptimStep,
     OptimStepResult,
@@ -31,6 +28,9 @@ from phaseloom.common.messages import (
     SaveStateResult,
     Sequence,
 )
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors import layouts
+from phaseloom.common.tensors.layouts import Held, merge, split, split_shared
 
 SMALL = st.integers(1, 4)
 

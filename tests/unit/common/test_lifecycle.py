@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from phaseloom.common import lifecycle
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.process import lifecycle
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from tests.support.processes import until_gone
 
 PRELUDE = """
 import asyncio, sys, time
-from phaseloom.common import lifecycle, telemetry
-from phaseloom.common.errors import CallerError, InternalError
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import lifecycle
+from phaseloom.common.contract.errors import CallerError, InternalError
 def ready():
     print("ready", flush=True)
 """

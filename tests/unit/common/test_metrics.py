@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phaseloom.common import metrics
-from phaseloom.common.ids import JobKey
-from phaseloom.common.metrics import MAX_JOBS, Kind, Metric, per_job
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import MAX_JOBS, Kind, Metric, per_job
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "phaseloom.json"
@@ -123,9 +123,9 @@ def test_series_by_job_are_bounded() -> None:
 
 PRELUDE = """
 import asyncio, urllib.error, urllib.request
-from phaseloom.common import metrics
-from phaseloom.common.errors import PhaseloomError, ResourceError
-from phaseloom.common.metrics import MetricsConfig, endpoint
+from phaseloom.common.observability import metrics
+from phaseloom.common.contract.errors import PhaseloomError, ResourceError
+from phaseloom.common.observability.metrics import MetricsConfig, endpoint
 from socket import create_server
 with create_server(("127.0.0.1", 0)) as listener:
     port = listener.getsockname()[1]

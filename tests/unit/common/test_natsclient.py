@@ -7,7 +7,7 @@ import random
 import pytest
 from nats.aio.client import Client
 
-from phaseloom.common.natsclient import MeshClient
+from phaseloom.common.transport.natsclient import MeshClient
 
 Seen = list[tuple[int, bytes, bytes, bytes, bytes | None]]
 

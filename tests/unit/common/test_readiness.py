@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
-    After,
-    JobFinished,
-    OperationFinished,
-    Outcome,
-    QueuedOperation,
-)
-from phaseloom.common.readiness import Readiness
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import JobFinished, OperationFinished, QueuedOperation
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import After, Outcome
+from phaseloom.common.observability.readiness import Readiness
 
 KINDS = {"sampler": "generate", "policy": "forward_backward"}
 

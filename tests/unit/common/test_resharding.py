@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.layouts import coordinates
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import (
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors.layouts import coordinates
+from phaseloom.common.tensors.resharding import (
     Along,
     Copy,
     End,
@@ -33,7 +33,7 @@ from phaseloom.common.resharding import (
     source_parts,
     traffic,
 )
-from phaseloom.common.resharding.planning import deal
+from phaseloom.common.tensors.resharding.planning import deal
 from tests.support.sharded import DTYPES, holdings, tensors
 
 QKV = FusedQkv(num_heads=8, num_kv_heads=2, head_size=2)

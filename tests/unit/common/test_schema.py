@@ -10,25 +10,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from phaseloom.common import messages, schema
-from phaseloom.common.messages import SchedulerConfig
+from phaseloom.common.contract import agents, api, commands, events, operations, schema, specs
+from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.commands import NodeCommand
+from phaseloom.common.contract.specs import SchedulerConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "contract"
-BASES = {messages.Message, messages.NodeCommand}
+BASES = {Message, NodeCommand}
 
 
 @pytest.mark.parametrize("name", schema.DOCUMENTS)
 def test_document_is_up_to_date(name: str) -> None:
     made = schema.render(schema.DOCUMENTS[name]())
-    assert (DOCS / name).read_text() == made, "run python -m phaseloom.common.schema docs/contract"
+    assert (DOCS / name).read_text() == made, (
+        "run python -m phaseloom.common.contract.schema docs/contract"
+    )
 
 
 def test_every_type_of_the_contract_is_described() -> None:
     kinds = {
         kind.__name__
-        for _, kind in inspect.getmembers(messages, inspect.isclass)
+        for edge in (agents, api, commands, events, operations, specs)
+        for _, kind in inspect.getmembers(edge, inspect.isclass)
         if issubclass(kind, msgspec.Struct)
-        and kind.__module__ == messages.__name__
+        and kind.__module__ == edge.__name__
         and kind not in BASES
     }
     assert kinds - set(schema.json_schema()["$defs"]) == set()

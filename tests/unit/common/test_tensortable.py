@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import EMPTY, MAX_TENSORS, TensorTable
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import EMPTY, MAX_TENSORS, TensorTable
 
 _DIMS = st.lists(st.integers(0, 9), max_size=3)
 _SLOTS = st.builds(

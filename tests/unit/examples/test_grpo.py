@@ -14,7 +14,7 @@ import tasks
 
 from phaseloom import client
 from phaseloom.client import Datum, Sequence
-from phaseloom.common.messages import JobSpec
+from phaseloom.common.contract.specs import JobSpec
 from tests.support.inprocess import Job
 
 SHORT = replace(

@@ -7,7 +7,7 @@ import pytest
 
 from loadtest.hiding import Settings, middle, report
 from phaseloom.cli.report import Execution, RunLog, Switch
-from phaseloom.common.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 
 DEVICE = ("train-0",)
 

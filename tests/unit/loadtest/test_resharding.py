@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtest import resharding
-from phaseloom.common.resharding import missing_bytes, plan, scatter_broadcast, traffic
+from phaseloom.common.tensors.resharding import missing_bytes, plan, scatter_broadcast, traffic
 
 _BYTES = 470_187_269_120
 """Of the model in bfloat16."""

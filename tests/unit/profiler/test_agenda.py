@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import JobKey
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.profiler.core.agenda import BURST, SPACING_S, Agenda
 
 

@@ -17,11 +17,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
 otel.set_meter_provider(MeterProvider([reader]))
 
-from phaseloom.common.bus import LogEntry
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.messages import *
-from phaseloom.common.readiness import Readiness
+from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract import *
+from phaseloom.common.observability.readiness import Readiness
 from phaseloom.profiler.observing import Metrics
 from tests.support.runlog import shared
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common import lifecycle
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseTrace
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.process import lifecycle
 from phaseloom.profiler.core.profile import Emission
 from phaseloom.profiler.outbox import Outbox
 

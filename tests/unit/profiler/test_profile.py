@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import (
     ActivationOpened,
-    DeviceSpec,
     Event,
     JobFinished,
     KindEstimate,
     NodeUp,
     OperationFinished,
-    Outcome,
     PhaseTrace,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.profiler.core.agenda import BURST, SPACING_S
 from phaseloom.profiler.core.profile import NEAR_WINDOW, Emission, Profiler
 from tests.support.joblog import JOB, TOKEN_LIMIT, JobLog, Turn, grpo_log, submitted

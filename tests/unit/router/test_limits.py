@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.router.core.limits import Limits, Meter, Reading
 
 NONE = Limits(0, 0, 0.0, 1)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import DeploymentStatus, JobStatus
+from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.router.core.results import MAX_HOLES, attach_status, check_attachable, stored_seqs
 
 JOB = JobKey("acme", "sums")

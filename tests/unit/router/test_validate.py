@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.arrays import pack_float32s, pack_int32s
-from phaseloom.common.codec import JSON, MSGPACK, encode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError
-from phaseloom.common.gathering import MAX_ITEMS
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
+from phaseloom.common.contract.base import Int32s
+from phaseloom.common.contract.codec import JSON, MSGPACK, encode
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
+from phaseloom.common.contract.events import OperationsQueued
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import (
     AdamParams,
     After,
     Args,
@@ -26,11 +27,9 @@ from phaseloom.common.messages import (
     ForwardBackward,
     Generate,
     GenerateResult,
-    Int32s,
     LoadState,
     Loss,
     Operation,
-    OperationsQueued,
     OptimStep,
     Prompt,
     PublishWeights,
@@ -40,7 +39,8 @@ from phaseloom.common.messages import (
     SyncWeights,
     kind_of,
 )
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.transport.groupcommit import MAX_ITEMS
 from phaseloom.router.core import validate
 
 KEY = OperationKey("acme", "sums", "policy", "5")

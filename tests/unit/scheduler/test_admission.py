@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from phaseloom.common.errors import Code
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import Cycle, PhaseTrace, Segment
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core import admission, groups
 from phaseloom.scheduler.core.cluster import (
     Cluster,

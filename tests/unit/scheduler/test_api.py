@@ -7,16 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
-    CreateDeployment,
+from phaseloom.common.contract.api import CreateDeployment, SubmitJob
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import (
     Cycle,
     DeploymentSpec,
     JobSpec,
     Layout,
     ModelSpec,
     Segment,
-    SubmitJob,
 )
 from phaseloom.scheduler.api import MAX_SPEC_BYTES, check_deployment, check_job
 

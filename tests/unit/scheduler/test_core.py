@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import (
-    JobFinished,
-    KindEstimate,
-    OpenActivation,
-    Outcome,
-    PhaseTrace,
-    SessionOpened,
-    StartWpg,
-)
+from phaseloom.common.contract.commands import OpenActivation, StartWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTrace, SessionOpened
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import Answer
 from phaseloom.scheduler.core.state import JobState, WpgState

@@ -8,16 +8,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import NodeId, OperationKey
-from phaseloom.common.messages import (
-    CancelRequested,
-    NodeDrainRequested,
-    OpenActivation,
-    Outcome,
-    Permit,
-    SealState,
-    StateCut,
-)
+from phaseloom.common.contract.commands import OpenActivation, Permit, SealState
+from phaseloom.common.contract.events import CancelRequested, NodeDrainRequested, StateCut
+from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core import evacuation
 from phaseloom.scheduler.core.explain import explain
 from phaseloom.scheduler.core.outputs import Answer, PutView

@@ -7,22 +7,18 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.commands import Permit, ReleaseVersions, StartWpg, StopWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
-    DeploymentSpec,
     DrainRequested,
     JobFinished,
-    JobStatus,
-    Layout,
-    Outcome,
-    Permit,
-    ReleaseVersions,
-    StartWpg,
-    StopWpg,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Answer

@@ -13,22 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.commands import OpenActivation, StartWpg
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import (
     JobFinished,
     KindEstimate,
-    OpenActivation,
     OperationFinished,
-    Outcome,
     PhaseDeclared,
     PhaseTrace,
-    Residency,
-    SchedulerConfig,
     SessionLost,
     SessionOpened,
-    StartWpg,
 )
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import Residency, SchedulerConfig
 from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.state import JobState

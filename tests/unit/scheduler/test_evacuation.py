@@ -8,29 +8,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId, VersionKey
-from phaseloom.common.messages import (
-    Cycle,
-    DeploymentCreated,
-    DeploymentDeleted,
-    Durability,
-    JobFinished,
-    JobSpec,
-    JobSubmitted,
+from phaseloom.common.contract.api import NodeStatus
+from phaseloom.common.contract.commands import (
     MirrorState,
-    NodeDrainRequested,
-    NodeLost,
-    NodeStatus,
-    Outcome,
     Permit,
     ReleaseVersions,
     SealState,
-    Segment,
     StartWpg,
-    StateMirrored,
     StopWpg,
 )
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    DeploymentCreated,
+    DeploymentDeleted,
+    JobFinished,
+    JobSubmitted,
+    NodeDrainRequested,
+    NodeLost,
+    StateMirrored,
+)
+from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import Cycle, Durability, JobSpec, Segment
 from phaseloom.scheduler.core.outputs import Answer, SendCommand, Tell
 from phaseloom.scheduler.core.state import JobState, WpgState
 from tests.support.replay import restored_at_every_step

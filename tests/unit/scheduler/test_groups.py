@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import Cycle, DeploymentSpec, JobSpec, Layout, ModelSpec, Segment
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import (
+    Cycle,
+    DeploymentSpec,
+    JobSpec,
+    Layout,
+    ModelSpec,
+    Segment,
+)
 from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.cluster import Cluster, Host, Limits, Member, Need, Placed
 

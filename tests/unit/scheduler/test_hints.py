@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
-    CancelRequested,
-    JobFinished,
-    KindEstimate,
-    PhaseTrace,
-    PrefetchState,
-    Residency,
-)
+from phaseloom.common.contract.commands import PrefetchState
+from phaseloom.common.contract.events import CancelRequested, JobFinished, KindEstimate, PhaseTrace
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.specs import Residency
 from tests.support.world import CONFIG, World, node_up
 from tests.unit.scheduler.test_dispatch import advance, play, replays, run_of, workloads
 

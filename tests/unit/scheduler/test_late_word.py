@@ -6,31 +6,31 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import (
-    ActivationOpened,
-    ActivationRefused,
-    After,
-    Event,
-    JobFinished,
-    JobSpec,
-    JobSubmitted,
-    NodeLost,
+from phaseloom.common.contract.commands import (
     OpenActivation,
-    OperationFinished,
-    Outcome,
     Permit,
-    QueuedOperation,
     ReleaseVersions,
-    SchedulerConfig,
-    SchedulerConfigured,
-    SealCommitted,
     StartWpg,
     StopWpg,
+)
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    ActivationRefused,
+    Event,
+    JobFinished,
+    JobSubmitted,
+    NodeLost,
+    OperationFinished,
+    QueuedOperation,
+    SchedulerConfigured,
+    SealCommitted,
     TimerFired,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.operations import After, Outcome
+from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
 from phaseloom.scheduler.core import holding, outputs
 from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
 from phaseloom.scheduler.core.outputs import Output

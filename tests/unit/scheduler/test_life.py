@@ -10,31 +10,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId, OperationKey
-from phaseloom.common.messages import (
-    ActivationRefused,
+from phaseloom.common.contract.api import Explanation
+from phaseloom.common.contract.commands import (
     CancelOperation,
+    Permit,
+    ReleaseVersions,
+    SealState,
+    StartWpg,
+    StopWpg,
+)
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    ActivationRefused,
     CancelRequested,
-    Explanation,
     JobFinished,
-    JobSpec,
     JobSubmitted,
     NodeLost,
     OperationFinished,
-    Outcome,
-    Permit,
     PhaseDeclared,
     QueuedOperation,
-    ReleaseVersions,
-    SchedulerConfig,
-    SealState,
     SessionLost,
     SessionOpened,
-    StartWpg,
-    StopWpg,
     WpgLost,
 )
+from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
 from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Answer

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from phaseloom.common.messages import JobFinished, PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.events import JobFinished, PhaseDeclared, SessionLost, SessionOpened
 from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.ordering import POLICIES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.messages import Cycle, Segment
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.cluster import (
     Cluster,

@@ -8,25 +8,23 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import (
-    Cycle,
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.commands import StartWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
     JobFinished,
-    JobSpec,
-    JobStatus,
     JobSubmitted,
     NodeLost,
-    Outcome,
     PhaseTrace,
     PlannedMove,
     ReplanComputed,
     SchedulerConfigured,
-    Segment,
-    StartWpg,
 )
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
 from phaseloom.scheduler.core import admission, placement, repack
 from phaseloom.scheduler.core.cluster import (
     Cluster,

@@ -11,21 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId
-from phaseloom.common.messages import (
-    Cycle,
+from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
-    Durability,
     JobFinished,
-    JobSpec,
     JobSubmitted,
     NodeDrainRequested,
     NodeLost,
-    Outcome,
     PhaseTrace,
-    Segment,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import Cycle, Durability, JobSpec, Segment
 from phaseloom.scheduler.core import groups, placement
 from phaseloom.scheduler.core.cluster import Cluster, Move, Placed, Placement
 from phaseloom.scheduler.core.state import JobState

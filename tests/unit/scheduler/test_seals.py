@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from phaseloom.common.messages import Outcome, SealState
+from phaseloom.common.contract.commands import SealState
+from phaseloom.common.contract.operations import Outcome
 from tests.support.world import CONFIG, World, deployment
 
 STEPS = 20

@@ -11,28 +11,25 @@ import pytest
 from msgspec.structs import replace
 from opentelemetry.context import Context
 
-from phaseloom.common import lifecycle
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, ResourceError
-from phaseloom.common.ids import JobKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.commands import OpenActivation, Permit, Permits, StartWpg
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import (
     ActivationRefused,
     Event,
     JobFinished,
-    JobSpec,
     JobSubmitted,
-    OpenActivation,
     OperationFinished,
     OperationsFinished,
     OperationsQueued,
-    Outcome,
-    Permit,
-    Permits,
     QueuedOperation,
     SchedulerConfigured,
-    StartWpg,
     TimerFired,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import JobSpec
+from phaseloom.common.process import lifecycle
 from phaseloom.scheduler.clock import Clock
 from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
 from phaseloom.scheduler.core.outputs import (

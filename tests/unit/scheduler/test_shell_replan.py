@@ -11,17 +11,15 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common import lifecycle
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import (
-    Cycle,
+from phaseloom.common.contract.events import (
     JobFinished,
-    JobSpec,
     JobSubmitted,
     ReplanComputed,
     SchedulerConfigured,
-    Segment,
 )
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
+from phaseloom.common.process import lifecycle
 from phaseloom.scheduler.core import admission, placement, repack
 from phaseloom.scheduler.core.cluster import Cluster, Decision, Member, Move, Placement, Waits
 from phaseloom.scheduler.core.core import Core

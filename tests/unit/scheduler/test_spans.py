@@ -10,30 +10,30 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId
-from phaseloom.common.messages import (
+from phaseloom.common.contract.commands import (
     CloseActivation,
-    Cycle,
-    JobFinished,
-    JobSpec,
-    JobSubmitted,
     MirrorState,
-    NodeLost,
     OpenActivation,
-    Outcome,
     Permit,
+    SealState,
+    StartWpg,
+    StopWpg,
+)
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    JobFinished,
+    JobSubmitted,
+    NodeLost,
     PlannedMove,
     ReplanComputed,
     SealCommitted,
     SealFailed,
-    SealState,
-    Segment,
-    StartWpg,
     StateMirrored,
-    StopWpg,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
 from phaseloom.scheduler.core import explain, placement
 from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
 from phaseloom.scheduler.core.placement.view import Cluster, Decision, Member, Placed, Placement

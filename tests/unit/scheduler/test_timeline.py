@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle, Segment
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.timeline import ring
 from phaseloom.scheduler.core.timeline.intervals import FreeRanges, common
 from phaseloom.scheduler.core.timeline.segment_tree import SegmentTree

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import JobSpec, JobSubmitted, QueuedOperation
+from phaseloom.common.contract.events import JobSubmitted, QueuedOperation
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.specs import JobSpec
 from phaseloom.scheduler.core import admission, groups, queue
 from phaseloom.scheduler.core.cluster import Placed, Waits
 from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS

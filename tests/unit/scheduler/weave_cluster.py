@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle, Segment
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.cluster import Cluster, Decision, Host, Limits, Member, Need, Placed
 

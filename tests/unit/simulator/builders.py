@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.messages import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.validate import validate
 from phaseloom.simulator.agenda import Agenda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from phaseloom.common.messages import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.simulator.bounds import makespan_bound_s
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import Command, Permit, SchedulerConfig, StartWpg, TimerFired
+from phaseloom.common.contract.commands import Command, Permit, StartWpg
+from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
 from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda

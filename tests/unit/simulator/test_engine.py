@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.messages import PhaseTrace, QueuedOperation
+from phaseloom.common.contract.events import PhaseTrace, QueuedOperation
 from phaseloom.scheduler.core.core import Core
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries

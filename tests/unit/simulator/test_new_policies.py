@@ -10,7 +10,7 @@ import pytest
 
 from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import MeshConfig
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob

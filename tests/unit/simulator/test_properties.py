@@ -7,8 +7,11 @@ from collections import Counter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import Command, OperationFinished, Outcome, SchedulerConfig
+from phaseloom.common.contract.commands import Command
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
 from phaseloom.scheduler.core.outputs import SendCommand
 from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS

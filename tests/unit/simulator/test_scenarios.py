@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from phaseloom.cli.simulate import simulate
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import (
     Record,

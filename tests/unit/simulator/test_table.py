@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Take
 from phaseloom.simulator.workloads import table
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.statewire import Role, StateMessage, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer
 from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.core.books import books_of, encode_record
 from phaseloom.statemgr.core.versions import Version

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.statemgr.core.arena import MAX_IDLE_PER_POOL, PAGE_BYTES, Arena
 
 

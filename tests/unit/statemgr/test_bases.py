@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 

@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.books import (
     Books,
     ContentBook,

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core import contents
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.contents import Content

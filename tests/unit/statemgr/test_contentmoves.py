@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import State
 from phaseloom.statemgr.disk.files import StateDirectory

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError, InternalError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.core.contents import Content, Contents, bases_of
 from phaseloom.statemgr.core.pieces import Piece, Pieces
 from phaseloom.statemgr.core.residency import Rank, Residency, State, Step

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
 from phaseloom.statemgr.core.residency import Rank, Residency, State, Step
 from phaseloom.statemgr.node.digesting import Digests
 from phaseloom.statemgr.node.memory import HostMemory

@@ -15,10 +15,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import DiskMethod, Role, TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_agent import DiskMethod
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Section,

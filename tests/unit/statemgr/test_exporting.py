@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, InternalError
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import CutState, Role, TensorSlot, WriteCheckpoint
+from phaseloom.common.contract.errors import CallerError, Code, InternalError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import CutState, WriteCheckpoint
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 import xxhash
 
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Slice
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Slice
 from phaseloom.statemgr.core.slices import Batch, batches
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import wire

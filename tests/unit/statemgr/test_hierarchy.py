@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.blockhash import Source, digest_of
-from phaseloom.common.errors import Code, InternalError, ResourceError
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability
-from phaseloom.common.statewire import Prefetch, PrepareSeal, Role, TensorSlot, WriteSeal
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, WriteSeal
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import Source, digest_of
 from phaseloom.statemgr.core.residency import Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader
 from phaseloom.statemgr.disk.disk import Cancelled

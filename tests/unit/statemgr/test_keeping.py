@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.statewire import Done, KeepHandles, StateMessage
+from phaseloom.common.contract.state_agent import KeepHandles
+from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.core.books import Books
 from phaseloom.statemgr.node.keeping import INDEX_HANDLES, Keeper
 from phaseloom.statemgr.node.memory import HostMemory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.layout import Layouts, check_layout
 from phaseloom.statemgr.core.lives import Rank, Wpg
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.messages import SaveStateResult
+from phaseloom.common.contract.operations import SaveStateResult
 from phaseloom.statemgr.core.marker import FileSums, Marker, decode_marker, superseded
 
 MARKER = Marker(

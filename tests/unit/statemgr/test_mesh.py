@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.tls import Session, Stream
 from tests.support.meshcerts import identity

@@ -6,9 +6,9 @@ import asyncio
 import os
 import socket
 
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Copied, CopyIn, StateMessage
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_rank import Copied, CopyIn, StateMessage
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.node.node import Node
 
 KEY = DeploymentKey("acme", "sums", "reference")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.blockhash import BLOCK_BYTES, checksum
-from phaseloom.common.errors import Code, PhaseloomError
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import Code, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.held import Held
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.tickets import is_genuine, signed
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.transport.tickets import is_genuine, signed
 from phaseloom.statemgr.core.residency import Residency, Wpg
 from phaseloom.statemgr.mesh.permission import Gate, check_reader
 

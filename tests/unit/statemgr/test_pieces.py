@@ -8,9 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from phaseloom.common.framing import MAX_FDS
-from phaseloom.common.statewire import MAX_PIECE_SOURCES, Role, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import MAX_PIECE_SOURCES
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import MAX_FDS
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.pieces import Found, Piece, Pieces, Run
 

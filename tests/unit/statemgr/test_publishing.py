@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Layout
-from phaseloom.common.statewire import CommitParts, VersionPart, VersionParts
-from phaseloom.common.versionparts import part_of
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import CommitParts
+from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node

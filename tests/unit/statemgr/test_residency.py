@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.core.arena import PAGE_BYTES, Arena
 from phaseloom.statemgr.core.residency import (
     ON_DEVICE,

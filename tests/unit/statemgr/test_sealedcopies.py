@@ -7,9 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import LoadedFrom, Role, TensorSlot
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import LoadedFrom
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.files import StateDirectory

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import Slice
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import Slice
 from phaseloom.statemgr.core.slices import Batch, Box, Piece
 from phaseloom.statemgr.versions.boxes import Brought, IncomingSlices, gathered
 

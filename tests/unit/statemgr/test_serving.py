@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.core.boxdealing import BoxDeal
 from phaseloom.statemgr.core.dealing import Fetcher
 from phaseloom.statemgr.core.slices import Box

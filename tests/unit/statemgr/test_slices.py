@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.statewire import OpenSlices, Slice
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_layout import Slice
+from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.statewire import Role, Slice, TensorSlot
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
 from phaseloom.statemgr.core.slices import (
     MAX_BATCH_BYTES,
     Batch,

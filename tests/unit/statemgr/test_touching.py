@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import Done, StateMessage
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.core.residency import Rank, State
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.touching import Touching

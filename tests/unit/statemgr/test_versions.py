@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import EMPTY
-from phaseloom.common.versionparts import manifest_slots, part_of
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import EMPTY
+from phaseloom.common.tensors.versionparts import manifest_slots, part_of
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.versions import Version, Versions
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.core.wholes import wholes
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.common.errors import CallerError
-from phaseloom.common.hugepages import HUGE_BYTES
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.tensors.hugepages import HUGE_BYTES
 from phaseloom.worker import copying
 from phaseloom.worker.copying import (
     MappedVersions,

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloom.common.devicekind import DeviceKind
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker import devicememory
 from phaseloom.worker.copying import hashed
 from phaseloom.worker.cuda import driver as cuda

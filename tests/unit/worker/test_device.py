@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from phaseloom.common.codec import encode
-from phaseloom.common.framing import MAX_FRAME_BYTES
-from phaseloom.common.messages import (
-    Batching,
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.operations import (
     Datum,
     Forward,
     ForwardResult,
     GenerateResult,
     Result,
 )
+from phaseloom.common.contract.specs import Batching
+from phaseloom.common.transport.framing import MAX_FRAME_BYTES
 from phaseloom.worker.device import MAX_SHARED_BYTES
 from phaseloom.worker.executor import Refused
 from tests.support.device import device, sample

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, InternalError, ResourceError
-from phaseloom.common.statewire import CopyIn, HeapPiece
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.common.contract.state_rank import CopyIn, HeapPiece
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.worker.heap import Heap
 from phaseloom.worker.hostcopies import HostCopies
 

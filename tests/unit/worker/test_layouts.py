@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.statewire import Role, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.layouts import Layouts
 
 

@@ -6,8 +6,8 @@ import nats.errors
 import pytest
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from phaseloom.common.bus import AlreadyStored, Conflict
-from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.transport.bus import AlreadyStored, Conflict
 from phaseloom.worker.patience import until_answered
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import CommandId
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.worker.core.permits import (
     REMEMBERED_CANCELS,
     REMEMBERED_COMMANDS,

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phaseloom.common.codec import MSGPACK
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import NodeId, OperationKey
-from phaseloom.common.messages import CommandId, ForwardBackwardResult, Permit
-from phaseloom.common.statewire import Done
+from phaseloom.common.contract.codec import MSGPACK
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.operations import ForwardBackwardResult
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.contract.state_rank import Done
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import GroupBroken
 from phaseloom.worker.ranks import Broken, GroupLost, Ranks
 from phaseloom.worker.rankwire import (

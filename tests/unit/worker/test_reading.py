@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import TensorSlot, VersionPart, VersionParts
-from phaseloom.common.versionparts import part_name
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import TensorSlot, VersionPart, VersionParts
+from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.copying import packed

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common import framing
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Peer
-from phaseloom.common.statewire import Done, RankHello, StateMessage
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_rank import Done, RankHello, StateMessage
+from phaseloom.common.transport import framing
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.statelink import StateLink, ask
 
 LATER = ResourceError("no agent has come", remedy="come again")

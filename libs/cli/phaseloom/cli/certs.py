@@ -18,15 +18,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from phaseloom.common.certificates import (
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.transport.certificates import (
     CA_FILE,
     CA_KEY_FILE,
     CERTIFICATE_FILE,
     KEY_FILE,
     directory_of,
 )
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import check_name
 
 _VALID = datetime.timedelta(days=3650)
 _EARLY = datetime.timedelta(days=1)

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from phaseloom.cli.report import JobResult
-from phaseloom.common import config, diewithparent
-from phaseloom.common.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.process import config, diewithparent
 
 LINE_LIMIT_BYTES = 2**20
 STOP_TIMEOUT_S = 5.0

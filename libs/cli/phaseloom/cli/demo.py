@@ -25,8 +25,8 @@ from phaseloom.cli.recorder import Recorder, read_events
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
 from phaseloom.cli.timeline import read_spans, write_timeline
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.transport.bus import Bus
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"

@@ -30,11 +30,13 @@ from nats.aio.client import Client
 from rich.console import Console
 from rich.table import Table
 
-from phaseloom.common import config, natsserver, streams
-from phaseloom.common.bus import MIN_SERVER_VERSION, BusConfig, connect
-from phaseloom.common.errors import PhaseloomError, ResourceError
-from phaseloom.common.statewire import DiskMethod, DiskPath
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.errors import PhaseloomError, ResourceError
+from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.process import config
+from phaseloom.common.transport import natsserver
+from phaseloom.common.transport.bus import MIN_SERVER_VERSION, BusConfig, connect
 
 T = TypeVar("T")
 

@@ -15,22 +15,21 @@ from rich.text import Text
 
 from phaseloom.cli import nodes
 from phaseloom.cli.rundir import bus_config
-from phaseloom.common.api import call_api
-from phaseloom.common.bus import Bus, BusConfig, connect
-from phaseloom.common.codec import JSON, MSGPACK, decode
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import JobKey, OperationKey, check_name, parse_operation_key
-from phaseloom.common.messages import (
+from phaseloom.common.contract.api import (
     DeploymentStatus,
     DrainNode,
     Explanation,
     JobRequest,
     JobStatus,
-    KindEstimate,
     OperationRequest,
-    PhaseTrace,
 )
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.codec import JSON, MSGPACK, decode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.events import KindEstimate, PhaseTrace
+from phaseloom.common.contract.ids import JobKey, OperationKey, check_name, parse_operation_key
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus, BusConfig, connect
+from phaseloom.common.transport.services import call_api
 
 T = TypeVar("T")
 

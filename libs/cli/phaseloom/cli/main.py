@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from cyclopts import App, Parameter
 
-from phaseloom.common.errors import PhaseloomError
+from phaseloom.common.contract.errors import PhaseloomError
 
 
 def application() -> App:

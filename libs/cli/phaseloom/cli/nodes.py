@@ -7,9 +7,9 @@ import time
 
 from rich.console import Console
 
-from phaseloom.common.api import call_node_api
-from phaseloom.common.bus import Bus, BusConfig, connect
-from phaseloom.common.messages import DrainNode, NodeStatus
+from phaseloom.common.contract.api import DrainNode, NodeStatus
+from phaseloom.common.transport.bus import Bus, BusConfig, connect
+from phaseloom.common.transport.services import call_node_api
 
 _PAUSE_S = 0.2
 

@@ -20,7 +20,7 @@ from phaseloom.cli.report import (
     grpo_executions,
     window_of,
 )
-from phaseloom.common.intervals import Interval, intersect, merge, total
+from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from phaseloom.cli.supervisor import MeshConfig
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core import ordering as ordering_policies
 from phaseloom.scheduler.core import placement as placement_policies
 

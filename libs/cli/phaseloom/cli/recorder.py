@@ -17,9 +17,9 @@ from pathlib import Path
 import aiofiles
 import msgspec
 
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.errors import CallerError, InternalError
-from phaseloom.common.messages import Event, parts
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.events import Event, parts
+from phaseloom.common.transport.bus import Bus, LogEntry
 
 
 class Recorded(msgspec.Struct, frozen=True):

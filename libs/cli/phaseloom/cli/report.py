@@ -31,17 +31,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phaseloom.cli.recorder import Recorded
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.intervals import Interval, intersect, merge, subtract, total
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import (
     ActivationOpened,
     NodeUp,
     OperationFinished,
-    Outcome,
     QueuedOperation,
     WpgStarted,
 )
-from phaseloom.common.readiness import Readiness
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.observability.intervals import Interval, intersect, merge, subtract, total
+from phaseloom.common.observability.readiness import Readiness
 
 # --- What the controllers say ---------------------------------------------------------------------
 

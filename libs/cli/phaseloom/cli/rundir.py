@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common import config
-from phaseloom.common.bus import BusConfig
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.natsserver import Credentials
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.process import config
+from phaseloom.common.transport.bus import BusConfig
+from phaseloom.common.transport.natsserver import Credentials
 
 RUNS = Path("runs")
 _BUS_URL = f"{config.PREFIX}BUS_URL"

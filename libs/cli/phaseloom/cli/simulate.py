@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 
 FILE_WIDTH = 240
 """Of a table that is written to a file or a pipe."""

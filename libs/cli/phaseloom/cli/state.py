@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phaseloom.cli.rundir import bus_config
-from phaseloom.common.api import request_reply
-from phaseloom.common.bus import Bus, BusConfig, connect
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.leases import node_lease_key
-from phaseloom.common.statewire import ContentState, StatusReport
-from phaseloom.common.streams import Bucket, state_subject
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.state_agent import ContentState, StatusReport
+from phaseloom.common.contract.streams import Bucket, state_subject
+from phaseloom.common.transport.bus import Bus, BusConfig, connect
+from phaseloom.common.transport.leases import node_lease_key
+from phaseloom.common.transport.services import request_reply
 
 _TIMEOUT_S = 5.0
 _NOTHING = "–"

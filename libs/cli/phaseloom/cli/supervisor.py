@@ -37,17 +37,19 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
-from phaseloom.common import config as configuration
-from phaseloom.common import framing, streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.certificates import directory_of
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
-from phaseloom.common.devicekind import DeviceKind
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import check_name
-from phaseloom.common.lifecycle import DIE_WITH_PARENT
-from phaseloom.common.messages import JobRequest, NodeLost, NodeUp, Residency, ResultRequest
-from phaseloom.common.natsserver import Credentials, EmbeddedServer
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import JobRequest, ResultRequest
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.events import NodeLost, NodeUp
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.specs import DeviceKind, Residency
+from phaseloom.common.process import config as configuration
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.transport import framing
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.certificates import directory_of
+from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
 
 log = logging.getLogger(__name__)
 

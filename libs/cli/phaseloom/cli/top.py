@@ -23,13 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from phaseloom.cli.rundir import bus_config
-from phaseloom.common import lifecycle
-from phaseloom.common.activity import Activity, Execution, Switch
-from phaseloom.common.bus import Bus, BusConfig, LogEntry, connect
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import DeploymentStatus, JobStatus, NodeLost, NodeUp, Notice, Outcome
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.events import NodeLost, NodeUp, Notice
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.observability.activity import Activity, Execution, Switch
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus, BusConfig, LogEntry, connect
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from phaseloom.cli.rundir import find_run
 from phaseloom.cli.timeline import SpanLine, operation_of, read_spans
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import parse_operation_key
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import parse_operation_key
 
 MIN_BAR_CELLS = 16
 _STYLES = {

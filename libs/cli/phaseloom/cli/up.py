@@ -12,7 +12,7 @@ import uvloop
 
 from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
-from phaseloom.common import config
+from phaseloom.common.process import config
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -19,43 +19,43 @@ from phaseloom.client.job import Deployment, Job
 from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import (
+from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     InternalError,
     PhaseloomError,
     ResourceError,
 )
-from phaseloom.common.messages import (
+from phaseloom.common.contract.operations import (
     AdamParams,
     After,
-    Batching,
-    Checkpoint,
-    Cycle,
     Datum,
-    DeploymentSpec,
-    Durability,
-    Explanation,
-    Float32s,
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,
-    JobStatus,
-    Layout,
     LoadStateResult,
     Loss,
-    ModelSpec,
-    OptimizerOn,
     OptimStepResult,
     Progress,
     Prompt,
     PublishWeightsResult,
     SamplingParams,
     SaveStateResult,
-    Segment,
     Sequence,
     SyncWeightsResult,
+)
+from phaseloom.common.contract.specs import (
+    Batching,
+    Cycle,
+    DeploymentSpec,
+    Durability,
+    Layout,
+    ModelSpec,
+    OptimizerOn,
+    Segment,
 )
 
 __all__ = [

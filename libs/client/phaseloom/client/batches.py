@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from phaseloom.common.arrays import length, pack_float32s, pack_int32s
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import Datum, Float32s, Int32s, Prompt, SamplingParams
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
+from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
 """What one message may carry of samples; the rest is left to headers and framing."""

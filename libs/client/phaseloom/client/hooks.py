@@ -20,9 +20,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Progress
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import Progress
 
 log = logging.getLogger(__name__)
 

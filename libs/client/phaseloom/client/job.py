@@ -14,10 +14,10 @@ from phaseloom.client.results import (
     merge_generate,
     only,
 )
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import (
     AdamParams,
     After,
     Args,

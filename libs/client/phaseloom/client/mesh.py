@@ -23,36 +23,35 @@ from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
 from phaseloom.client.phases import Phase
-from phaseloom.common import bus, config, telemetry
-from phaseloom.common.api import call_api
-from phaseloom.common.errors import (
+from phaseloom.common.contract.api import (
+    Attached,
+    Beat,
+    Checkpoint,
+    CreateDeployment,
+    DeploymentRequest,
+    DeploymentStatus,
+    Explanation,
+    Heartbeat,
+    JobRequest,
+    JobStatus,
+    PhaseRequest,
+    SubmitJob,
+)
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     PhaseloomError,
     ResourceError,
     to_exception,
 )
-from phaseloom.common.ids import JobKey, check_name
-from phaseloom.common.messages import (
-    Attached,
-    Beat,
-    Checkpoint,
-    CreateDeployment,
-    Cycle,
-    DeploymentRequest,
-    DeploymentSpec,
-    DeploymentStatus,
-    Durability,
-    Explanation,
-    Heartbeat,
-    JobRequest,
-    JobSpec,
-    JobStatus,
-    PhaseRequest,
-    SubmitJob,
-)
-from phaseloom.common.natsclient import hand_over
-from phaseloom.common.streams import PREFIX
+from phaseloom.common.contract.ids import JobKey, check_name
+from phaseloom.common.contract.specs import Cycle, DeploymentSpec, Durability, JobSpec
+from phaseloom.common.contract.streams import PREFIX
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config
+from phaseloom.common.transport import bus
+from phaseloom.common.transport.natsclient import hand_over
+from phaseloom.common.transport.services import call_api
 
 log = logging.getLogger(__name__)
 

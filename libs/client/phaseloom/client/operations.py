@@ -20,11 +20,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from phaseloom.client.hooks import Hooks, OperationEnded
-from phaseloom.common import telemetry
-from phaseloom.common.api import call_api, pub_ack, request_reply
-from phaseloom.common.bus import is_subject_taken
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
-from phaseloom.common.errors import (
+from phaseloom.common.contract.api import Explanation, OperationRequest, ResultReply, ResultRequest
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     InternalError,
@@ -32,19 +30,12 @@ from phaseloom.common.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
-    After,
-    Completion,
-    Explanation,
-    OperationRequest,
-    Outcome,
-    Progress,
-    Result,
-    ResultReply,
-    ResultRequest,
-)
-from phaseloom.common.streams import op_subject, out_subject
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import After, Completion, Outcome, Progress, Result
+from phaseloom.common.contract.streams import op_subject, out_subject
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import is_subject_taken
+from phaseloom.common.transport.services import call_api, pub_ack, request_reply
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from phaseloom.client import hooks
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import InternalError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.operations import (
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,

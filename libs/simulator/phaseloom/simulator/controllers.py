@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
-    MUTATING_KINDS,
-    After,
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.events import (
     Event,
     JobFinished,
-    JobStatus,
     JobSubmitted,
     QueuedOperation,
     SessionOpened,
 )
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, After
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.draws import Draws
 from phaseloom.simulator.jobs import SimJob, Submission, deployment_of, period_s, spec_of

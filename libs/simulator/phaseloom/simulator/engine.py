@@ -11,15 +11,15 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
-from phaseloom.common.messages import (
-    Command,
+from phaseloom.common.contract.commands import Command
+from phaseloom.common.contract.events import (
     Event,
     JobFinished,
     JobSubmitted,
-    SchedulerConfig,
     SchedulerConfigured,
     TimerFired,
 )
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import ComputeReplan, Output, SendCommand, SetTimer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.simulator.jobs import SimJob
 
 

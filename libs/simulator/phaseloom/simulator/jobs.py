@@ -9,8 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.ids import DeploymentKey, JobKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.ids import DeploymentKey, JobKey
+from phaseloom.common.contract.specs import (
     Cycle,
     DeploymentSpec,
     JobSpec,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phaseloom.common.messages import Event, JobFinished, JobSubmitted
+from phaseloom.common.contract.events import Event, JobFinished, JobSubmitted
 from phaseloom.simulator.jobs import SimJob
 
 

@@ -11,30 +11,31 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
-    ActivationOpened,
+from phaseloom.common.contract.commands import (
     CancelOperation,
     Command,
-    DeviceSpec,
-    Event,
     MirrorState,
-    NodeLost,
-    NodeUp,
     OpenActivation,
-    OperationFinished,
-    Outcome,
     Permit,
-    Residency,
-    SealCommitted,
     SealState,
     StartWpg,
-    StateMirrored,
     StopWpg,
+)
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    Event,
+    NodeLost,
+    NodeUp,
+    OperationFinished,
+    SealCommitted,
+    StateMirrored,
     WpgLost,
     WpgStarted,
 )
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import DeviceSpec, Residency
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.metering import Meter, NodeMeter

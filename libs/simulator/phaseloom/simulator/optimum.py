@@ -24,7 +24,7 @@ from itertools import combinations, pairwise, permutations
 from math import floor, inf
 from typing import NamedTuple
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.scheduler.core.weave.period import Phases, period_s
 
 SLACK = 1e-9

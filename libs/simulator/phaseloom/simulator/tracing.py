@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from phaseloom.common.messages import KindEstimate, PhaseTrace
+from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.simulator.jobs import SimJob, cycle_of, deployment_of, period_s
 
 _RECENT = 16

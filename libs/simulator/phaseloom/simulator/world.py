@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from phaseloom.common.ids import NodeId, OperationKey
-from phaseloom.common.messages import Event, OperationFinished, Outcome
+from phaseloom.common.contract.events import Event, OperationFinished
+from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.outputs import (
     Answer,
     Output,

@@ -6,8 +6,8 @@ import asyncio
 import gc
 from typing import NoReturn
 
-from phaseloom.common import config, lifecycle
-from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.profiler.shell import Shell
 
 _READ_PAUSE_S = 0.1

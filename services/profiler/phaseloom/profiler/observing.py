@@ -11,11 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from phaseloom.common import metrics
-from phaseloom.common.activity import Activity, Execution, Switch
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import (
     ActivationOpened,
     ActivationRefused,
     Event,
@@ -26,7 +22,11 @@ from phaseloom.common.messages import (
     SealFailed,
     WpgLost,
 )
-from phaseloom.common.metrics import Metric, Reading
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.activity import Activity, Execution, Switch
+from phaseloom.common.observability.metrics import Metric, Reading
+from phaseloom.common.transport.bus import Bus, LogEntry
 
 
 class Totals:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from phaseloom.common.ids import JobKey
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.profiler.core.profile import Emission
 
 _MAX_AT_ONCE = 32

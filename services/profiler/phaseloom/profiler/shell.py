@@ -17,11 +17,11 @@ from contextlib import aclosing
 
 import msgspec
 
-from phaseloom.common.bus import Bus, LogEntry
-from phaseloom.common.errors import InternalError
-from phaseloom.common.messages import JobFinished, PhaseTrace
-from phaseloom.common.patience import PatientLog, until_done
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.events import JobFinished, PhaseTrace
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process.retry import PatientLog, until_done
+from phaseloom.common.transport.bus import Bus, LogEntry
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
 from phaseloom.profiler.outbox import Outbox

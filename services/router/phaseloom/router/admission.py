@@ -14,11 +14,11 @@ from collections.abc import Mapping
 import nats.errors
 from nats.js.errors import Error as JetStreamError
 
-from phaseloom.common import streams
-from phaseloom.common.api import call_api
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.messages import Usage, UsageRequest
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import Usage, UsageRequest
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import call_api
 from phaseloom.router.core.limits import Limits, Meter, Reading
 
 log = logging.getLogger(__name__)

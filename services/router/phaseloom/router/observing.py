@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from nats.js.errors import NotFoundError
 
-from phaseloom.common import metrics, streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.messages import QueuedOperation
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.observability import metrics
+from phaseloom.common.transport.bus import Bus
 
 
 def routed(header: QueuedOperation) -> None:

@@ -21,40 +21,41 @@ from nats.aio.subscription import Subscription
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from phaseloom.common import leases, lifecycle, metrics, streams, telemetry
-from phaseloom.common.api import serve_api
-from phaseloom.common.bus import Bus, Conflict
-from phaseloom.common.codec import JSON, MSGPACK, content_type_of, decode
-from phaseloom.common.errors import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import (
+    Attached,
+    Beat,
+    Checkpoint,
+    Heartbeat,
+    JobRequest,
+    JobStatus,
+    ResultReply,
+    ResultRequest,
+)
+from phaseloom.common.contract.codec import JSON, MSGPACK, content_type_of, decode
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     InternalError,
     PhaseloomError,
     ResourceError,
 )
-from phaseloom.common.gathering import Gathering
-from phaseloom.common.ids import (
+from phaseloom.common.contract.events import OperationsQueued, QueuedOperation, SessionOpened
+from phaseloom.common.contract.ids import (
     DeploymentKey,
     JobKey,
     OperationKey,
     check_name,
     parse_operation_key,
 )
-from phaseloom.common.messages import (
-    Attached,
-    Beat,
-    Checkpoint,
-    Completion,
-    Heartbeat,
-    JobRequest,
-    JobStatus,
-    OperationsQueued,
-    QueuedOperation,
-    ResultReply,
-    ResultRequest,
-    SessionOpened,
-)
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.operations import Completion
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.observability import metrics, telemetry
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport import leases
+from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.services import serve_api
 from phaseloom.router import observing
 from phaseloom.router.admission import Admission
 from phaseloom.router.core import results, validate

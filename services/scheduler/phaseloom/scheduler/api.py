@@ -12,10 +12,33 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.common.api import ApiHandler
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import CallerError, Code, session_over, to_exception
-from phaseloom.common.ids import (
+from phaseloom.common.contract.api import (
+    CreateDeployment,
+    DeploymentRequest,
+    DrainNode,
+    Explanation,
+    JobRequest,
+    JobStatus,
+    NodeStatus,
+    OperationRequest,
+    PhaseRequest,
+    SubmitJob,
+    Usage,
+    UsageRequest,
+)
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.errors import CallerError, Code, session_over, to_exception
+from phaseloom.common.contract.events import (
+    CancelRequested,
+    DeploymentCreated,
+    DeploymentDeleted,
+    DrainRequested,
+    JobFinished,
+    JobSubmitted,
+    NodeDrainRequested,
+    PhaseDeclared,
+)
+from phaseloom.common.contract.ids import (
     DeploymentKey,
     JobKey,
     NodeId,
@@ -23,34 +46,9 @@ from phaseloom.common.ids import (
     check_name,
     parse_operation_key,
 )
-from phaseloom.common.messages import (
-    CancelRequested,
-    Completion,
-    CreateDeployment,
-    Cycle,
-    DeploymentCreated,
-    DeploymentDeleted,
-    DeploymentRequest,
-    DeploymentSpec,
-    DrainNode,
-    DrainRequested,
-    Explanation,
-    JobFinished,
-    JobRequest,
-    JobSpec,
-    JobStatus,
-    JobSubmitted,
-    Layout,
-    NodeDrainRequested,
-    NodeStatus,
-    OperationRequest,
-    PhaseDeclared,
-    PhaseRequest,
-    Segment,
-    SubmitJob,
-    Usage,
-    UsageRequest,
-)
+from phaseloom.common.contract.operations import Completion
+from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec, Layout, Segment
+from phaseloom.common.transport.services import ApiHandler
 from phaseloom.scheduler.core import evacuation, explain, jobs
 from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.core.step import Step

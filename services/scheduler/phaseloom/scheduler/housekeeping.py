@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus, KeyChange
-from phaseloom.common.errors import CallerError
-from phaseloom.common.ids import JobKey, parse_operation_key
-from phaseloom.common.leases import node_lease_key, session_lease_key
-from phaseloom.common.messages import NodeLost, SessionLost, SessionOpened
-from phaseloom.common.patience import PatientLog, until_done
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.events import NodeLost, SessionLost, SessionOpened
+from phaseloom.common.contract.ids import JobKey, parse_operation_key
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process.retry import PatientLog, until_done
+from phaseloom.common.transport.bus import Bus, KeyChange
+from phaseloom.common.transport.leases import node_lease_key, session_lease_key
 from phaseloom.scheduler.core import seals
 from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.shell import Shell

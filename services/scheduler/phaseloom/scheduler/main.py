@@ -17,15 +17,17 @@ import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from phaseloom.common import config, lifecycle, streams
-from phaseloom.common.api import serve_api
-from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
-from phaseloom.common.codec import content_type_of, decode
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.leases import Lease, LeaseLost, scheduler_lease_key
-from phaseloom.common.messages import Completion, SchedulerConfig
-from phaseloom.common.patience import PatientLog, until_done
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import content_type_of, decode
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Completion
+from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process.retry import PatientLog, until_done
+from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
+from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 from opentelemetry.context import Context
 
-from phaseloom.common.bus import LogEntry
-from phaseloom.common.messages import Event
+from phaseloom.common.contract.events import Event
+from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler.core.outputs import Output
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from phaseloom.common import metrics, streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.messages import Permit
-from phaseloom.common.metrics import Reading
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import Reading
+from phaseloom.common.transport.bus import Bus
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.outputs import Output, SendCommand
 from phaseloom.scheduler.core.state import JOB_ENDED

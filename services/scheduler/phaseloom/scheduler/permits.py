@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from opentelemetry.context import Context
 
-from phaseloom.common import telemetry
-from phaseloom.common.messages import Permit, Permits
+from phaseloom.common.contract.commands import Permit, Permits
+from phaseloom.common.observability import telemetry
 
 
 def together(permits: Sequence[tuple[Permit, str]]) -> Permits:

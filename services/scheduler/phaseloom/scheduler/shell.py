@@ -18,27 +18,24 @@ from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
-from phaseloom.common import telemetry
-from phaseloom.common.bus import LogEntry
-from phaseloom.common.errors import InternalError, ResourceError, to_exception
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import (
-    READING_KINDS,
+from phaseloom.common.contract.api import Explanation, JobStatus, NodeStatus
+from phaseloom.common.contract.commands import Permit, Permits
+from phaseloom.common.contract.errors import InternalError, ResourceError, to_exception
+from phaseloom.common.contract.events import (
     Event,
-    Explanation,
-    JobStatus,
-    NodeStatus,
     OperationFinished,
     OperationsQueued,
-    Permit,
-    Permits,
     QueuedOperation,
     ReplanComputed,
-    SchedulerConfig,
     SchedulerConfigured,
     TimerFired,
     parts,
 )
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import READING_KINDS
+from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.clock import Clock, WallClock
 from phaseloom.scheduler.core import repack

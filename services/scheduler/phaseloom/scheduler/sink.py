@@ -13,26 +13,26 @@ import msgspec
 from nats.js.errors import NotFoundError
 from opentelemetry.context import Context
 
-from phaseloom.common import streams, telemetry, tickets
-from phaseloom.common.bus import AlreadyStored, Bus
-from phaseloom.common.codec import content_type_of, decode, encode
-from phaseloom.common.gathering import Gathering
-from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey
-from phaseloom.common.messages import (
-    READING_KINDS,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import content_type_of, decode, encode
+from phaseloom.common.contract.commands import (
     Command,
-    Completion,
     MirrorState,
-    OperationFinished,
     Permit,
     Permits,
     SealState,
     StartWpg,
     Ticket,
-    checkpoints_of,
 )
-from phaseloom.common.patience import until_done
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
+from phaseloom.common.contract.operations import READING_KINDS, Completion, checkpoints_of
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process.retry import until_done
+from phaseloom.common.transport import tickets
+from phaseloom.common.transport.bus import AlreadyStored, Bus
+from phaseloom.common.transport.groupcommit import Gathering
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.outputs import (
     DeleteOperations,

@@ -12,13 +12,13 @@ import zlib
 
 import msgspec
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus, Conflict, Stored
-from phaseloom.common.codec import decode, encode
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.leases import LeaseLost
-from phaseloom.common.patience import until_done
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process.retry import until_done
+from phaseloom.common.transport.bus import Bus, Conflict, Stored
+from phaseloom.common.transport.leases import LeaseLost
 
 MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2

@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.common.blockhash import Source, digest_of
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import RankResume, StateMessage, extent_bytes
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import extent_bytes
+from phaseloom.common.contract.state_rank import RankResume, StateMessage
+from phaseloom.common.tensors.blockhash import Source, digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.core.books import (
     Books,
     ContentBook,

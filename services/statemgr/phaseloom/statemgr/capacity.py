@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code
 
 
 def check_host(budget_bytes: int) -> None:

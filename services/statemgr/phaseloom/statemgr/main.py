@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common import framing, lifecycle
-from phaseloom.common.config import load
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.statewire import StateMessage
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.process import lifecycle
+from phaseloom.common.process.config import load
+from phaseloom.common.transport import framing
 from phaseloom.statemgr import capacity, observing
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.exporting import Exporter

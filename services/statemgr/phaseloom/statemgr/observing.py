@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common import metrics
-from phaseloom.common.metrics import Reading
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import Reading
 from phaseloom.statemgr.node.node import Node
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.statewire import CommitInitial, HeapRegistered, RegisterHeap, extent_bytes
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_layout import extent_bytes
+from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.layout import check_identity
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.node.node import Node

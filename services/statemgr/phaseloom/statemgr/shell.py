@@ -16,48 +16,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_agent import (
     Adopt,
     Adopted,
     AgentHello,
     BringState,
-    CommitInitial,
-    CommitParts,
-    CommitVersion,
-    CreateVersion,
-    CutState,
     DiskPath,
-    Done,
     DropVersions,
     DropWpg,
     HandOver,
-    HoldVersion,
-    OnDevice,
-    OpenOnDevice,
-    OpenSlices,
-    OpenVersion,
     Prefetch,
     PrepareSeal,
-    PruneCheckpoints,
-    RankHello,
-    RankResume,
-    ReadCheckpoint,
-    RegisterHeap,
     RegisterWpg,
-    ShareOnDevice,
-    StateMessage,
     StatusReport,
     StatusRequest,
     SwitchIn,
     SwitchOut,
     Welcome,
-    WriteCheckpoint,
     WriteSeal,
 )
+from phaseloom.common.contract.state_rank import (
+    CommitInitial,
+    CommitParts,
+    CommitVersion,
+    CreateVersion,
+    CutState,
+    Done,
+    HoldVersion,
+    OnDevice,
+    OpenOnDevice,
+    OpenSlices,
+    OpenVersion,
+    PruneCheckpoints,
+    RankHello,
+    RankResume,
+    ReadCheckpoint,
+    RegisterHeap,
+    ShareOnDevice,
+    StateMessage,
+    WriteCheckpoint,
+)
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader

@@ -10,18 +10,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from phaseloom.common.errors import (
-    CallerError,
-)
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import Durability, FilesTicket
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import (
     Adopt,
     Adopted,
     AgentHello,
     BringState,
-    Done,
     DropVersions,
     DropWpg,
     HandOver,
@@ -30,7 +27,6 @@ from phaseloom.common.statewire import (
     PrepareSeal,
     RegisterWpg,
     Sealed,
-    StateMessage,
     StatusReport,
     StatusRequest,
     Switched,
@@ -39,6 +35,8 @@ from phaseloom.common.statewire import (
     Welcome,
     WriteSeal,
 )
+from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.worker.statelink import RECONNECT_S, StateLink, ask
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.devicekind import DeviceKind
-from phaseloom.common.messages import Residency
+from phaseloom.common.contract.specs import DeviceKind, Residency
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):

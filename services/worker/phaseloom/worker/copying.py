@@ -19,12 +19,13 @@ from itertools import accumulate
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined, each_part
-from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import close_fds
-from phaseloom.common.hugepages import make_huge, map_file
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import TensorSlot, VersionExtent
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import VersionExtent
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, each_part
+from phaseloom.common.tensors.hugepages import make_huge, map_file
+from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
 
 _CHUNK_BYTES = 512 * 1024

@@ -15,17 +15,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
-    READING_KINDS,
-    Batching,
-    Forward,
-    Generate,
-    Operation,
-    Permit,
-    Result,
-)
-from phaseloom.common.statewire import Failed
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import READING_KINDS, Forward, Generate, Operation, Result
+from phaseloom.common.contract.specs import Batching
+from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.ranks import Ranks

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from phaseloom.common.devicekind import DeviceKind
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker import copying
 from phaseloom.worker.copying import clear_gaps, copy, copy_hashed, hashed, hashed_pieces, runs
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo
-from phaseloom.common.ids import check_name
-from phaseloom.common.layouts import merge, split, split_shared
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.operations import (
     Args,
     Forward,
     ForwardBackward,
@@ -26,7 +25,8 @@ from phaseloom.common.messages import (
     SaveState,
     kind_of,
 )
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.layouts import merge, split, split_shared
 from phaseloom.worker.backends.base import Backend, Watch
 from phaseloom.worker.rankwire import RankConfig
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from phaseloom.common import telemetry
-from phaseloom.common.codec import decode
-from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
     Generate,
     LoadState,
     Operation,
-    Permit,
     PublishWeights,
     SaveState,
     SyncWeights,
 )
+from phaseloom.common.observability import telemetry
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.executor import Executor
 from phaseloom.worker.ranks import Ranks

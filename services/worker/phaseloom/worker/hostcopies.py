@@ -14,19 +14,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.framing import close_fds
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes, host_start
+from phaseloom.common.contract.state_rank import (
     Copied,
     CopyAside,
     CopyFrom,
     CopyIn,
     CopyOut,
     HeapPiece,
-    TensorSlot,
-    extent_bytes,
-    host_start,
 )
+from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker import devicememory
 from phaseloom.worker.copying import Mapping, copy, hashed
 from phaseloom.worker.devicememory import DeviceMemory

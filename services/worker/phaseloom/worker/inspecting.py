@@ -6,11 +6,11 @@ import logging
 
 from nats.aio.msg import Msg
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import encode
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.streams import state_subject
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.agentstate import AgentStateClient
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Generic, TypeVar
 
-from phaseloom.common.statewire import TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.copying import packed, paired
 
 _NUM_KEPT = 4

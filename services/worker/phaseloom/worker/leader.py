@@ -21,26 +21,33 @@ from typing import Any
 from msgspec.structs import replace
 from opentelemetry.context import Context
 
-from phaseloom.common import streams, telemetry
-from phaseloom.common.bus import Bus, Stored
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, unforeseen
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    unforeseen,
+)
+from phaseloom.common.contract.events import StateCut
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
-    CommandId,
     Completion,
     LoadState,
     Operation,
     OptimStep,
     Outcome,
-    Permit,
     PublishWeights,
     Result,
     SaveState,
-    StateCut,
     SyncWeights,
 )
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused

@@ -6,12 +6,15 @@ import asyncio
 import logging
 from pathlib import Path
 
-from phaseloom.common import config, framing, lifecycle, streams
-from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.ids import NodeId
-from phaseloom.common.leases import Lease, node_lease_key
-from phaseloom.common.messages import DeviceSpec, NodeUp
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.events import NodeUp
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import DeviceSpec
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport import framing
+from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.inspecting import serve_state

@@ -21,12 +21,7 @@ import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 
-from phaseloom.common import lifecycle
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.agents import (
     CallRoll,
     CancelPart,
     FindStore,
@@ -39,7 +34,18 @@ from phaseloom.common.messages import (
     StoreFound,
     TakePart,
 )
-from phaseloom.common.streams import op_subject, ops_stream, wpg_subject
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subject
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.ranks import SharesOfOthers
 from phaseloom.worker.rankwire import Payload, RunShare, SharesDone

@@ -11,25 +11,35 @@ import nats.errors
 from msgspec.structs import replace
 from opentelemetry.context import Context
 
-from phaseloom.common import streams, telemetry
-from phaseloom.common.arrays import as_lists
-from phaseloom.common.bus import AlreadyStored, Bus, Stored
-from phaseloom.common.codec import CONTENT_TYPE, JSON, MSGPACK, content_type_of, decode, encode
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.gathering import Gathering
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import (
-    MUTATING_KINDS,
-    Completion,
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.arrays import as_lists
+from phaseloom.common.contract.codec import (
+    CONTENT_TYPE,
+    JSON,
+    MSGPACK,
+    content_type_of,
+    decode,
+    encode,
+)
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     Event,
     OperationFinished,
     OperationsFinished,
-    Outcome,
-    Permit,
     PermitReturned,
+)
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import (
+    MUTATING_KINDS,
+    Completion,
+    Outcome,
     SaveState,
     checkpoints_of,
 )
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
+from phaseloom.common.transport.groupcommit import Gathering
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.ranks import Broken
 from phaseloom.worker.rankwire import RankConfig

@@ -10,7 +10,7 @@ from typing import TypeVar
 import nats.errors
 from nats.js.errors import APIError
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import gc
 import importlib
 import os
 
-from phaseloom.common import lifecycle
+from phaseloom.common.process import lifecycle
 from phaseloom.worker.cuda.driver import QUIET_CHECK
 
 os.environ.setdefault(*QUIET_CHECK)

@@ -7,11 +7,11 @@ import logging
 
 import nats.errors
 
-from phaseloom.common import streams
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import CONTENT_TYPE, MSGPACK, encode
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import Progress
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Progress
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.device import Call, DeviceQueue
 
 log = logging.getLogger(__name__)

@@ -20,12 +20,13 @@ import msgspec
 import uvloop
 from blake3 import blake3
 
-from phaseloom.common import config, lifecycle, telemetry
-from phaseloom.common.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
-from phaseloom.common.errors import InternalError, PhaseloomError, unforeseen
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.messages import ModelSpec
-from phaseloom.common.statewire import Done
+from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.state_rank import Done
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker import devicememory, progress
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import RankGroup

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.framing import Peer
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.rankwire import RankMessage, RollCall, RunShare, ShareResult, SharesDone
 
 T = TypeVar("T")

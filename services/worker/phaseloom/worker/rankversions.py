@@ -10,12 +10,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import close_fds
-from phaseloom.common.hugepages import make_huge
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Slice, TensorSlot, VersionParts
+from phaseloom.common.contract.state_rank import (
     CommitParts,
     CommitVersion,
     CreateVersion,
@@ -25,15 +24,13 @@ from phaseloom.common.statewire import (
     OpenOnDevice,
     OpenSlices,
     OpenVersion,
-    PartSources,
     ShareOnDevice,
-    Slice,
-    TensorSlot,
     VersionExtent,
-    VersionParts,
 )
-from phaseloom.common.tensortable import TensorTable
-from phaseloom.common.versionparts import is_manifest
+from phaseloom.common.tensors.hugepages import make_huge
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import is_manifest
+from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker import devicememory
 from phaseloom.worker.copying import MappedVersions, hashed, verify
 from phaseloom.worker.core.reading import Runs

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.devicekind import DeviceKind
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.messages import CommandId, DeploymentSpec, Message, Permit, Result
-from phaseloom.common.statewire import Done, Failed, VersionPart, VersionParts
+from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Result
+from phaseloom.common.contract.specs import CommandId, DeploymentSpec, DeviceKind
+from phaseloom.common.contract.state_layout import VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import Done, Failed
 
 
 class RankConfig(msgspec.Struct, frozen=True):

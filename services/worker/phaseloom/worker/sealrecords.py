@@ -10,12 +10,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from phaseloom.common.bus import Bus, Conflict
-from phaseloom.common.codec import decode, encode
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import SealCommitted, SealRecord
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import SealCommitted, SealRecord
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus, Conflict
 from phaseloom.worker.patience import until_answered
 
 

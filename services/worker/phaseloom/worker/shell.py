@@ -20,46 +20,57 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from phaseloom.common import metrics, telemetry
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode
-from phaseloom.common.errors import CallerError, Code, ErrorInfo, PhaseloomError, ResourceError
-from phaseloom.common.framing import Handler, Peer, close_fds
-from phaseloom.common.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.messages import (
-    MUTATING_KINDS,
-    ActivationOpened,
-    ActivationRefused,
+from phaseloom.common.contract.agents import (
     CallRoll,
-    CancelOperation,
     CancelPart,
-    CloseActivation,
-    Command,
-    Event,
     FindStore,
     LifeOver,
-    MirrorState,
     NodeReply,
     NodeRequest,
     NotYet,
+    Present,
+    StoreFound,
+    TakePart,
+)
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import (
+    CancelOperation,
+    CloseActivation,
+    Command,
+    MirrorState,
     OpenActivation,
     Permit,
     Permits,
     PrefetchState,
-    Present,
     ReleaseVersions,
-    SealCommitted,
-    SealFailed,
     SealState,
     StartWpg,
-    StateMirrored,
     StopWpg,
-    StoreFound,
-    TakePart,
+)
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    ActivationRefused,
+    Event,
+    SealCommitted,
+    SealFailed,
+    StateMirrored,
     WpgLost,
     WpgStarted,
 )
-from phaseloom.common.statewire import BringState, Done
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.operations import MUTATING_KINDS
+from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_rank import Done
+from phaseloom.common.observability import metrics, telemetry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.framing import Handler, Peer, close_fds
 from phaseloom.worker.agentstate import AgentStateClient
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit

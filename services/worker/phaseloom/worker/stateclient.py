@@ -17,12 +17,9 @@ from typing import TypeVar
 
 from opentelemetry import trace
 
-from phaseloom.common.errors import (
-    CallerError,
-    InternalError,
-)
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.contract.state_rank import (
     CheckpointRead,
     CheckpointWritten,
     CommitInitial,
@@ -42,11 +39,10 @@ from phaseloom.common.statewire import (
     RegisterHeap,
     StateMessage,
     StillMapped,
-    TensorSlot,
     Unpin,
     WriteCheckpoint,
-    extent_bytes,
 )
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker import devicememory
 from phaseloom.worker.copying import (
     Mapping,

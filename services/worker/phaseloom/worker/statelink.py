@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from phaseloom.common import lifecycle
-from phaseloom.common.errors import Code, InternalError, PhaseloomError, ResourceError
-from phaseloom.common.framing import Handler, Peer, close_fds
-from phaseloom.common.statewire import StateMessage
+from phaseloom.common.contract.errors import Code, InternalError, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.framing import Handler, Peer, close_fds
 
 log = logging.getLogger(__name__)
 

@@ -12,23 +12,30 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from phaseloom.common.bus import Bus
-from phaseloom.common.codec import decode, encode
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import (
-    Checkpoint,
+from phaseloom.common.contract.api import Checkpoint
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.operations import (
     LoadState,
     LoadStateResult,
-    Permit,
     PublishWeightsResult,
     SaveState,
     SaveStateResult,
     SyncWeights,
     SyncWeightsResult,
 )
-from phaseloom.common.statewire import Failed, VersionPart, VersionParts
-from phaseloom.common.streams import Bucket
+from phaseloom.common.contract.state_layout import VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.device import Call
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.outcomes import Outcomes

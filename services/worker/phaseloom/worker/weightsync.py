@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Layout, Permit
-from phaseloom.common.resharding import Fetch
-from phaseloom.common.statewire import Failed, PartSources, VersionPart, VersionParts
-from phaseloom.common.tensortable import TensorTable
-from phaseloom.common.versionparts import decode_manifest, layout_digest, part_name, part_of
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import PartSources, VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.tensors.resharding import Fetch
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import decode_manifest, layout_digest, part_name, part_of
 from phaseloom.worker.copying import packed, paired
 from phaseloom.worker.core.reading import (
     Needs,

@@ -28,12 +28,14 @@ from typing import Any, TypeVar
 import msgspec
 from opentelemetry.trace import SpanContext
 
-from phaseloom.common import lifecycle
-from phaseloom.common.bus import Bus
-from phaseloom.common.errors import Code, ErrorInfo, ResourceError, to_exception
-from phaseloom.common.framing import Peer
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import CommandId, NodeReply, StartWpg, TakePart
+from phaseloom.common.contract.agents import NodeReply, TakePart
+from phaseloom.common.contract.commands import StartWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError, to_exception
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.othernodes import LifeEnded, OtherNodes, Parts, Work
 from phaseloom.worker.rankwire import (

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phaseloom.common.messages import (
-    Datum,
-    DeploymentSpec,
-    Generate,
-    GenerateResult,
-    Loss,
-    ModelSpec,
-)
+from phaseloom.common.contract.operations import Datum, Generate, GenerateResult, Loss
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap

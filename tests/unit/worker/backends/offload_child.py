@@ -7,7 +7,7 @@ import mmap
 import re
 from pathlib import Path
 
-from phaseloom.common.messages import AdamParams, ForwardBackward, Loss
+from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.heap import Heap
 from tests.unit.worker.backends.models import batch, running, spec

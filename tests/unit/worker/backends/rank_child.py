@@ -12,16 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
-from phaseloom.common.errors import Code, ErrorInfo, PhaseloomError
-from phaseloom.common.messages import (
-    AdamParams,
-    DeploymentSpec,
-    Forward,
-    ForwardBackward,
-    Message,
-    Result,
-)
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError
+from phaseloom.common.contract.operations import AdamParams, Forward, ForwardBackward, Result
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.heap import Heap

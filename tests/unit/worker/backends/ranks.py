@@ -10,10 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.layouts import merge, split
-from phaseloom.common.messages import (
+from phaseloom.common.contract.operations import (
     AdamParams,
-    DeploymentSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -21,7 +19,9 @@ from phaseloom.common.messages import (
     OptimStepResult,
     Result,
 )
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.layouts import merge, split
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.arrays import int32s, pack_float32s, pack_int32s
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import Datum, Forward, ForwardBackward, Loss
+from phaseloom.common.contract.arrays import int32s, pack_float32s, pack_int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward, Loss
 from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.packing import passes
 

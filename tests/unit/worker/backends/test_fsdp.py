@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
     Forward,
@@ -24,7 +24,7 @@ from phaseloom.common.messages import (
     Prompt,
     SamplingParams,
 )
-from phaseloom.common.statewire import Role
+from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.heap import Heap

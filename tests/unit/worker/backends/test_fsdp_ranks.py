@@ -11,17 +11,11 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
-from phaseloom.common.arrays import float32s
-from phaseloom.common.errors import Code
-from phaseloom.common.messages import (
-    AdamParams,
-    Datum,
-    Forward,
-    ForwardBackward,
-    Layout,
-    Loss,
-)
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.arrays import float32s
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.operations import AdamParams, Datum, Forward, ForwardBackward, Loss
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
 from phaseloom.worker.backends.digest import weights_sha256

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import AdamParams, ForwardBackward, Loss, OptimizerOn
-from phaseloom.common.statewire import Role, extent_bytes, host_start
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss
+from phaseloom.common.contract.specs import OptimizerOn
+from phaseloom.common.contract.state_layout import Role, extent_bytes, host_start
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.backends.layout import plan

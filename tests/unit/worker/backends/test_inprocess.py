@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.arrays import int32s
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
-    AdamParams,
-    Datum,
-    DeploymentSpec,
-    JobSpec,
-    Loss,
-    ModelSpec,
-    Prompt,
-    SamplingParams,
-)
+from phaseloom.common.contract.arrays import int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import AdamParams, Datum, Loss, Prompt, SamplingParams
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 from tests.support.inprocess import Job
 from tests.support.tinymodel import config
 from tests.unit.worker.backends.models import batch

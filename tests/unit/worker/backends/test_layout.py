@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.common.statewire import Role
+from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.heap import ALIGNMENT_BYTES

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from phaseloom.common.messages import Datum, ForwardBackward, Loss
+from phaseloom.common.contract.operations import Datum, ForwardBackward, Loss
 from phaseloom.worker.backends.losses import loss_sum
 
 LP = [-0.5, -2.0, -1.0, -3.0]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import ModelSpec
-from phaseloom.common.statewire import Role
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.model import build_model, parameter_shapes
 from phaseloom.worker.heap import ALIGNMENT_BYTES, Heap

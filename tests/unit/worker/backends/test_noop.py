@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
     READING_KINDS,
     AdamParams,

@@ -8,8 +8,8 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import Layout
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Layout
 from phaseloom.worker.backends import BACKENDS, backend_factory
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.heap import Heap, align

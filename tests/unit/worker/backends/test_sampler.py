@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
     Forward,

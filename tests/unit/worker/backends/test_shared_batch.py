@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.layouts import merge, split_shared
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
-    Layout,
     Prompt,
     Result,
     SamplingParams,
 )
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
 from tests.support.looker import Looker

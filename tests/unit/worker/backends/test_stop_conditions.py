@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.common.arrays import float32s, int32s
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import (
     Datum,
-    DeploymentSpec,
     Forward,
     Generate,
-    ModelSpec,
     Prompt,
     SamplingParams,
     Sequence,
 )
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.worker.backends.base import Backend
 from tests.support.tinymodel import VOCAB, config
 from tests.unit.worker.backends.models import generate, running, spec

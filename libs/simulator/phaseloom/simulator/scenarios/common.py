@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from phaseloom.common.messages import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
 from phaseloom.simulator.metrics import Result

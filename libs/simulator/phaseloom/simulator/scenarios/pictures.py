@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phaseloom.common.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.simulator.metering import Span
 from phaseloom.simulator.scenarios.report import Record, groups_of, values
 

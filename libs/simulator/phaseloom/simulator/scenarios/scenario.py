@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.scenarios.report import Report
 
 T = TypeVar("T")

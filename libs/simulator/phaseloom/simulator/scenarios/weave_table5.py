@@ -13,8 +13,8 @@ from statistics import median
 
 import msgspec
 
-from phaseloom.common.errors import InternalError
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.cluster import Cluster, Host, Limits, Placed
 from phaseloom.scheduler.core.placement import POLICIES

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 from random import Random
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.workloads.weave import (
     FREE,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 
 COLUMNS = {

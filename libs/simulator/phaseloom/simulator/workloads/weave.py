@@ -14,7 +14,7 @@ from random import Random
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 
 PROFILES = ("Mixed", "BL", "RH", "TH")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from phaseloom.common.ids import JobKey
+from phaseloom.common.contract.ids import JobKey
 
 SPACING_S = 0.1
 """Between two looks, over all jobs, on average."""

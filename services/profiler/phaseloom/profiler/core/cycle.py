@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from statistics import median
 
-from phaseloom.common.intervals import Interval, intersect, merge, total
-from phaseloom.common.messages import Segment
+from phaseloom.common.contract.specs import Segment
+from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 MIN_CYCLES = 3
 """Cycles with the same items that must have been seen."""

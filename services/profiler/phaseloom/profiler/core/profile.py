@@ -24,9 +24,7 @@ from itertools import accumulate
 from math import ceil
 from statistics import median
 
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
-from phaseloom.common.intervals import Interval, merge, subtract
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import (
     ActivationOpened,
     DeploymentCreated,
     Event,
@@ -35,12 +33,14 @@ from phaseloom.common.messages import (
     KindEstimate,
     NodeUp,
     OperationFinished,
-    Outcome,
     PhaseTrace,
     QueuedOperation,
     WpgStarted,
 )
-from phaseloom.common.readiness import Readiness
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.observability.intervals import Interval, merge, subtract
+from phaseloom.common.observability.readiness import Readiness
 from phaseloom.profiler.core.agenda import Agenda
 from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
 from phaseloom.profiler.core.history import WINDOW, History, Ran

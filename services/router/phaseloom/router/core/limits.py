@@ -14,7 +14,7 @@ from collections import deque
 
 import msgspec
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 
 _LOOK_AGAIN_S = 1.0
 """When open operations may have ended: nobody knows, so ask soon."""

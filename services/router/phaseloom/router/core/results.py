@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, ErrorInfo
-from phaseloom.common.ids import JobKey, OperationKey, parse_operation_key
-from phaseloom.common.messages import JobStatus, QueuedOperation
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
 
 _ENDED = frozenset({"done", "failed", "rejected"})
 

@@ -11,9 +11,10 @@ import math
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.common.arrays import float32s, int32s, length
-from phaseloom.common.codec import JSON, MSGPACK, decode
-from phaseloom.common.errors import (
+from phaseloom.common.contract.arrays import float32s, int32s, length
+from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.codec import JSON, MSGPACK, decode
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     ErrorInfo,
@@ -21,29 +22,27 @@ from phaseloom.common.errors import (
     ResourceError,
     session_over,
 )
-from phaseloom.common.ids import DeploymentKey, OperationKey, VersionKey, check_name
-from phaseloom.common.messages import (
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey, check_name
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
     READING_KINDS,
     AdamParams,
     Args,
     Datum,
-    Float32s,
     Forward,
     ForwardBackward,
     Generate,
-    Int32s,
     LoadState,
     Loss,
     Operation,
     OptimStep,
-    QueuedOperation,
     SamplingParams,
     SaveState,
     SyncWeights,
     kind_of,
 )
-from phaseloom.common.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20

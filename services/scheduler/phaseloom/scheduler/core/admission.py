@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle, PhaseTrace, Segment
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.cluster import (
     Cluster,
     Decision,

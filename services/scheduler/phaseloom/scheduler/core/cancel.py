@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.messages import CancelOperation, CancelRequested
+from phaseloom.common.contract.commands import CancelOperation
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import CancelRequested
 from phaseloom.scheduler.core import explain, operations, outputs
 from phaseloom.scheduler.core.state import Deployment, Op, OpState
 from phaseloom.scheduler.core.step import Step

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle
 
 Pool = str
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from phaseloom.common.ids import NodeId, VersionKey, parse_operation_key
-from phaseloom.common.messages import Durability, FilesTicket, MirrorState, StateMirrored, Ticket
+from phaseloom.common.contract.commands import FilesTicket, MirrorState, Ticket
+from phaseloom.common.contract.events import StateMirrored
+from phaseloom.common.contract.ids import NodeId, VersionKey, parse_operation_key
+from phaseloom.common.contract.specs import Durability
 from phaseloom.scheduler.core import seals
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,

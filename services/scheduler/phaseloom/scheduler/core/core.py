@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from phaseloom.common.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import (
     ActivationOpened,
     ActivationRefused,
     CancelRequested,

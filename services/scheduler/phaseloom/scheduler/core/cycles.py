@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.scheduler.core.state import Deployment, Op, State
 
 _Place = tuple[str, int]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core import operations, places, seals, wpgs
 from phaseloom.scheduler.core.state import JOB_ENDED, Deployment, Job, JobState, Span
 from phaseloom.scheduler.core.step import Step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.messages import Residency
+from phaseloom.common.contract.specs import Residency
 from phaseloom.scheduler.core.state import Deployment, Node
 from phaseloom.scheduler.core.step import Step
 

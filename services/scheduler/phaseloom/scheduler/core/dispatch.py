@@ -20,14 +20,8 @@ Cost of a step: linear in the deployments that have something ready on the touch
 
 from __future__ import annotations
 
-from phaseloom.common.messages import (
-    ActivationOpened,
-    ActivationRefused,
-    CloseActivation,
-    OpenActivation,
-    Permit,
-    Ticket,
-)
+from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
+from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
 from phaseloom.scheduler.core import (
     choice,
     devices,

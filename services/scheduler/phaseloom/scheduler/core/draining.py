@@ -6,8 +6,8 @@ at once.
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.scheduler.core import operations
 from phaseloom.scheduler.core.state import Deployment, Job, JobState, Op
 from phaseloom.scheduler.core.step import Step

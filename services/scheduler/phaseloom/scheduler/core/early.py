@@ -13,7 +13,7 @@ before its operation came doubles the gaps that pass without. Times change, resu
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core import devices, estimates, holding, ready
 from phaseloom.scheduler.core.state import Deployment, Device, Expected, Node, Op, WpgState
 from phaseloom.scheduler.core.step import Step

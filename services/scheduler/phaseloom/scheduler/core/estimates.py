@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import KindEstimate
+from phaseloom.common.contract.events import KindEstimate
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.state import Deployment, Job, State
 
 DEFAULT_DURATION_S = 0.1

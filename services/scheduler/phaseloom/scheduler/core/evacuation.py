@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import NodeDrainRequested, NodeStatus
+from phaseloom.common.contract.api import NodeStatus
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeDrainRequested
+from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.scheduler.core import (
     admission,
     copies,

@@ -5,9 +5,10 @@ From the outside in: the job, its place in the order, what it comes after, the W
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, OperationKey
-from phaseloom.common.messages import Completion, Explanation, result_kind
+from phaseloom.common.contract.api import Explanation
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import Completion, result_kind
 from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.state import Deployment, JobState, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step

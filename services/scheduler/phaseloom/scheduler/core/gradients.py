@@ -7,8 +7,9 @@ what it wants. What a refused step threw away has no effect any more and is neve
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code
-from phaseloom.common.messages import OperationFinished, Outcome
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.state import Deployment, Op
 
 _ENDS_A_BATCH = frozenset({"optim_step", "load_state", "sync_weights"})

@@ -17,8 +17,8 @@ from copy import copy as shallow
 
 from msgspec.structs import replace
 
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import Cycle, DeploymentSpec, JobSpec
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.cluster import (
     Cluster,
     Group,

@@ -14,7 +14,7 @@ Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 
 from __future__ import annotations
 
-from phaseloom.common.messages import PrefetchState
+from phaseloom.common.contract.commands import PrefetchState
 from phaseloom.scheduler.core import early
 from phaseloom.scheduler.core.state import Deployment, Expected, Node, WpgState
 from phaseloom.scheduler.core.step import Step

@@ -19,8 +19,8 @@ alone.
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseDeclared
+from phaseloom.common.contract.events import PhaseDeclared
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core import estimates, ready
 from phaseloom.scheduler.core.state import JOB_ENDED, Device, Job, Phase
 from phaseloom.scheduler.core.step import Step

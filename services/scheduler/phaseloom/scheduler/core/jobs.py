@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import (
+from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
-    DeploymentStatus,
     DrainRequested,
     JobFinished,
-    JobStatus,
     JobSubmitted,
-    ModelSpec,
 )
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.scheduler.core import (
     admission,
     deployments,

@@ -17,8 +17,9 @@ Its old nodes keep the seal that it was rebuilt from until it has made one where
 
 from __future__ import annotations
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import MirrorState, StateMirrored, Ticket
+from phaseloom.common.contract.commands import MirrorState, Ticket
+from phaseloom.common.contract.events import StateMirrored
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core import devices, gradients, groups, phases, seals
 from phaseloom.scheduler.core.state import Deployment, MoveStage, Op, Relocation, Span
 from phaseloom.scheduler.core.step import Step

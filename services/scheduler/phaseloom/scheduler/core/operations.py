@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import bisect
 
-from phaseloom.common.errors import Code, ErrorInfo, session_over
-from phaseloom.common.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
-from phaseloom.common.messages import (
-    Completion,
-    Outcome,
-    QueuedOperation,
-)
+from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
+from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.scheduler.core import cycles, gradients, outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.messages import OperationFinished, Outcome, StateCut
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import OperationFinished, StateCut
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core import (
     early,
     gradients,

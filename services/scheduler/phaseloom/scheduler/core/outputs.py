@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import JobKey, OperationKey
-from phaseloom.common.messages import Command, Completion, Explanation, JobStatus, NodeStatus
+from phaseloom.common.contract.api import Explanation, JobStatus, NodeStatus
+from phaseloom.common.contract.commands import Command
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import Completion
 from phaseloom.scheduler.core.cluster import Cluster
 
 

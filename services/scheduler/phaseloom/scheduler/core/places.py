@@ -9,9 +9,10 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import JobKey, NodeId
-from phaseloom.common.messages import DeploymentSpec, NodeLost, NodeUp, SchedulerConfig
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeLost, NodeUp
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
 from phaseloom.scheduler.core import admission, groups, placement, wpgs
 from phaseloom.scheduler.core.cluster import (
     Cluster,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from phaseloom.common.ids import OperationKey
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.scheduler.core import moving
 from phaseloom.scheduler.core.state import Deployment, Device, Mutation, Op, OpState, WpgState
 from phaseloom.scheduler.core.step import Step

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseTrace, PlannedMove, ReplanComputed
+from phaseloom.common.contract.events import PhaseTrace, PlannedMove, ReplanComputed
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core import admission, groups, placement, places
 from phaseloom.scheduler.core.cluster import (
     Cluster,

@@ -7,8 +7,8 @@ sessions that knew the lost state are over. A controller that attaches goes on f
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.messages import OperationFinished
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import OperationFinished
 from phaseloom.scheduler.core import operations, seals, wpgs
 from phaseloom.scheduler.core.state import Deployment, Job, JobState
 from phaseloom.scheduler.core.step import Step

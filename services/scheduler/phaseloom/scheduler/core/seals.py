@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phaseloom.common.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import (
-    Durability,
-    FilesTicket,
-    ReleaseVersions,
-    SealCommitted,
-    SealFailed,
-    SealState,
-    StopWpg,
-)
+from phaseloom.common.contract.commands import FilesTicket, ReleaseVersions, SealState, StopWpg
+from phaseloom.common.contract.events import SealCommitted, SealFailed
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import Durability
 from phaseloom.scheduler.core import gradients, outputs
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,

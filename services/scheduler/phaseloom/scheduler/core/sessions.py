@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import JobKey
-from phaseloom.common.messages import PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.events import PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core import holding
 from phaseloom.scheduler.core.state import JOB_ENDED, Job
 from phaseloom.scheduler.core.step import Step

@@ -12,16 +12,15 @@ from functools import cached_property
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo, InternalError
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.messages import (
-    MUTATING_KINDS,
-    After,
+from phaseloom.common.contract.errors import ErrorInfo, InternalError
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, After
+from phaseloom.common.contract.specs import (
     CommandId,
     DeploymentSpec,
     DeviceSpec,
     JobSpec,
-    PhaseTrace,
     Residency,
     SchedulerConfig,
 )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey, JobKey, NodeId, OperationKey
-from phaseloom.common.messages import CommandId, NodeCommand, SchedulerConfig
+from phaseloom.common.contract.commands import NodeCommand
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state import (
     JOB_TRANSITIONS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core import groups
 from phaseloom.scheduler.core.state import (
     JOB_ENDED,

@@ -10,9 +10,10 @@ outcome stored.
 
 from __future__ import annotations
 
-from phaseloom.common.errors import Code, ErrorInfo
-from phaseloom.common.ids import DeploymentKey, NodeId
-from phaseloom.common.messages import NodeLost, NodeUp, StartWpg, StopWpg, WpgLost, WpgStarted
+from phaseloom.common.contract.commands import StartWpg, StopWpg
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeLost, NodeUp, WpgLost, WpgStarted
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.scheduler.core import groups, hints, moving, operations, phases, seals
 from phaseloom.scheduler.core.state import (
     Deployment,

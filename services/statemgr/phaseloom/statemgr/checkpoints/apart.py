@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.cuts import Cut
 from phaseloom.statemgr.core.marker import Marker
 from phaseloom.statemgr.core.residency import Rank, Wpg

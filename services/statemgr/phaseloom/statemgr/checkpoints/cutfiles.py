@@ -7,9 +7,9 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import SaveStateResult
-from phaseloom.common.statewire import WriteCheckpoint
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import SaveStateResult
+from phaseloom.common.contract.state_rank import WriteCheckpoint
 from phaseloom.statemgr.checkpoints.files import Checkpoints, writing
 from phaseloom.statemgr.checkpoints.held import CutSums, Held, check
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts

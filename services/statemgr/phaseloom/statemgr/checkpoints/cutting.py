@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.blockhash import Source, digest_of
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import CopyAside, CutState
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_rank import CopyAside, CutState
+from phaseloom.common.tensors.blockhash import Source, digest_of
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.core.cuts import Cut, CutPart
 from phaseloom.statemgr.core.residency import Rank, State, Wpg

@@ -14,17 +14,17 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_rank import (
     CheckpointWritten,
     CutState,
     CutTaken,
     PruneCheckpoints,
     WriteCheckpoint,
 )
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.cutfiles import CutFiles
 from phaseloom.statemgr.checkpoints.cutting import cut_of, cut_state

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from phaseloom.common import metrics
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.statemgr.core.cuts import Cut
 from phaseloom.statemgr.core.statefile import names_within
 from phaseloom.statemgr.disk.files import NEVER

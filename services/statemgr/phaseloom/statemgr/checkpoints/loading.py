@@ -10,9 +10,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.statewire import CheckpointRead, CopyFrom, LoadedFrom, ReadCheckpoint
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_rank import (
+    CheckpointRead,
+    CopyFrom,
+    LoadedFrom,
+    ReadCheckpoint,
+)
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.savedstate import SavedState

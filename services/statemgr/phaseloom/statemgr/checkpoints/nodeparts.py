@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.held import Held
 from phaseloom.statemgr.core.cuts import Cut

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.checkpoints.chunks import (
     CHUNK_BYTES,
     DEPTH,

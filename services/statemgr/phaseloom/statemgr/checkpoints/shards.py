@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.checkpoints.chunks import (
     CHUNK_BYTES,
     DEPTH,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 
 PAGE_BYTES = 4096
 MAX_IDLE_PER_POOL = 2

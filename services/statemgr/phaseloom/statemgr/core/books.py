@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cut, CutPart, Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals

@@ -21,10 +21,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import MAX_PIECE_SOURCES, ContentState, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import ContentState
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import MAX_PIECE_SOURCES
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.pieces import NOWHERE, Account, Pieces, Shared, account
 from phaseloom.statemgr.core.residency import (
     ON_NVME,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phaseloom.common.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from collections import OrderedDict
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import RegisterHeap, TensorSlot
-from phaseloom.common.tensortable import ALIGNMENT_BYTES, TensorTable
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
+from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.core.lives import Wpg
 
 _OFFSET = attrgetter("offset")

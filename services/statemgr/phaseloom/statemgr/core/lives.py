@@ -11,10 +11,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from phaseloom.common.errors import InternalError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.statewire import TensorSlot, extent_bytes
-from phaseloom.common.tensortable import EMPTY, TensorTable
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 
 if TYPE_CHECKING:
     from phaseloom.statemgr.core.contents import Content

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import CHECKSUM_BYTES
-from phaseloom.common.messages import SaveStateResult
+from phaseloom.common.contract.operations import SaveStateResult
+from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES
 
 MARKER_FILE = "operation.json"
 BLOCK_BYTES = 1024 * 1024
@@ -47,8 +47,8 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the `save_state`; 0: it stays, whatever is saved after it."""
     files: dict[str, FileSums] = {}
     digests: list[str] = []
-    """Of each rank's state as it lay in memory when it was cut (`phaseloom.common.blockhash`): by
-    them a seal of the same bytes is known. None: its ranks were on several nodes."""
+    """The digest of each rank's state as it lay in memory when it was cut, by which a seal of the
+    same bytes is known. Empty where its ranks were on several nodes."""
 
     def encode(self) -> bytes:
         """As it lies in its file: behind the last field a checksum of all before it."""

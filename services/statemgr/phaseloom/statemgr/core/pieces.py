@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from phaseloom.common.statewire import MAX_PIECE_SOURCES, TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import MAX_PIECE_SOURCES
+from phaseloom.common.tensors.tensortable import TensorTable
 
 MIN_PIECE_BYTES = 4096
 """What is shorter is held by each: a piece costs a copy of its own at every load."""

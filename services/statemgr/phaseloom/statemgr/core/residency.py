@@ -13,10 +13,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phaseloom.common.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.ids import DeploymentKey, check_name
-from phaseloom.common.statewire import DeploymentState, TensorSlot, extent_bytes
-from phaseloom.common.tensortable import EMPTY, TensorTable
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, check_name
+from phaseloom.common.contract.state_agent import DeploymentState
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.core.arena import rounded
 from phaseloom.statemgr.core.layout import as_table, check_host_bytes, check_layout
 from phaseloom.statemgr.core.lives import (

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import CHECKSUM_BYTES, combined
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combined
 from phaseloom.statemgr.core.layout import is_same_memory
 
 MAGIC = b"PLSTATE1"

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import TensorSlot, VersionState
-from phaseloom.common.tensortable import TensorTable
-from phaseloom.common.versionparts import is_manifest
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_agent import VersionState
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.statemgr.core.layout import as_table, check_layout
 from phaseloom.statemgr.core.residency import Wpg
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.statewire import Role, TensorSlot
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.core.safetensors import item_bytes, tensor_bytes
 
 Box = tuple[tuple[int, int], ...]

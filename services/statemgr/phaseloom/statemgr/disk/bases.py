@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
 from phaseloom.statemgr.core.statefile import PREFIX_BYTES, Section, StateHeader, num_blocks
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import xxhash
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.hugepages import make_huge
-from phaseloom.common.statewire import DiskPath
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.state_agent import DiskPath
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
+from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.probing import opener, probe

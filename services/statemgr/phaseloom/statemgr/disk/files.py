@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, combined
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.versionparts import check_part
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, combined
+from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     Place,

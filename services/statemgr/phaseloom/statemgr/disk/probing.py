@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.statewire import DiskMethod, DiskPath
+from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
 from phaseloom.statemgr.disk.gds import KvikioFile
 

@@ -7,8 +7,8 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-from phaseloom.common.blockhash import BLOCK_BYTES, CHECKSUM_BYTES
-from phaseloom.common.errors import ResourceError
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
     StateHeader,

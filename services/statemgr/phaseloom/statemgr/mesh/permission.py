@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.messages import Ticket
-from phaseloom.common.tickets import is_genuine
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.transport.tickets import is_genuine
 from phaseloom.statemgr.core.residency import Wpg
 
 _MAX_READERS = 4096

@@ -25,16 +25,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from phaseloom.common import certificates, metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import (
+from phaseloom.common.contract.errors import (
     CallerError,
     Code,
     InternalError,
     PhaseloomError,
     ResourceError,
 )
-from phaseloom.common.framing import accept
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.transport import certificates
+from phaseloom.common.transport.framing import accept
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import logging
 import os
 from dataclasses import dataclass
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.framing import close_fds
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.transport.framing import close_fds
 from phaseloom.statemgr.core.residency import Rank, Residency
 from phaseloom.statemgr.mesh.permission import check_reader
 

@@ -13,8 +13,8 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 
-from phaseloom.common.blockhash import BLOCK_BYTES, checksum, combined
-from phaseloom.common.errors import ResourceError
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.statemgr.core.residency import Rank, Residency, State
 from phaseloom.statemgr.node.memory import HostMemory
 

@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.framing import MAX_FDS, Peer, close_fds
-from phaseloom.common.statewire import KeepHandles, StateMessage
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.state_agent import KeepHandles
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.core.books import Books, encode_record
 from phaseloom.statemgr.node.memory import HostMemory
 

@@ -14,9 +14,9 @@ import mmap
 import os
 from collections.abc import Mapping
 
-from phaseloom.common.blockhash import Source
-from phaseloom.common.errors import Code, ResourceError
-from phaseloom.common.hugepages import map_file, place_file
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.tensors.blockhash import Source
+from phaseloom.common.tensors.hugepages import map_file, place_file
 from phaseloom.statemgr.core.arena import Arena, rounded
 from phaseloom.statemgr.core.pieces import Pieces
 

@@ -9,13 +9,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from phaseloom.common import metrics
-from phaseloom.common.blockhash import Source
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.framing import Peer, close_fds
-from phaseloom.common.ids import JobKey, NodeId, VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
+from phaseloom.common.contract.state_rank import (
     Copied,
     CopyAside,
     CopyFrom,
@@ -26,6 +22,10 @@ from phaseloom.common.statewire import (
     StillMapped,
     Unpin,
 )
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.tensors.blockhash import Source
+from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.core.books import books_of
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cuts

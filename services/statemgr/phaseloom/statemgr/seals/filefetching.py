@@ -20,10 +20,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from phaseloom.common.blockhash import CHECKSUM_BYTES, checksum
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.messages import FilesTicket
-from phaseloom.common.versionparts import check_part
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
+from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.core.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.receiving import Receiving, page_buffer

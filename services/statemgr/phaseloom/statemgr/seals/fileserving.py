@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import FilesTicket
-from phaseloom.common.tickets import is_genuine
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.transport.tickets import is_genuine
 from phaseloom.statemgr.core.statefile import Place, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.receiving import page_buffer

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.errors import ErrorInfo
-from phaseloom.common.ids import DeploymentKey
-from phaseloom.common.messages import FilesTicket
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.core.statefile import MAX_HEADER_BYTES, StateHeader
 
 SERVICE = "files"

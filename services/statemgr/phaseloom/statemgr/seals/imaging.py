@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from phaseloom.common.blockhash import (
+from phaseloom.common.tensors.blockhash import (
     BLOCK_BYTES,
     CHECKSUM_BYTES,
     Source,

@@ -14,9 +14,15 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.statewire import BringState, WriteSeal
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.state_agent import BringState, WriteSeal
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.mesh import tls

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.statewire import LoadedFrom
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.state_rank import LoadedFrom
 from phaseloom.statemgr.core.residency import Rank, Wpg
 from phaseloom.statemgr.core.statefile import Place, Section, check_restorable
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from phaseloom.common.blockhash import Source
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey
-from phaseloom.common.messages import Durability
-from phaseloom.common.statewire import CopyOut, PrepareSeal, Sealed, WriteSeal, host_start
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
+from phaseloom.common.contract.state_layout import host_start
+from phaseloom.common.contract.state_rank import CopyOut
+from phaseloom.common.tensors.blockhash import Source
 from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (

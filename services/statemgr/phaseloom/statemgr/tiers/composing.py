@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from phaseloom.common import metrics
-from phaseloom.common.blockhash import BLOCK_BYTES, Source, checksum, combined
-from phaseloom.common.contained import contained
-from phaseloom.common.statewire import MAX_PIECE_SOURCES
+from phaseloom.common.contract.state_rank import MAX_PIECE_SOURCES
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, Source, checksum, combined
 from phaseloom.statemgr.core import pieces as planning
 from phaseloom.statemgr.core.arena import rounded
 from phaseloom.statemgr.core.contents import Content

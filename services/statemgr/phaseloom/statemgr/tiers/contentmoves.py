@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, State, Step
 from phaseloom.statemgr.core.statefile import StateHeader, data_loss

@@ -24,10 +24,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.statewire import Prefetch
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_agent import Prefetch
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.core.arena import rounded
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_DEVICE, ON_NVME, Rank, State, Step, Wpg

@@ -17,9 +17,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import InternalError, PhaseloomError
+from phaseloom.common.contract.errors import InternalError, PhaseloomError
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.core.residency import InvalidTransition
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node

@@ -18,10 +18,16 @@ from functools import partial
 
 from blake3 import blake3
 
-from phaseloom.common.blockhash import Source, digest_of
-from phaseloom.common.errors import CallerError, Code, InternalError, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import Copied, CopyOut, HeapPiece
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+)
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_rank import Copied, CopyOut, HeapPiece
+from phaseloom.common.tensors.blockhash import Source, digest_of
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version

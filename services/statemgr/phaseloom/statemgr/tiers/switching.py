@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
-from phaseloom.common import telemetry
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.statewire import CopyIn, CopyOut, Switched, SwitchIn, SwitchOut
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
+from phaseloom.common.contract.state_rank import CopyIn, CopyOut
+from phaseloom.common.observability import telemetry
 from phaseloom.statemgr.core.residency import Rank, State, Step
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers import sharing

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from phaseloom.common import metrics
-from phaseloom.common.contained import contained
-from phaseloom.common.errors import PhaseloomError
-from phaseloom.common.hugepages import touch
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.tensors.hugepages import touch
 from phaseloom.statemgr.core.residency import Rank, State
 from phaseloom.statemgr.node.node import Node
 

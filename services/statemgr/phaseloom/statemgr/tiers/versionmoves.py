@@ -11,8 +11,8 @@ import asyncio
 import logging
 from weakref import WeakValueDictionary
 
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version

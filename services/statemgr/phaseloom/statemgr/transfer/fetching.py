@@ -25,8 +25,14 @@ from typing import Protocol, TypeVar
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError, to_exception
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh.tls import Identity, Stream, apart, connect, explained
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer

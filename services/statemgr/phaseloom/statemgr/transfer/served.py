@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.statewire import Slice, TensorSlot
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import Slice, TensorSlot
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.transfer.tensorslices import (
     Batch,

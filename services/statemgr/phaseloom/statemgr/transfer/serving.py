@@ -17,9 +17,9 @@ from typing import Protocol, TypeVar
 import msgspec
 import xxhash
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.resharding import item_bytes
-from phaseloom.common.statewire import Role, Slice, TensorSlot
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
+from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.statemgr.core.layout import check_layout
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024

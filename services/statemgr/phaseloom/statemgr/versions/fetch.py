@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import TensorSlot
-from phaseloom.common.tensortable import TensorTable
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts

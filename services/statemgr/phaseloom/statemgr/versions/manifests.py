@@ -7,12 +7,17 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import PartSources, VersionParts
-from phaseloom.common.versionparts import check_part, decode_manifest, manifest_slots, part_of
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, VersionParts
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.versionparts import (
+    check_part,
+    decode_manifest,
+    manifest_slots,
+    part_of,
+)
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.node.node import Node

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
-from phaseloom.common.statewire import (
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import VersionParts
+from phaseloom.common.contract.state_rank import (
     CommitParts,
     CommitVersion,
     CreateVersion,
     VersionExtent,
-    VersionParts,
 )
-from phaseloom.common.versionparts import check_part, encode_manifest
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.versionparts import check_part, encode_manifest
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.node.node import Node, pool_of

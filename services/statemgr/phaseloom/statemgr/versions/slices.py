@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import COPY_PREFIX, VersionKey
-from phaseloom.common.statewire import OpenSlices, VersionExtent
-from phaseloom.common.tensortable import TensorTable
-from phaseloom.common.versionparts import part_of
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import COPY_PREFIX, VersionKey
+from phaseloom.common.contract.state_rank import OpenSlices, VersionExtent
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from phaseloom.common.blockhash import digest_of
-from phaseloom.common.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.ids import VersionKey
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node

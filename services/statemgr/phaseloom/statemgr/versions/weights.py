@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from phaseloom.common.errors import CallerError, Code, ResourceError
-from phaseloom.common.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.messages import Ticket
-from phaseloom.common.statewire import OpenVersion, VersionExtent
-from phaseloom.common.versionparts import part_of
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.state_rank import OpenVersion, VersionExtent
+from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.core.versions import Version

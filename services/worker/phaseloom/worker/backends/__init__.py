@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Final, cast
 
-from phaseloom.common.errors import CallerError
+from phaseloom.common.contract.errors import CallerError
 
 if TYPE_CHECKING:
     from phaseloom.worker.backends.base import BackendFactory

@@ -7,8 +7,8 @@ that the operation names.
 
 Over several ranks each has a backend and a heap of its own. What is marked *collective* must be
 called on all ranks of the WPG alike, in the same order, each with its own share of the data
-(`phaseloom.common.layouts.split`), which may be empty; it returns the share's result, and raises
-`GroupBroken` where another rank does not take part. The `check_…` calls are for the whole
+(`phaseloom.common.tensors.layouts.split`), which may be empty; it returns the share's result, and
+raises `GroupBroken` where another rank does not take part. The `check_…` calls are for the whole
 operation, before it is split.
 """
 
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phaseloom.common.errors import ResourceError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.operations import (
     AdamParams,
-    DeploymentSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -30,8 +29,9 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.devicememory import DeviceMemory
 
 

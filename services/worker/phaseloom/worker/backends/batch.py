@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phaseloom.common.arrays import length
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import Datum, Float32s, Forward, ForwardBackward, Int32s, Loss
+from phaseloom.common.contract.arrays import length
+from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward, Loss
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

@@ -31,10 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import (
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import (
     AdamParams,
-    DeploymentSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -43,7 +42,8 @@ from phaseloom.common.messages import (
     GenerateResult,
     OptimStepResult,
 )
-from phaseloom.common.resharding import Sharding
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phaseloom.common.messages import Sequence
+from phaseloom.common.contract.operations import Sequence
 from phaseloom.worker.backends.rng import uniforms
 
 KEEP_ROWS = 0.75

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from phaseloom.common import layouts
-from phaseloom.common.errors import CallerError, Code, InternalError
-from phaseloom.common.messages import DeploymentSpec, OptimizerOn
-from phaseloom.common.statewire import Role, TensorSlot, host_start
+from phaseloom.common.contract.errors import CallerError, Code, InternalError
+from phaseloom.common.contract.specs import DeploymentSpec, OptimizerOn
+from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
+from phaseloom.common.tensors import layouts
 from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.heap import align
 

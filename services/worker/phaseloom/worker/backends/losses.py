@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from phaseloom.common.messages import ForwardBackward, Loss
+from phaseloom.common.contract.operations import ForwardBackward, Loss
 
 
 def loss_sum(

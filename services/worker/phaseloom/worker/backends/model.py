@@ -18,9 +18,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from phaseloom.common.errors import CallerError
-from phaseloom.common.messages import ModelSpec
-from phaseloom.common.statewire import TensorSlot, host_start
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.state_layout import TensorSlot, host_start
 from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
 from phaseloom.worker.devicememory import DeviceMemory, as_tensor
 

@@ -13,13 +13,12 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from phaseloom.common.arrays import length, pack_float32s, pack_int32s
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import (
     MUTATING_KINDS,
     READING_KINDS,
     AdamParams,
-    DeploymentSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -29,9 +28,10 @@ from phaseloom.common.messages import (
     OptimStepResult,
     Sequence,
 )
-from phaseloom.common.messages import Layout as ParallelLayout
-from phaseloom.common.resharding import Sharding
-from phaseloom.common.statewire import TensorSlot
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import Layout as ParallelLayout
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from phaseloom.common.arrays import int32s, length
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import int32s, length
+from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
-    DeploymentSpec,
-    Float32s,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -34,7 +33,8 @@ from phaseloom.common.messages import (
     SamplingParams,
     Sequence,
 )
-from phaseloom.common.resharding import Sharding
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (

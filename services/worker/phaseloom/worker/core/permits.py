@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum, auto
 
-from phaseloom.common.ids import OperationKey
-from phaseloom.common.messages import CommandId
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.specs import CommandId
 
 REMEMBERED_COMMANDS = 10_000
 REMEMBERED_CANCELS = 1_000

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from phaseloom.common.errors import CallerError, Code
-from phaseloom.common.messages import Layout
-from phaseloom.common.resharding import (
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot, VersionParts
+from phaseloom.common.tensors.resharding import (
     Copy,
     End,
     Fetch,
@@ -29,8 +30,7 @@ from phaseloom.common.resharding import (
     plan,
     source_parts,
 )
-from phaseloom.common.statewire import Role, Slice, TensorSlot, VersionParts
-from phaseloom.common.versionparts import part_name
+from phaseloom.common.tensors.versionparts import part_name
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phaseloom.common.arrays import length
-from phaseloom.common.messages import (
+from phaseloom.common.contract.arrays import length
+from phaseloom.common.contract.operations import (
     Args,
     Forward,
     ForwardBackward,

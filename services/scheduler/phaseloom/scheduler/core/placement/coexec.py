@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.placement.view import (
     Cluster,
     Decision,

@@ -11,7 +11,7 @@ To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WE
 
 from __future__ import annotations
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.cluster import (
     Cluster,
     Decision,

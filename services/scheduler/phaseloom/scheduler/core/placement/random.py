@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.cluster import Cluster, Decision, Member, Placed, Placement, Waits
 from phaseloom.scheduler.core.weave.pool import alone_takes, fresh, need_of, pinned, rooms
 from phaseloom.scheduler.core.weave.timing import ROLLOUT

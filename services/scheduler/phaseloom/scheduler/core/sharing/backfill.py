@@ -14,7 +14,7 @@ from math import inf
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.admission import is_usable
 from phaseloom.scheduler.core.cluster import Cluster, Group, Member, Need, Pool
 from phaseloom.scheduler.core.sharing.sites import (

@@ -12,7 +12,7 @@ from itertools import islice
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.admission import is_usable, waiting_share
 from phaseloom.scheduler.core.cluster import Cluster, Group, Limits, Member, Need, Pool
 

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.cluster import Pool
 from phaseloom.scheduler.core.timeline.intervals import FreeRanges, common
 from phaseloom.scheduler.core.timeline.ring import (

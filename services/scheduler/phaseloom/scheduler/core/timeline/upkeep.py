@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.ids import NodeId
-from phaseloom.common.messages import Cycle
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.cluster import Cluster, Group, Limits, Member, Pool
 from phaseloom.scheduler.core.timeline.timeline import Timeline
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.cluster import Cluster, Group, Pool
 from phaseloom.scheduler.core.weave import seats
 from phaseloom.scheduler.core.weave.pool import serves

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
 from phaseloom.scheduler.core.weave.timing import ROLLOUT, TRAIN
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from phaseloom.common.ids import NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.cluster import Cluster, Move, Placed
 from phaseloom.scheduler.core.weave.board import NEW, Board, board_of
 from phaseloom.scheduler.core.weave.pool import pinned

@@ -1,0 +1,21 @@
+"""The message contract: every type that crosses the bus or a node's sockets, one module an edge.
+
+operations    controller → router, WPG leader; outcomes back to the controller
+events        every service → decision log → scheduler, and what people are told
+commands      scheduler → a node's agent
+agents        agent ↔ agent, for a WPG over several nodes
+api           controller and operator ↔ scheduler and router, request and reply
+state_agent   agent ↔ state manager, over the node's Unix socket
+state_rank    rank ↔ state manager, over the node's Unix socket
+specs         what jobs, deployments, devices and the scheduler are described by
+state_layout  how the state of a rank is described to its state manager
+
+Conventions
+- Frozen structs; unions are tagged by `type` (snake case). Unknown fields are ignored, missing
+  ones refused. JSON (`application/json`) or MessagePack (`application/msgpack`), by the
+  `Content-Type` header.
+- `…_s` are seconds (durations, unless named `…_unix_s`), `…_bytes` bytes.
+- Arrays of tokens and log-probabilities are JSON lists, or little-endian bytes (int32, float32)
+  in MessagePack; `phaseloom.common.contract.arrays` converts.
+- Weights never ride the bus. Nothing is ever unpickled.
+"""

@@ -1,0 +1,70 @@
+"""Token and log-probability arrays between their wire forms, without numpy."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.operations import ForwardResult, GenerateResult, Result, Sequence
+
+
+def _little_endian(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def pack_int32s(values: list[int]) -> bytes:
+    return _little_endian(array("i", values))
+
+
+def pack_float32s(values: list[float]) -> bytes:
+    return _little_endian(array("f", values))
+
+
+def int32s(values: Int32s) -> list[int]:
+    """Raises: ValueError: bytes that are no whole number of int32."""
+    if isinstance(values, list):
+        return values
+    unpacked = array("i")
+    _fill(unpacked, values)
+    return unpacked.tolist()
+
+
+def float32s(values: Float32s) -> list[float]:
+    """Raises: ValueError: bytes that are no whole number of float32."""
+    if isinstance(values, list):
+        return values
+    unpacked = array("f")
+    _fill(unpacked, values)
+    return unpacked.tolist()
+
+
+def as_lists(result: Result) -> Result:
+    """The same result with lists instead of packed arrays, for JSON."""
+    match result:
+        case GenerateResult(groups, prompts):
+            return GenerateResult(
+                [[_unpacked(sequence) for sequence in group] for group in groups],
+                [float32s(values) for values in prompts],
+            )
+        case ForwardResult(logprobs):
+            return ForwardResult([float32s(values) for values in logprobs])
+        case _:
+            return result
+
+
+def _unpacked(sequence: Sequence) -> Sequence:
+    tokens, logprobs = int32s(sequence.tokens), float32s(sequence.logprobs)
+    return Sequence(tokens, logprobs, sequence.stop_reason)
+
+
+def length(values: Int32s | Float32s) -> int:
+    return len(values) if isinstance(values, list) else len(values) // 4
+
+
+def _fill(target: array[int] | array[float], data: bytes) -> None:
+    target.frombytes(data)
+    if sys.byteorder == "big":
+        target.byteswap()

@@ -1,0 +1,435 @@
+"""The decision log: everything that the scheduler decides on; and notices, which only people read.
+
+router, agent, profiler, scheduler's shell and job API → SCHED → scheduler, standby, recorder.
+Each event names its own producer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.operations import After, Outcome
+from phaseloom.common.contract.specs import (
+    CommandId,
+    DeploymentSpec,
+    DeviceSpec,
+    JobSpec,
+    Residency,
+    SchedulerConfig,
+    Segment,
+)
+
+
+class SchedulerConfigured(Message, frozen=True):
+    """scheduler's shell → scheduler, profiler. First in the log, and at each change."""
+
+    config: SchedulerConfig
+
+
+class NodeUp(Message, frozen=True):
+    """agent → scheduler. A node's agent took its lease; nothing of an earlier life survives."""
+
+    node: NodeId
+    pool: str
+    devices: list[DeviceSpec]
+    host_memory_bytes: int
+    revision: int
+    """Of the node lease: every command names it, and an agent refuses another's."""
+    state_endpoint: str
+    """host:port where this node's state manager serves weights versions."""
+    exclusive_residency: Residency = Residency.SHARED
+    price_per_hour: float = 1.0
+    """Of the whole node, in any currency: placement weighs nodes by it."""
+    can_move: bool = False
+    """Whether deployments can be moved between this node and others that say so."""
+
+
+class NodeLost(Message, frozen=True):
+    """agent or lease watcher → scheduler. No process of that life of the node runs any more."""
+
+    node: NodeId
+    revision: int
+    reason: str
+
+
+class WpgStarted(Message, frozen=True):
+    """agent → scheduler. All ranks on it are up; state is in host memory, as of `applied`."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    node: NodeId
+    state_bytes: int
+    applied: int
+    """seq of the last mutating operation in the state: 0, or the seal's."""
+    devices: list[int] = []
+    """Of each rank; for whoever reads the log."""
+
+
+class WpgLost(Message, frozen=True):
+    """agent → scheduler. The WPG's ranks on it are dead and reaped (a failed start included)."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class NodeDrainRequested(Message, frozen=True, omit_defaults=True):
+    """operator API → scheduler. What is on the node is to go to others."""
+
+    node: NodeId
+    request: str
+    """Id of the API request that this answers."""
+    undo: bool = False
+    """It is not to be drained any more."""
+    gone: bool = False
+    """It is gone for good, with all that it alone had."""
+
+
+class StateMirrored(Message, frozen=True, omit_defaults=True):
+    """agent → scheduler. Answer to `MirrorState`."""
+
+    deployment: DeploymentKey
+    seq: int
+    """Of the seal; 0: none was asked for."""
+    node: NodeId
+    command: CommandId
+    error: ErrorInfo | None = None
+    """It is not here, and why."""
+
+
+class JobSubmitted(Message, frozen=True):
+    """job API → scheduler."""
+
+    job: JobKey
+    spec: JobSpec
+    request: str
+    """Id of the API request that this answers."""
+
+
+class JobFinished(Message, frozen=True):
+    """job API → scheduler. The controller is done, or gave up; its state is dropped."""
+
+    job: JobKey
+    request: str
+    failed: bool = False
+
+
+class DrainRequested(Message, frozen=True):
+    """job API → scheduler. The job takes no new operations, and ends once none is open."""
+
+    job: JobKey
+    request: str
+
+
+class DeploymentCreated(Message, frozen=True):
+    """job API → scheduler, profiler. One more deployment of a job that runs."""
+
+    job: JobKey
+    spec: DeploymentSpec
+    request: str
+
+
+class DeploymentDeleted(Message, frozen=True):
+    """job API → scheduler, profiler. Its operations end ABORTED and its state is dropped."""
+
+    deployment: DeploymentKey
+    request: str
+
+
+class SessionOpened(Message, frozen=True):
+    """router → scheduler. A controller attached: operations of older sessions that are queued
+    behind this in the log are refused."""
+
+    job: JobKey
+    session: int
+
+
+class SessionLost(Message, frozen=True):
+    """scheduler's lease watcher → scheduler. The controller's heartbeat ended: its devices are not
+    kept for it."""
+
+    job: JobKey
+    session: int
+
+
+class PhaseDeclared(Message, frozen=True):
+    """job API → scheduler, profiler. The controller began or ended a phase on a pool."""
+
+    job: JobKey
+    session: int
+    pool: str
+    is_open: bool
+
+
+class CancelRequested(Message, frozen=True):
+    """job API → scheduler. Ends what has no permit; a reading operation that runs is stopped."""
+
+    key: OperationKey
+    request: str
+    """Id of the API request that this answers."""
+
+
+class QueuedOperation(Message, frozen=True, omit_defaults=True):
+    """router → scheduler: an operation's header, never its payload."""
+
+    key: OperationKey
+    id: str
+    kind: str
+    after: list[After] = []
+    version: VersionKey | None = None
+    """Of `sync_weights`: what it will bring."""
+    size: int = 0
+    """Tokens at most (prompt and new tokens, over all samples), for whoever reads the log: the
+    scheduler's estimates go by kind."""
+    content_type: str = "application/msgpack"
+    """As the operation came, so is its outcome written."""
+    session: int = 0
+    timeout_s: float = 0.0
+    num_bytes: int = 0
+    """Of the payload, as it is stored."""
+    error: ErrorInfo | None = None
+    """Set where the operation was refused: it becomes a failed operation, not a gap."""
+
+
+class OperationsQueued(Message, frozen=True, omit_defaults=True):
+    """router → scheduler, profiler. Several that one append brought; each counts as one of its
+    own, in this order."""
+
+    operations: list[QueuedOperation]
+    traceparents: list[str] = []
+    """Of each operation; an empty list: none of them is traced."""
+
+
+class OperationFinished(Message, frozen=True, omit_defaults=True):
+    """WPG leader → scheduler, profiler. Its DONE is stored."""
+
+    key: OperationKey
+    kind: str
+    outcome: Outcome
+    epoch: int
+    incarnation: int
+    started_unix_s: float
+    duration_s: float
+    replay: bool = False
+    dirty: bool = False
+    """An error inside a mutating operation: this incarnation must be rebuilt without it."""
+    error: ErrorInfo | None = None
+    num_tokens: int = 0
+    """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
+    checkpoints: dict[str, str] = {}
+    """Of a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
+
+
+class OperationsFinished(Message, frozen=True):
+    """WPG leader → scheduler, profiler. Several that one append brought; each counts as one of its
+    own, in this order."""
+
+    operations: list[OperationFinished]
+
+
+class ActivationOpened(Message, frozen=True):
+    """agent → scheduler, profiler. A switch-in is done and verified."""
+
+    deployment: DeploymentKey
+    epoch: int
+    node: NodeId
+    started_unix_s: float
+    offload_s: float
+    load_s: float
+    bytes_out: int
+    bytes_in: int
+    displaced: list[DeploymentKey] = []
+    early: bool = False
+    """Opened for an operation that was only predicted."""
+
+
+class ActivationRefused(Message, frozen=True):
+    """agent → scheduler. The switch-in was rolled back, or what it brings does not fit."""
+
+    deployment: DeploymentKey
+    epoch: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class PermitReturned(Message, frozen=True):
+    """WPG leader → scheduler. Not run, nothing changed: what it needs cannot be reached now."""
+
+    key: OperationKey
+    epoch: int
+    incarnation: int
+    error: ErrorInfo
+
+
+class StateCut(Message, frozen=True):
+    """WPG leader → scheduler. What a `save_state` saves is apart from the devices now: others may
+    go on while it is written."""
+
+    key: OperationKey
+    epoch: int
+    incarnation: int
+
+
+class SealCommitted(Message, frozen=True):
+    """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
+    on several nodes, this one's part of it."""
+
+    deployment: DeploymentKey
+    seq: int
+    node: NodeId
+    versions: list[int]
+    """Weights versions of this policy that are as durable as the seal."""
+    copies: list[NodeId] = []
+    """Other nodes that have all of this on their disks."""
+
+
+class SealRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """agents → KV `seals`: the commit record of a deployment's newest seal.
+
+    Each node of a WPG adds its part, by compare and swap; with the last one the seal is committed.
+    """
+
+    seq: int
+    num_parts: int = 1
+    parts: list[SealCommitted] = []
+    committed: int = 0
+    """seq of the committed seal before, which stands until this one is whole; 0: none does."""
+
+    @property
+    def is_whole(self) -> bool:
+        # One of before there were parts names none.
+        return not self.parts or len(self.parts) == self.num_parts
+
+    @property
+    def newest(self) -> int:
+        """seq of the newest committed seal; 0: there is none."""
+        return self.seq if self.is_whole else self.committed
+
+
+class SealFailed(Message, frozen=True):
+    """agent → scheduler. The previous seal stands."""
+
+    deployment: DeploymentKey
+    seq: int
+    node: NodeId
+    error: ErrorInfo
+
+
+class KindEstimate(msgspec.Struct, frozen=True):
+    deployment: str
+    kind: str
+    duration_s: float
+    """Median of the recent ones."""
+    next_gap_s: float
+    """Median time until the same job's next operation on this pool is ready; -1: not known."""
+    count: int
+    p95_s: float = 0.0
+    """95th percentile of the recent durations."""
+    worst_s: float = 0.0
+    """As long as it may take where every sample reaches its token limit."""
+    gap_p10_s: float = -1.0
+    gap_p90_s: float = -1.0
+    """10th and 90th percentile of the gap; -1: not known."""
+
+
+class PhaseTrace(Message, frozen=True):
+    """profiler → scheduler, people. A job's cycle as measured."""
+
+    job: JobKey
+    period_s: float
+    """0: no cycle found yet."""
+    segments: list[Segment]
+    estimates: list[KindEstimate]
+    worst_period_s: float = 0.0
+    """The period where every operation takes its `worst_s`."""
+    drift: float = 0.0
+    """Relative change of the period against the one that was told before; 0: none to speak of."""
+    num_optim_steps: int = 1
+    """Of all deployments, in one period."""
+
+
+class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job of a node group goes to another."""
+
+    job: JobKey
+    group: str
+    """Empty: a new one."""
+    nodes: dict[str, list[NodeId]]
+    """By pool: those that it is pinned to there; free ones among them join the group."""
+    why: str = ""
+    shift_s: float = 0.0
+
+
+class ReplanComputed(Message, frozen=True):
+    """scheduler's shell → scheduler. What is worth moving, of the groups as they were."""
+
+    as_of: int
+    """Sequence of the log's entry after which this was asked."""
+    moves: list[PlannedMove]
+    """In order: each may build on those before it."""
+    num_groups: int
+    """Ever made until then: the k-th of the moves to a new group makes `g<num_groups + k>`."""
+    versions: dict[str, int]
+    """Of the groups that the moves touch: one that has changed since is left alone."""
+
+
+class TimerFired(Message, frozen=True):
+    """scheduler's shell → scheduler."""
+
+    timer: str
+
+
+Event = (
+    SchedulerConfigured
+    | NodeUp
+    | NodeLost
+    | NodeDrainRequested
+    | WpgStarted
+    | WpgLost
+    | JobSubmitted
+    | JobFinished
+    | DrainRequested
+    | DeploymentCreated
+    | DeploymentDeleted
+    | SessionOpened
+    | SessionLost
+    | PhaseDeclared
+    | CancelRequested
+    | QueuedOperation
+    | OperationsQueued
+    | OperationFinished
+    | OperationsFinished
+    | ActivationOpened
+    | ActivationRefused
+    | PermitReturned
+    | StateCut
+    | SealCommitted
+    | SealFailed
+    | StateMirrored
+    | PhaseTrace
+    | ReplanComputed
+    | TimerFired
+)
+
+
+def parts(event: Event) -> Seq[Event]:
+    """What an entry of the decision log stands for: one event, or several in order."""
+    if isinstance(event, OperationsQueued | OperationsFinished):
+        return event.operations
+    return (event,)
+
+
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something dropped, refused, retried, restarted, rolled back: with its reason."""
+
+    source: str
+    what: str
+    reason: str
+    subject: str = ""
+    """What it is about: an operation, a deployment, a node, a service."""

@@ -1,0 +1,132 @@
+"""Names and keys: tenants, jobs, deployments, operations, weights versions.
+
+A key's text form (`str(key)`) is its NATS subject suffix, so that one spelling serves subjects,
+logs, spans and files.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError
+
+NodeId = NewType("NodeId", str)
+
+COPY_PREFIX = "slices-"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+_MOST_DIGITS = 18
+_SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
+_UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
+
+
+def check_name(name: str, field: str) -> str:
+    """`name` if it can be one subject token and one file name.
+
+    Raises: CallerError: anything but 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit.
+    """
+    if not _NAME.match(name):
+        raise CallerError(
+            f"{name!r} is not a valid name",
+            field=field,
+            remedy="use 1 to 64 letters, digits, '_' or '-', starting with a letter or digit",
+        )
+    return name
+
+
+class JobKey(msgspec.Struct, frozen=True, order=True):
+    tenant: str
+    job: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}.{self.job}"
+
+
+class DeploymentKey(msgspec.Struct, frozen=True, order=True):
+    tenant: str
+    job: str
+    deployment: str
+
+    @property
+    def job_key(self) -> JobKey:
+        return JobKey(self.tenant, self.job)
+
+    def __str__(self) -> str:
+        return f"{self.tenant}.{self.job}.{self.deployment}"
+
+
+class OperationKey(msgspec.Struct, frozen=True, order=True):
+    """Which operation: `slot` is its `seq` in decimal, or `r…` for a reading one without order."""
+
+    tenant: str
+    job: str
+    deployment: str
+    slot: str
+
+    @property
+    def seq(self) -> int | None:
+        # As `_SEQ` has it, at a third of the time: it is asked for all the time.
+        slot = self.slot
+        is_number = slot.isdecimal() and slot.isascii() and len(slot) <= _MOST_DIGITS
+        return int(slot) if is_number and slot[0] != "0" else None
+
+    @property
+    def deployment_key(self) -> DeploymentKey:
+        return DeploymentKey(self.tenant, self.job, self.deployment)
+
+    @property
+    def job_key(self) -> JobKey:
+        return JobKey(self.tenant, self.job)
+
+    def __str__(self) -> str:
+        return f"{self.tenant}.{self.job}.{self.deployment}.{self.slot}"
+
+
+class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A weights version: the policy that published it and the `seq` of the publish."""
+
+    policy: DeploymentKey
+    seq: int
+    part: str = ""
+    """What of it, for state managers: `2of4`, what one rank wrote, counted from 0; `slices-…`, a
+    copy of what one reader needs. Empty: all of it."""
+
+    def __str__(self) -> str:
+        return f"{self.policy}.{self.seq}{'/' if self.part else ''}{self.part}"
+
+    @property
+    def whole(self) -> VersionKey:
+        return VersionKey(self.policy, self.seq) if self.part else self
+
+    @property
+    def is_copy(self) -> bool:
+        """Of parts that are elsewhere, too."""
+        return self.part.startswith(COPY_PREFIX)
+
+
+def parse_operation_key(suffix: str) -> OperationKey:
+    """Inverse of `str(OperationKey)`.
+
+    Raises: CallerError: not four valid tokens.
+    """
+    tokens = suffix.split(".")
+    if len(tokens) != 4:
+        raise CallerError(
+            f"{suffix!r} is not <tenant>.<job>.<deployment>.<seq>",
+            field="subject",
+            remedy="publish on pl.v1.op.<tenant>.<job>.<deployment>.<seq>",
+        )
+    tenant, job, deployment, slot = tokens
+    check_name(tenant, "subject.tenant")
+    check_name(job, "subject.job")
+    check_name(deployment, "subject.deployment")
+    if not (_SEQ.match(slot) or _UNORDERED.match(slot)):
+        raise CallerError(
+            f"{slot!r} is neither a sequence number nor the id of an unordered operation",
+            field="subject.seq",
+            remedy="count a deployment's operations from 1, or use 'r' and letters or digits",
+        )
+    return OperationKey(tenant, job, deployment, slot)

@@ -1,0 +1,288 @@
+"""Operations and their outcomes: the narrow API between a controller and a model.
+
+Operation:  controller → OPS → router; its payload is read by the WPG leader
+Completion: WPG leader, or scheduler (what never ran) → DONE, republished to the controller
+Progress:   WPG leader → controller, not stored
+
+Shapes: T tokens of one sample. Losses follow one rule: position i predicts `targets[i]`, and every
+loss is a plain sum over positions. With lp the learner's log-probability of the target, q the
+`logprobs` given (of the sampler), A `advantages`, w `weights`, r = exp(lp − q):
+    cross_entropy        −Σ w·lp
+    importance_sampling  −Σ r·A
+    ppo                  −Σ min(r·A, clip(r, clip_low, clip_high)·A)
+    cispo                −Σ clip(r, clip_low, clip_high)·A·lp, the clipped ratio without gradient
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from phaseloom.common.contract.base import Float32s, Int32s, Message, _snake
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import OperationKey
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = []
+    """Beside the end-of-sequence tokens of the model's config."""
+    stop_strings: list[str] = []
+    """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
+    ignore_eos: bool = False
+
+
+class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    tokens: Int32s
+    seed: int = 0
+    """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
+
+
+class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One training sample; every array has the length of `tokens`."""
+
+    tokens: Int32s
+    targets: Int32s
+    weights: Float32s | None = None
+    logprobs: Float32s | None = None
+    advantages: Float32s | None = None
+
+
+class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """0: gradients are not clipped."""
+
+
+class Generate(Message, frozen=True):
+    """Reading. Samples `num_samples` continuations of each prompt."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    """Whether to answer the prompts' own log-probabilities too."""
+
+
+class Forward(Message, frozen=True):
+    """Reading. Log-probabilities of each datum's targets."""
+
+    batch: list[Datum]
+
+
+class Loss(StrEnum):
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+
+
+class ForwardBackward(Message, frozen=True):
+    """Mutating. Adds the gradients of a loss; they accumulate until `optim_step`."""
+
+    batch: list[Datum]
+    loss: Loss
+    clip_low: float = 0.8
+    clip_high: float = 1.2
+
+
+class OptimStep(Message, frozen=True):
+    """Mutating. One AdamW step on the accumulated gradients, which it then zeroes.
+
+    Where a `forward_backward` since the last step was not completed it fails, and the gradients are
+    zeroed, unless `allow_partial`: a step on a part of the batch is not what was meant.
+    """
+
+    adam: AdamParams
+    allow_partial: bool = False
+
+
+class SaveState(Message, frozen=True):
+    """Reading. Writes a checkpoint under the tenant's root.
+
+    With a `controller_blob` it becomes the job's last checkpoint: what `session.attach` answers
+    with, and what the job falls back to where its state is lost.
+    """
+
+    name: str
+    controller_blob: bytes = b""
+    """The controller's own state, at most 1 MiB."""
+    checkpoints: dict[str, str] = {}
+    """Other deployment of the job → the name of its checkpoint that belongs to this one."""
+    keep: int = 0
+    """Once it is durable, those of this deployment's checkpoints that were saved with a `keep` too
+    go, but for the newest so many and those that may be needed; 0: it stays, whatever is saved."""
+
+
+class LoadState(Message, frozen=True):
+    """Mutating. Replaces the whole state by a checkpoint of the same job."""
+
+    name: str
+
+
+class PublishWeights(Message, frozen=True):
+    """Mutating. Cuts an immutable weights version, named by this deployment and this `seq`."""
+
+
+class SyncWeights(Message, frozen=True):
+    """Mutating. Replaces this deployment's weights by a version of the same job."""
+
+    policy: str
+    version: int
+    """The `seq` of the `publish_weights`."""
+
+
+Args = (
+    Generate
+    | Forward
+    | ForwardBackward
+    | OptimStep
+    | SaveState
+    | LoadState
+    | PublishWeights
+    | SyncWeights
+)
+
+
+MUTATING_KINDS = frozenset(
+    {"forward_backward", "optim_step", "load_state", "publish_weights", "sync_weights"}
+)
+
+
+READING_KINDS = frozenset({"generate", "forward", "save_state"})
+
+
+def kind_of(args: Args) -> str:
+    """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
+    return _snake(type(args).__name__)
+
+
+class After(msgspec.Struct, frozen=True):
+    """An operation of the same job that must be completed first."""
+
+    deployment: str
+    seq: int
+
+
+class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
+
+    id: str
+    """Chosen by the client, unique: tells a resend from another session's operation."""
+    session: int
+    args: Args
+    after: list[After] = []
+    timeout_s: float = 0.0
+    """It ends EXPIRED where it has no permit so long after it was queued; 0: it waits."""
+
+
+class Sequence(msgspec.Struct, frozen=True):
+    """One continuation. tokens (T,) int32, logprobs (T,) float32, stop token included."""
+
+    tokens: Int32s
+    logprobs: Float32s
+    stop_reason: str
+    """`stop` or `length`."""
+
+
+class GenerateResult(Message, frozen=True):
+    sequences: list[list[Sequence]]
+    """[prompt][sample]"""
+    prompt_logprobs: list[Float32s] = []
+    """Where asked for, one (T,) array a prompt; the first token's is 0."""
+
+
+class ForwardResult(Message, frozen=True):
+    logprobs: list[Float32s]
+    """One (T,) array a datum."""
+
+
+class ForwardBackwardResult(Message, frozen=True):
+    metrics: dict[str, float]
+    """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
+
+
+class OptimStepResult(Message, frozen=True):
+    metrics: dict[str, float]
+    """`grad_norm:mean` before clipping."""
+
+
+class SaveStateResult(Message, frozen=True):
+    path: str
+    """Under the tenant's root: `<job>/<deployment>/<name>`."""
+    weights_sha256: str
+    """Over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
+    checkpoints: dict[str, str] = {}
+    """Where it carried a controller's blob: deployment → checkpoint, this one's too."""
+
+
+class LoadStateResult(Message, frozen=True):
+    weights_sha256: str
+
+
+class PublishWeightsResult(Message, frozen=True):
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class SyncWeightsResult(Message, frozen=True):
+    version: int
+    digest: str
+
+
+Result = (
+    GenerateResult
+    | ForwardResult
+    | ForwardBackwardResult
+    | OptimStepResult
+    | SaveStateResult
+    | LoadStateResult
+    | PublishWeightsResult
+    | SyncWeightsResult
+)
+
+
+def result_kind(result: Result) -> str:
+    """The kind of the operation that this is the result of."""
+    return _snake(type(result).__name__).removesuffix("_result")
+
+
+def checkpoints_of(completion: Completion) -> dict[str, str]:
+    """What a completed `save_state` with a controller's blob made the job's last checkpoint."""
+    result = completion.result
+    return result.checkpoints if isinstance(result, SaveStateResult) else {}
+
+
+class Outcome(StrEnum):
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """WPG leader → controller, on `pl.v1.out.<key>.progress`: how far a long operation is.
+
+    Not stored, and nothing is decided on it.
+    """
+
+    key: OperationKey
+    num_done: int
+    num_total: int
+    """Tokens at most; the operation may end before."""
+
+
+class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An operation's one outcome, on `pl.v1.done.…`; the first stored decides."""
+
+    id: str
+    outcome: Outcome
+    result: Result | None = None
+    error: ErrorInfo | None = None

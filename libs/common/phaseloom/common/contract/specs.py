@@ -1,0 +1,188 @@
+"""What jobs, deployments, devices and the scheduler are described by, in many messages.
+
+controller → router, scheduler (`JobSpec`, `DeploymentSpec`); agent → scheduler (`DeviceSpec`);
+scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (`Cycle`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What to build: a Hugging Face causal-LM config, initialised from a seed."""
+
+    config: dict[str, Any]
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
+    init_seed: int = 0
+    token_texts: list[str] = []
+    """The text of each token id, where operations give stop strings; else empty."""
+
+
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a deployment is spread over its ranks; their number is dp · tp · pp · cp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Experts are spread over the data-parallel ranks: divides dp · cp · tp."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+
+class Batching(StrEnum):
+    OPERATION = "operation"
+    """Each operation is a batch of its own: its result depends on nothing else in flight."""
+    SHARED = "shared"
+    """Operations in flight are decoded together: faster, and the last bits of a result may depend
+    on what else was."""
+
+
+class OptimizerOn(StrEnum):
+    DEVICE = "device"
+    """The optimizer's state comes and goes with the weights."""
+    HOST = "host"
+    """It lives in host memory, where `optim_step` runs too: half as many bytes on the device and in
+    a switch. The same numbers, a slower step where the device is faster than the host."""
+
+
+class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One logical model of a job. controller → job API → scheduler → agent → ranks."""
+
+    name: str
+    pool: str
+    """`rollout` or `train`, or any pool name that some node declares."""
+    backend: str
+    """`fsdp` (trains), `sampler` (generates) or `noop` (answers at once; for benches)."""
+    model: ModelSpec
+    trainable: bool = False
+    """Keeps gradients and optimizer state beside the weights."""
+    seed: int = 0
+    """Every operation seeds from (this, its seq)."""
+    batching: Batching = Batching.OPERATION
+    layout: Layout = Layout()
+    num_nodes: int = 1
+    """Its ranks are spread evenly over so many nodes of the pool."""
+    host_bytes: int = 0
+    """Working set in the host memory of each of its nodes; 0: not declared."""
+    optimizer_on: OptimizerOn = OptimizerOn.DEVICE
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    placement: str
+    ordering: str
+    idle_grace_s: float
+    """How long a device with nothing ready is kept for its job while another waits."""
+    quantum_s: float
+    """For how long a job's ready operations go before another's on the device that it holds; then
+    the others' go first. 0: the ordering policy alone decides."""
+    seal_every: int
+    """Mutating operations between two seals of a trainable deployment; 0: never."""
+    max_losses: int
+    """A WPG lost this often at one seq fails that operation."""
+    max_reading: int
+    """Reading operations of one activation that run at once."""
+    phase_hold_s: float
+    """For how long at most a phase that the controller declared keeps a device that others wait
+    for, after its last operation there; 0: not at all."""
+    early_switch: bool
+    """Whether activations are opened on idle devices before the operation that is predicted."""
+    seal_bytes: int = 128 * 2**20
+    """Payloads of mutating operations since the last seal that call for the next one."""
+    seal_age_s: float = 600.0
+    """So old, a seal is made again where anything changed since."""
+    max_open_operations: int = 10_000
+    """Of one deployment, without an outcome; more are refused."""
+    outcome_retention_s: float = 86_400.0
+    """How long the outcomes of an ended job, and the job's name, are kept."""
+    max_group_jobs: int = 5
+    """Of one node group."""
+    duty_limit: float = 0.5
+    """Share of its cycle that a member of a group may be predicted to wait, at most."""
+    switch_s: float = 0.0
+    """Planned for each phase of a shared group, by policies that promise an SLO."""
+    node_grace_s: float = 30.0
+    """A node that is away for longer loses what can be rebuilt elsewhere, if it can move."""
+    node_gone_s: float = 1800.0
+    """A node that is away for longer counts as gone for good: what it alone had is lost, and the
+    jobs that need it fall back or fail. 0: only an operator can say so."""
+
+
+class DeviceSpec(msgspec.Struct, frozen=True):
+    memory_bytes: int
+    """Budget for managed state: weights, gradients, optimizer."""
+
+
+class Residency(StrEnum):
+    SHARED = "shared"
+    """Working sets of several jobs stay side by side while they fit."""
+    JOB = "job"
+    """Opening an activation offloads whatever another job left on the device."""
+
+
+class CommandId(msgspec.Struct, frozen=True, order=True):
+    """The decision-log sequence of the event that caused a command, and its place in the answer."""
+
+    sequence: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.sequence}:{self.index}"
+
+
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run of operations of one job on one pool: seconds from the start of its cycle."""
+
+    pool: str
+    offset_s: float
+    duration_s: float
+    worst_s: float = 0.0
+    """Where every sample reaches its token limit; 0: as `duration_s`."""
+
+
+class Cycle(msgspec.Struct, frozen=True):
+    """What a job does again and again while it runs alone, each pool's segments in order."""
+
+    period_s: float
+    segments: list[Segment]
+    num_optim_steps: int = 1
+    """Of all deployments, in one period."""
+
+
+class Durability(StrEnum):
+    """What a committed seal survives. Above it the operation stream is kept."""
+
+    HOST = "host"
+    """The death of every process; kept in its node's memory."""
+    NODE = "node"
+    """A restart of its node, too: on its disk, fsynced."""
+    REMOTE = "remote"
+    """The loss of its node: on the disk of another one as well."""
+
+
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    slo: float = 0.0
+    """Slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
+    deployments: list[DeploymentSpec] = []
+    cycle: Cycle | None = None
+    """As an earlier run measured it, or as the owner estimates it; None: it is profiled first."""
+    duration_s: float = 0.0
+    """How long it would run alone; 0: not known. Only reservations of others go by it."""
+    may_wait: bool = True
+    """Whether it waits for a place that is not there now, or is refused."""
+    durability: Durability = Durability.NODE
+    """Of the seals of its deployments."""
+
+
+class DeviceKind(StrEnum):
+    EMULATED = "emulated"
+    """Memory of this machine, with a budget, and its processors."""
+    CUDA = "cuda"
+    """Device i is GPU i."""

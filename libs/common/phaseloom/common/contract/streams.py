@@ -1,0 +1,249 @@
+"""Subjects and streams: what is kept where, who writes it and who reads it.
+
+The table here is the one `Bus.provision` creates, and the list of who may publish what.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from nats.js.api import (
+    DiscardPolicy,
+    KeyValueConfig,
+    RePublish,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    ActivationRefused,
+    CancelRequested,
+    DeploymentCreated,
+    DeploymentDeleted,
+    DrainRequested,
+    Event,
+    JobFinished,
+    JobSubmitted,
+    NodeDrainRequested,
+    NodeLost,
+    NodeUp,
+    OperationFinished,
+    OperationsFinished,
+    OperationsQueued,
+    PermitReturned,
+    PhaseDeclared,
+    PhaseTrace,
+    QueuedOperation,
+    ReplanComputed,
+    SchedulerConfigured,
+    SealCommitted,
+    SealFailed,
+    SessionLost,
+    SessionOpened,
+    StateCut,
+    StateMirrored,
+    TimerFired,
+    WpgLost,
+    WpgStarted,
+)
+from phaseloom.common.contract.ids import NodeId, OperationKey
+
+PREFIX = "pl.v1"
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+SCHED = "SCHED"
+PERMITS = "PERMITS"
+DONE = "DONE"
+EVENTS = "EVENTS"
+DEAD = "DEAD"
+
+
+class Bucket(StrEnum):
+    """KV buckets, each written by its owner only."""
+
+    VIEW = "view"
+    """scheduler → people, router. Projections: job status by `<tenant>.<job>`."""
+    LEASES = "leases"
+    """agent, scheduler. Who is alive; the revision fences the holder."""
+    SEALS = "seals"
+    """agents. The commit record of each deployment's newest seal: a `SealRecord`."""
+    SESSIONS = "sessions"
+    """router. The newest session number of each job."""
+    SNAPSHOTS = "snapshots"
+    """scheduler. Its own state at a sequence of the decision log."""
+    PROFILES = "profiles"
+    """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
+    CHECKPOINTS = "checkpoints"
+    """WPG leader → router. Each job's last checkpoint with a controller's blob."""
+
+
+def ops_stream(tenant: str) -> str:
+    return f"OPS_{tenant}"
+
+
+def op_subject(key: OperationKey) -> str:
+    return f"{PREFIX}.op.{key}"
+
+
+def done_subject(key: OperationKey) -> str:
+    return f"{PREFIX}.done.{key}"
+
+
+def out_subject(key: OperationKey) -> str:
+    return f"{PREFIX}.out.{key}"
+
+
+def progress_subject(key: OperationKey) -> str:
+    return f"{out_subject(key)}.progress"
+
+
+def permit_subject(node: NodeId) -> str:
+    return f"{PREFIX}.permit.{node}"
+
+
+def state_subject(node: NodeId) -> str:
+    """Where a node's agent answers people's requests for its `StatusReport`."""
+    return f"{PREFIX}.state.{node}"
+
+
+def wpg_subject(node: NodeId) -> str:
+    """Where a node's agent answers those of other nodes, about the WPGs that they share."""
+    return f"{PREFIX}.wpg.{node}"
+
+
+def node_subject(call: str) -> str:
+    """Where the scheduler answers operators' calls about nodes."""
+    return f"{PREFIX}.node.{call}"
+
+
+def dead_subject(source: str) -> str:
+    return f"{PREFIX}.dead.{source}"
+
+
+def event_subject(source: str) -> str:
+    return f"{PREFIX}.event.{source}"
+
+
+def api_subject(tenant: str, call: str) -> str:
+    return f"{PREFIX}.api.{tenant}.{call}"
+
+
+LOG_SUBJECTS: dict[type, str] = {
+    QueuedOperation: f"{PREFIX}.sched.queued",
+    OperationsQueued: f"{PREFIX}.sched.queued",
+    OperationFinished: f"{PREFIX}.sched.finished",
+    OperationsFinished: f"{PREFIX}.sched.finished",
+    PhaseTrace: f"{PREFIX}.sched.trace",
+    ReplanComputed: f"{PREFIX}.sched.job",
+    NodeUp: f"{PREFIX}.sched.node",
+    NodeLost: f"{PREFIX}.sched.node",
+    NodeDrainRequested: f"{PREFIX}.sched.node",
+    WpgStarted: f"{PREFIX}.sched.node",
+    WpgLost: f"{PREFIX}.sched.node",
+    SealCommitted: f"{PREFIX}.sched.seal",
+    SealFailed: f"{PREFIX}.sched.seal",
+    StateMirrored: f"{PREFIX}.sched.seal",
+    SchedulerConfigured: f"{PREFIX}.sched.job",
+    JobSubmitted: f"{PREFIX}.sched.job",
+    JobFinished: f"{PREFIX}.sched.job",
+    DrainRequested: f"{PREFIX}.sched.job",
+    DeploymentCreated: f"{PREFIX}.sched.job",
+    DeploymentDeleted: f"{PREFIX}.sched.job",
+    SessionOpened: f"{PREFIX}.sched.job",
+    SessionLost: f"{PREFIX}.sched.job",
+    PhaseDeclared: f"{PREFIX}.sched.job",
+    CancelRequested: f"{PREFIX}.sched.job",
+    TimerFired: f"{PREFIX}.sched.timer",
+    ActivationOpened: f"{PREFIX}.sched.progress",
+    ActivationRefused: f"{PREFIX}.sched.progress",
+    PermitReturned: f"{PREFIX}.sched.progress",
+    StateCut: f"{PREFIX}.sched.progress",
+}
+
+
+def log_subject(event: Event) -> str:
+    return LOG_SUBJECTS[type(event)]
+
+
+DEDUP_WINDOW_S = 600.0
+"""Longer than any redelivery (ack_wait × max_deliver) of a message that causes another."""
+
+
+def mesh_streams() -> list[StreamConfig]:
+    return [
+        # The decision log: the scheduler's only input, in one order.
+        StreamConfig(
+            name=SCHED,
+            subjects=[f"{PREFIX}.sched.>"],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            duplicate_window=DEDUP_WINDOW_S,
+            allow_direct=True,
+        ),
+        # Every command to a node; one durable consumer a node.
+        StreamConfig(
+            name=PERMITS,
+            subjects=[f"{PREFIX}.permit.*"],
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType.FILE,
+            duplicate_window=DEDUP_WINDOW_S,
+            max_consumers=1000,
+        ),
+        # One outcome a key, first writer wins; what was stored, and only that, reaches `out`.
+        StreamConfig(
+            name=DONE,
+            subjects=[f"{PREFIX}.done.>"],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            max_msgs_per_subject=1,
+            discard=DiscardPolicy.NEW,
+            discard_new_per_subject=True,
+            allow_direct=True,
+            republish=RePublish(src=f"{PREFIX}.done.>", dest=f"{PREFIX}.out.>"),
+        ),
+        StreamConfig(
+            name=EVENTS,
+            subjects=[f"{PREFIX}.event.>"],
+            storage=StorageType.MEMORY,
+            max_age=600.0,
+            max_bytes=16 * 1024 * 1024,
+        ),
+        StreamConfig(
+            name=DEAD,
+            subjects=[f"{PREFIX}.dead.>"],
+            storage=StorageType.FILE,
+            max_age=7 * 86400.0,
+            max_bytes=64 * 1024 * 1024,
+        ),
+    ]
+
+
+def tenant_stream(tenant: str, max_bytes: int) -> StreamConfig:
+    """A tenant's operations, its write-ahead log: full means refused, never dropped."""
+    return StreamConfig(
+        name=ops_stream(tenant),
+        subjects=[f"{PREFIX}.op.{tenant}.>"],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        max_bytes=max_bytes,
+        max_msgs_per_subject=1,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        allow_direct=True,
+        max_consumers=16,
+    )
+
+
+def buckets() -> list[KeyValueConfig]:
+    return [
+        KeyValueConfig(bucket=Bucket.VIEW, history=1, direct=True),
+        # The marker of an expired lease is what tells those who wait for it.
+        KeyValueConfig(bucket=Bucket.LEASES, history=1, direct=True, limit_marker_ttl=60.0),
+        KeyValueConfig(bucket=Bucket.SEALS, history=2, direct=True),
+        KeyValueConfig(bucket=Bucket.SESSIONS, history=1, direct=True),
+        KeyValueConfig(bucket=Bucket.SNAPSHOTS, history=2, direct=True),
+        KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
+        KeyValueConfig(bucket=Bucket.CHECKPOINTS, history=1, direct=True),
+    ]

@@ -1,0 +1,311 @@
+"""What the devices did, from the decision log: executions with their waits, switches, what is open.
+
+A fold for those who only look on: metrics and `phaseloom top`. Its memory is bounded by what is
+open. A log may begin in the middle: what is not known yet has the pool `unknown` and no place.
+Definitions: an operation *waits* from ready (queued, its predecessors and everything in `after`
+done) to its start; a switch is *hidden* as long as no ready operation waits for its devices.
+Operations that end without running leave no entry of their own: they are taken to have ended with
+what ends them (a failed predecessor named in `after`, a cancel, their timeout, their job's end).
+Starts are the workers' clocks, all else is the log's. Cost: that of `Readiness`, and O(ready
+operations of the devices concerned) a switch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    CancelRequested,
+    DeploymentCreated,
+    DeploymentDeleted,
+    Event,
+    JobFinished,
+    JobSubmitted,
+    NodeUp,
+    OperationFinished,
+    QueuedOperation,
+    WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, Outcome
+from phaseloom.common.observability.intervals import Interval, merge, subtract, total
+from phaseloom.common.observability.readiness import Readiness
+
+UNKNOWN_POOL = "unknown"
+NOT_READY = float("inf")
+_MAX_BUSY = 64
+"""Newest stretches of a device's work that later reports may overlap."""
+
+Device = tuple[str, int]
+"""(node, index)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One operation on its devices."""
+
+    key: OperationKey
+    kind: str
+    pool: str
+    outcome: Outcome
+    ready_s: float
+    start_s: float
+    end_s: float
+    num_tokens: int
+    is_replay: bool
+    busy_s: dict[Device, float]
+    """Seconds of it in which nothing counted before ran on that device."""
+
+    @property
+    def waited_s(self) -> float:
+        return max(0.0, self.start_s - self.ready_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """An activation that moved bytes."""
+
+    deployment: DeploymentKey
+    node: str
+    end_s: float
+    """When the log had it."""
+    offload_s: float
+    load_s: float
+    bytes_out: int
+    bytes_in: int
+    hidden_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.offload_s + self.load_s
+
+
+Observation = Execution | Switch
+
+
+@dataclass(slots=True)
+class _Open:
+    operation: QueuedOperation
+    queued_s: float
+    ready_s: float = NOT_READY
+
+    def waits_at(self, time_s: float) -> bool:
+        timeout_s = self.operation.timeout_s
+        return not timeout_s or time_s < self.queued_s + timeout_s
+
+
+@dataclass(slots=True)
+class Activity:
+    """Fold entries in log order; each call says what they tell."""
+
+    holders: dict[str, DeploymentKey] = field(default_factory=dict)
+    """Node → deployment that its newest activation is of."""
+    pools: dict[str, str] = field(default_factory=dict)
+    """Of each node."""
+    _open: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
+    """In order of arrival."""
+    _ready: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
+    """Those of `_open` that are ready."""
+    _readiness: Readiness = field(default_factory=Readiness)
+    _places: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
+    _deployment_pools: dict[DeploymentKey, str] = field(default_factory=dict)
+    _busy: dict[Device, list[Interval]] = field(default_factory=dict)
+
+    def step(  # noqa: PLR0912 - one arm an event
+        self, time_s: float, event: Event, ready: Sequence[OperationKey] | None = None
+    ) -> list[Observation]:
+        """Take one entry of the log; its time in Unix seconds.
+
+        Args: ready: operations that it made ready, where the caller has a `Readiness` at hand.
+        """
+        if ready is None:
+            ready = self._readiness.step(event)
+        seen: list[Observation] = []
+        match event:
+            case NodeUp():
+                self.pools[event.node] = event.pool
+                self.holders.pop(event.node, None)
+            case JobSubmitted(job=job):
+                for spec in event.spec.deployments:
+                    key = DeploymentKey(job.tenant, job.job, spec.name)
+                    self._deployment_pools[key] = spec.pool
+            case DeploymentCreated(job=job, spec=spec):
+                self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
+            case WpgStarted():
+                devices = event.devices or [0]
+                self._places[event.deployment] = tuple((event.node, d) for d in devices)
+            case ActivationOpened():
+                seen = self._switch(time_s, event)
+            case QueuedOperation():
+                self._queue(time_s, event)
+            case OperationFinished():
+                seen = [self._finish(event)]
+            case CancelRequested(key=key):
+                self._end_unrun(key)
+            case DeploymentDeleted(deployment=key):
+                self._open.pop(key, None)
+                self._ready.pop(key, None)
+            case JobFinished(job=job):
+                self._forget(job)
+        for operation in ready:
+            opened = self._open.get(operation.deployment_key, {}).get(operation)
+            if opened is not None:
+                opened.ready_s = time_s
+                self._ready.setdefault(operation.deployment_key, {})[operation] = opened
+        return seen
+
+    def depth(self) -> Counter[JobKey]:
+        """Operations without an outcome, by job."""
+        depths: Counter[JobKey] = Counter()
+        for deployment, operations in self._open.items():
+            depths[deployment.job_key] += len(operations)
+        return depths
+
+    def waiting(self, now_s: float) -> Counter[str]:
+        """Operations that are ready and have no outcome (one of them may run), by node."""
+        counts: Counter[str] = Counter()
+        for deployment, operations in self._ready.items():
+            if place := self._places.get(deployment):
+                counts[place[0][0]] += sum(o.waits_at(now_s) for o in operations.values())
+        return counts
+
+    # --- operations -----------------------------------------------------------------------------
+
+    def _queue(self, time_s: float, event: QueuedOperation) -> None:
+        if event.error is not None:
+            self._end_dependents(event.key)
+        else:
+            operations = self._open.setdefault(event.key.deployment_key, {})
+            operations.setdefault(event.key, _Open(event, time_s))
+
+    def _drop(self, key: OperationKey) -> _Open | None:
+        self._ready.get(key.deployment_key, {}).pop(key, None)
+        return self._open.get(key.deployment_key, {}).pop(key, None)
+
+    def _finish(self, event: OperationFinished) -> Execution:
+        key, start_s = event.key, event.started_unix_s
+        opened = self._drop(key)
+        if event.outcome is not Outcome.COMPLETED:
+            self._end_dependents(key)
+        if event.kind in MUTATING_KINDS and not event.replay:
+            self._end_below(key)
+        ready_s = start_s if opened is None else min(opened.ready_s, start_s)
+        stretch = (start_s, start_s + event.duration_s)
+        return Execution(
+            key=key,
+            kind=event.kind,
+            pool=self._pool(key.deployment_key),
+            outcome=event.outcome,
+            ready_s=ready_s,
+            start_s=start_s,
+            end_s=stretch[1],
+            num_tokens=event.num_tokens,
+            is_replay=event.replay,
+            busy_s={d: self._occupy(d, stretch) for d in self._places.get(key.deployment_key, ())},
+        )
+
+    def _pool(self, key: DeploymentKey) -> str:
+        pool = self._deployment_pools.get(key)
+        if pool is not None:
+            return pool
+        place = self._places.get(key)
+        return self.pools.get(place[0][0], UNKNOWN_POOL) if place else UNKNOWN_POOL
+
+    def _occupy(self, device: Device, stretch: Interval) -> float:
+        busy = self._busy.setdefault(device, [])
+        start_s, end_s = stretch
+        if not busy or busy[-1][1] < start_s:  # nearly always
+            if start_s < end_s:
+                busy.append(stretch)
+                del busy[:-_MAX_BUSY]
+            return max(0.0, end_s - start_s)
+        fresh = subtract(merge([stretch]), busy)
+        self._busy[device] = merge([*busy, *fresh])[-_MAX_BUSY:]
+        return total(fresh)
+
+    def _end_unrun(self, key: OperationKey) -> None:
+        if self._drop(key) is not None:
+            self._end_dependents(key)
+
+    def _end_dependents(self, key: OperationKey) -> None:
+        ended = [key]
+        of_job = [o for d, o in self._open.items() if d.job_key == key.job_key]
+        while ended:
+            at = ended.pop()
+            dependents = [
+                other
+                for operations in of_job
+                for other, opened in operations.items()
+                if _comes_after(opened.operation, at)
+            ]
+            for other in dependents:
+                self._drop(other)
+            ended += dependents
+
+    def _end_below(self, key: OperationKey) -> None:
+        """A mutating operation runs after every lower `seq` of its deployment has its outcome.
+
+        They arrive in order, nearly: what one higher hides here is found when that one has ended.
+        """
+        operations = self._open.get(key.deployment_key, {})
+        for other in list(takewhile(lambda o: not _is_above(o, key), operations)):
+            if other.seq is not None:
+                self._drop(other)
+
+    def _forget(self, job: JobKey) -> None:
+        kept: tuple[dict[DeploymentKey, Any], ...]
+        kept = (self._open, self._ready, self._places, self._deployment_pools)
+        for keyed in kept:
+            for key in [k for k in keyed if k.job_key == job]:
+                del keyed[key]
+
+    # --- switches -------------------------------------------------------------------------------
+
+    def _switch(self, time_s: float, event: ActivationOpened) -> list[Observation]:
+        key = event.deployment
+        self._places.setdefault(key, ((event.node, 0),))
+        self.holders[event.node] = key
+        if not event.bytes_out + event.bytes_in:
+            return []
+        duration_s = event.offload_s + event.load_s
+        return [
+            Switch(
+                deployment=key,
+                node=event.node,
+                end_s=time_s,
+                offload_s=event.offload_s,
+                load_s=event.load_s,
+                bytes_out=event.bytes_out,
+                bytes_in=event.bytes_in,
+                hidden_s=self._hidden_s(key, event.started_unix_s, duration_s, time_s),
+            )
+        ]
+
+    def _hidden_s(
+        self, key: DeploymentKey, start_s: float, duration_s: float, now_s: float
+    ) -> float:
+        """Whatever is ready on these devices now has waited since it was: nothing ran meanwhile."""
+        devices = set(self._places[key])
+        since = (
+            opened.ready_s
+            for other, operations in self._ready.items()
+            if devices.intersection(self._places.get(other, ()))
+            for opened in operations.values()
+            if opened.waits_at(now_s)
+        )
+        return max(0.0, min(duration_s, min(since, default=now_s) - start_s))
+
+
+def _comes_after(operation: QueuedOperation, key: OperationKey) -> bool:
+    return any(
+        after.deployment == key.deployment and after.seq == key.seq for after in operation.after
+    )
+
+
+def _is_above(key: OperationKey, other: OperationKey) -> bool:
+    return key.seq is not None and other.seq is not None and key.seq > other.seq

@@ -1,0 +1,590 @@
+"""Metrics: every instrument of the mesh in one table, and an endpoint for Prometheus per process.
+
+`TABLE` is the whole list; `docs/metrics.md` says the same to people, and a test compares them. What
+can be told from the decision log is computed in one place, from `Activity`, by the profiler; the
+other services count what only they see. Pure cores hold no instrument: shells look at what comes
+out of them.
+
+OpenTelemetry's global meter provider holds the set-up, made once a process by `endpoint`. Without a
+port nothing is set up, and an instrument costs a look-up (about 1 µs; with one, about 5 µs). The
+endpoint lives on the service's event loop: what a gauge reads is never half changed, and a scrape
+costs the loop some milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import msgspec
+from opentelemetry import metrics as otel
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+
+from phaseloom.common.contract.errors import PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.process import config
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+log = logging.getLogger(__name__)
+
+MAX_JOBS = 100
+"""Series by job are of the so many largest; the sum of the others is called `other`."""
+_OTHERS = JobKey("other", "other")
+_REQUEST_TIMEOUT_S = 5.0
+_REFRESH_TIMEOUT_S = 1.0
+_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+_SHORT_SECONDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0)
+
+_SUFFIX = {"s": "_seconds", "By": "_bytes"}
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    GAUGE = "gauge"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """An instrument. Labels are low in number of values, or bounded by `per_job`.
+
+    Compared by identity: it is looked up at every use.
+    """
+
+    name: str
+    """By OpenTelemetry's conventions."""
+    kind: Kind
+    unit: str
+    """UCUM: `s`, `By`, or what is counted in braces."""
+    labels: tuple[str, ...]
+    service: str
+    """That exposes it."""
+    meaning: str
+    buckets: tuple[float, ...] = _SECONDS
+    """Upper bounds, of a histogram."""
+
+    @property
+    def prometheus(self) -> str:
+        """As Prometheus calls it; a histogram has `_bucket`, `_sum` and `_count` behind that."""
+        name = self.name.replace(".", "_") + _SUFFIX.get(self.unit, "")
+        return f"{name}_total" if self.kind is Kind.COUNTER else name
+
+
+# --- From the decision log: the profiler ----------------------------------------------------------
+
+OPERATION_WAIT = Metric(
+    "phaseloom.operation.wait",
+    Kind.HISTOGRAM,
+    "s",
+    ("pool", "kind"),
+    "profiler",
+    "From ready (queued, its predecessors and everything in `after` done) to its start",
+)
+OPERATION_DURATION = Metric(
+    "phaseloom.operation.duration",
+    Kind.HISTOGRAM,
+    "s",
+    ("pool", "kind"),
+    "profiler",
+    "Execution on the device, replays left out",
+)
+OPERATIONS_FINISHED = Metric(
+    "phaseloom.operations.finished",
+    Kind.COUNTER,
+    "{operation}",
+    ("tenant", "kind", "outcome"),
+    "profiler",
+    "Operations that ran, by outcome, replays left out",
+)
+OPERATIONS_REPLAYED = Metric(
+    "phaseloom.operations.replayed",
+    Kind.COUNTER,
+    "{operation}",
+    ("kind",),
+    "profiler",
+    "Operations run again to rebuild a WPG that was lost",
+)
+OPERATION_TOKENS = Metric(
+    "phaseloom.operation.tokens",
+    Kind.COUNTER,
+    "{token}",
+    ("pool", "kind"),
+    "profiler",
+    "Tokens that operations worked on",
+)
+SWITCH_DURATION = Metric(
+    "phaseloom.switch.duration",
+    Kind.HISTOGRAM,
+    "s",
+    ("node", "part"),
+    "profiler",
+    "Context switches that moved bytes; part is `offload` or `load`",
+)
+SWITCH_HIDDEN = Metric(
+    "phaseloom.switch.hidden",
+    Kind.COUNTER,
+    "s",
+    ("node",),
+    "profiler",
+    "Switch seconds in which no ready operation waited for the device; over the sum of "
+    "`phaseloom.switch.duration` it is the hidden share",
+)
+SWITCH_MOVED = Metric(
+    "phaseloom.switch.moved",
+    Kind.COUNTER,
+    "By",
+    ("node", "direction"),
+    "profiler",
+    "State moved by context switches; direction is `out` or `in`",
+)
+SWITCHES_EARLY = Metric(
+    "phaseloom.switches.early",
+    Kind.COUNTER,
+    "{switch}",
+    ("node",),
+    "profiler",
+    "Activations opened for an operation that was only predicted",
+)
+DEVICE_BUSY = Metric(
+    "phaseloom.device.busy",
+    Kind.COUNTER,
+    "s",
+    ("node", "device"),
+    "profiler",
+    "Seconds in which an operation ran on the device; its rate is the busy share",
+)
+ACTIVATIONS_REFUSED = Metric(
+    "phaseloom.activations.refused",
+    Kind.COUNTER,
+    "{activation}",
+    ("node", "code"),
+    "profiler",
+    "Switch-ins that were rolled back or did not fit, by error code",
+)
+WPG_LOSSES = Metric(
+    "phaseloom.wpg.losses",
+    Kind.COUNTER,
+    "{wpg}",
+    ("node", "code"),
+    "profiler",
+    "Worker-process groups that died or were stopped, by error code",
+)
+NODE_LOSSES = Metric(
+    "phaseloom.node.losses",
+    Kind.COUNTER,
+    "{node}",
+    ("node",),
+    "profiler",
+    "Lives of a node that ended",
+)
+SEALS = Metric(
+    "phaseloom.seals",
+    Kind.COUNTER,
+    "{seal}",
+    ("node", "result"),
+    "profiler",
+    "Seals `committed` and `failed`",
+)
+JOB_PERIOD = Metric(
+    "phaseloom.job.period",
+    Kind.GAUGE,
+    "s",
+    ("tenant", "job"),
+    "profiler",
+    "A job's cycle as measured; absent until one is found",
+)
+PROFILER_LAG = Metric(
+    "phaseloom.profiler.lag",
+    Kind.GAUGE,
+    "{entry}",
+    (),
+    "profiler",
+    "Entries of the decision log that the profiler has not read yet",
+)
+
+# --- Scheduler ------------------------------------------------------------------------------------
+
+QUEUE_DEPTH = Metric(
+    "phaseloom.queue.depth",
+    Kind.GAUGE,
+    "{operation}",
+    ("tenant", "job"),
+    "scheduler",
+    "Operations without an outcome, running ones included",
+)
+PERMITS = Metric(
+    "phaseloom.permits",
+    Kind.COUNTER,
+    "{permit}",
+    ("kind",),
+    "scheduler",
+    "Permits given, by kind of operation, replays included",
+)
+STEP_DURATION = Metric(
+    "phaseloom.scheduler.step.duration",
+    Kind.HISTOGRAM,
+    "s",
+    (),
+    "scheduler",
+    "The core's decision on one entry of the log",
+    _SHORT_SECONDS,
+)
+SCHEDULER_LAG = Metric(
+    "phaseloom.scheduler.lag",
+    Kind.GAUGE,
+    "{entry}",
+    (),
+    "scheduler",
+    "Entries of the decision log that the scheduler has not folded yet",
+)
+LOG_SIZE = Metric(
+    "phaseloom.log.size",
+    Kind.GAUGE,
+    "By",
+    (),
+    "scheduler",
+    "Decision log in the server's store, above the second-newest snapshot",
+)
+OPERATIONS_SIZE = Metric(
+    "phaseloom.operations.size",
+    Kind.GAUGE,
+    "By",
+    ("tenant",),
+    "scheduler",
+    "Operation stream of a tenant in the server's store: what lies above the seals",
+)
+
+# --- Router ---------------------------------------------------------------------------------------
+
+OPERATIONS_ROUTED = Metric(
+    "phaseloom.operations.routed",
+    Kind.COUNTER,
+    "{operation}",
+    ("tenant", "code"),
+    "router",
+    "Operations taken from the stream: admitted (code `OK`), or refused by error code",
+)
+VALIDATION_DURATION = Metric(
+    "phaseloom.router.validation.duration",
+    Kind.HISTOGRAM,
+    "s",
+    (),
+    "router",
+    "Validation of one operation, its session included",
+    _SHORT_SECONDS,
+)
+ROUTER_LAG = Metric(
+    "phaseloom.router.lag",
+    Kind.GAUGE,
+    "{operation}",
+    ("tenant",),
+    "router",
+    "Operations that no router has taken yet; the same from every replica",
+)
+
+# --- Worker ---------------------------------------------------------------------------------------
+
+WORKER_WPGS = Metric(
+    "phaseloom.worker.wpgs",
+    Kind.GAUGE,
+    "{wpg}",
+    ("node",),
+    "worker",
+    "Worker-process groups that the node's agent runs",
+)
+WORKER_COMMANDS = Metric(
+    "phaseloom.worker.commands",
+    Kind.GAUGE,
+    "{command}",
+    ("node",),
+    "worker",
+    "Commands of the scheduler that the agent has in hand",
+)
+
+# --- State manager --------------------------------------------------------------------------------
+
+ARENA_USED = Metric(
+    "phaseloom.arena.used",
+    Kind.GAUGE,
+    "By",
+    ("node",),
+    "statemgr",
+    "Host arena in use",
+)
+ARENA_BUDGET = Metric(
+    "phaseloom.arena.budget",
+    Kind.GAUGE,
+    "By",
+    ("node",),
+    "statemgr",
+    "Host arena's budget",
+)
+DEVICE_USED = Metric(
+    "phaseloom.device.used",
+    Kind.GAUGE,
+    "By",
+    ("node", "device"),
+    "statemgr",
+    "Managed state on the device",
+)
+DEVICE_BUDGET = Metric(
+    "phaseloom.device.budget",
+    Kind.GAUGE,
+    "By",
+    ("node", "device"),
+    "statemgr",
+    "Managed state that the device may hold",
+)
+TRANSFER_DURATION = Metric(
+    "phaseloom.transfer.duration",
+    Kind.HISTOGRAM,
+    "s",
+    ("node", "direction"),
+    "statemgr",
+    "Moves of a rank's state; direction is `offload`, `load`, `copy` for a "
+    "seal of resident state, or `spill`, `drain` and `lift` between host memory and NVMe",
+)
+TRANSFER_MOVED = Metric(
+    "phaseloom.transfer.moved",
+    Kind.COUNTER,
+    "By",
+    ("node", "direction"),
+    "statemgr",
+    "Bytes of those copies",
+)
+SEAL_DURATION = Metric(
+    "phaseloom.seal.duration",
+    Kind.HISTOGRAM,
+    "s",
+    ("node",),
+    "statemgr",
+    "Writing a seal to disk, its versions and the fsync included",
+)
+CHECKPOINT_DURATION = Metric(
+    "phaseloom.checkpoint.duration",
+    Kind.HISTOGRAM,
+    "s",
+    ("node",),
+    "statemgr",
+    "Writing a checkpoint to disk from the copy that was cut for it, the fsync included",
+)
+NOT_ON_DEVICE = Metric(
+    "phaseloom.version.unshared",
+    Kind.COUNTER,
+    "{version}",
+    (),
+    "statemgr",
+    "Weights versions that were offered in device memory and are not kept there: no room beside "
+    "their policy, or dropped meanwhile; who syncs takes them from the host",
+)
+UNFORESEEN = Metric(
+    "phaseloom.failures.unforeseen",
+    Kind.COUNTER,
+    "{failure}",
+    ("part",),
+    "statemgr",
+    "Failures that nobody foresaw, contained and logged with a traceback; part is `request`, "
+    "`peer`, `move`, `comparison` or `checkpoint`",
+)
+
+TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))
+
+
+# --- Using them -----------------------------------------------------------------------------------
+
+Reading = tuple[float, Mapping[str, str]]
+"""A gauge's value, and its labels."""
+Refresh = Callable[[], Awaitable[None]]
+
+
+@runtime_checkable
+class _Refreshing(Protocol):
+    """The meter provider of a process that has an endpoint."""
+
+    refreshes: list[Refresh]
+
+
+def count(metric: Metric, amount: float = 1, **labels: str) -> None:
+    """Add to a counter."""
+    _counter(otel.get_meter_provider(), metric).add(amount, labels)
+
+
+def measure(metric: Metric, value: float, **labels: str) -> None:
+    """Give a histogram one more value."""
+    _histogram(otel.get_meter_provider(), metric).record(value, labels)
+
+
+@contextmanager
+def timed(metric: Metric, **labels: str) -> Iterator[None]:
+    """Give a histogram the seconds that the block takes; nothing where it fails."""
+    began_s = time.perf_counter()
+    yield
+    measure(metric, time.perf_counter() - began_s, **labels)
+
+
+def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
+    """Let a gauge, or a counter's total, be read at every scrape, on the event loop."""
+
+    def callback(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(value, labels) for value, labels in read()]
+
+    meter = otel.get_meter_provider().get_meter("phaseloom")
+    if metric.kind is Kind.COUNTER:
+        meter.create_observable_counter(metric.name, [callback], metric.unit, metric.meaning)
+    else:
+        meter.create_observable_gauge(metric.name, [callback], metric.unit, metric.meaning)
+
+
+def before_scrape(refresh: Refresh) -> None:
+    """Have what gauges read brought up to date first, by asking the server for instance."""
+    provider = otel.get_meter_provider()
+    if isinstance(provider, _Refreshing):
+        provider.refreshes.append(refresh)
+
+
+def per_job(values: Mapping[JobKey, float]) -> list[Reading]:
+    """Readings by tenant and job, of at most `MAX_JOBS` and the sum of the others."""
+    jobs = sorted(values, key=lambda job: (-values[job], job))
+    readings: list[Reading] = [(values[job], _job_labels(job)) for job in jobs[:MAX_JOBS]]
+    if len(jobs) > MAX_JOBS:
+        rest = sum(values[job] for job in jobs[MAX_JOBS:])
+        readings.append((rest, _job_labels(_OTHERS)))
+    return readings
+
+
+def _job_labels(job: JobKey) -> dict[str, str]:
+    return {"tenant": job.tenant, "job": job.job}
+
+
+@lru_cache(maxsize=len(TABLE))
+def _counter(provider: MeterProvider, metric: Metric) -> otel.Counter:
+    assert metric.kind is Kind.COUNTER, metric.name
+    return provider.get_meter("phaseloom").create_counter(metric.name, metric.unit, metric.meaning)
+
+
+@lru_cache(maxsize=len(TABLE))
+def _histogram(provider: MeterProvider, metric: Metric) -> otel.Histogram:
+    assert metric.kind is Kind.HISTOGRAM, metric.name
+    return provider.get_meter("phaseloom").create_histogram(
+        metric.name,
+        metric.unit,
+        metric.meaning,
+        explicit_bucket_boundaries_advisory=metric.buckets,
+    )
+
+
+# --- The endpoint ---------------------------------------------------------------------------------
+
+
+class MetricsConfig(msgspec.Struct, frozen=True):
+    """Section `metrics`; PHASELOOM_METRICS_<FIELD>."""
+
+    port: int = 0
+    """TCP port of `http://<host>:<port>/metrics`, and of `/healthz`, which answers as long as the
+    event loop runs; 0: none, and nothing is measured."""
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
+
+
+@asynccontextmanager
+async def endpoint(service: str, settings: MetricsConfig | None = None) -> AsyncIterator[None]:
+    """Measure, and answer scrapes, within the block; once a process, before its first instrument.
+
+    Args:   settings: the configuration section `metrics` where None.
+    Raises: ResourceError: the port cannot be had.
+    """
+    settings = settings or config.load(MetricsConfig, "metrics")
+    if not settings.port:
+        yield
+        return
+    registry, refreshes = _set_up(service)
+    scraping = asyncio.Lock()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S), scraping:
+                writer.write(await _response(reader, registry, refreshes))
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            log.debug("a scrape ended early: %r", error)
+        finally:
+            writer.close()
+
+    try:
+        server = await asyncio.start_server(answer, settings.host, settings.port)
+    except OSError as error:
+        raise ResourceError(
+            f"metrics cannot be served at {settings.host}:{settings.port}: {error.strerror}",
+            field="PHASELOOM_METRICS_PORT",
+            remedy="choose a free port, or 0 for none",
+        ) from None
+    try:
+        yield
+    finally:
+        server.close()
+
+
+def _set_up(service: str) -> tuple[CollectorRegistry, list[Refresh]]:
+    # A process without an endpoint does without the memory of these.
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from prometheus_client import CollectorRegistry
+
+    class Provider(SdkMeterProvider):
+        refreshes: list[Refresh]
+
+    registry = CollectorRegistry()
+    provider = Provider(
+        [PrometheusMetricReader(scope_info_enabled=False, registry=registry)],
+        resource=Resource.create({"service.name": service}),
+        shutdown_on_exit=False,
+    )
+    provider.refreshes = []
+    otel.set_meter_provider(provider)
+    return registry, provider.refreshes
+
+
+async def _response(
+    reader: asyncio.StreamReader,
+    registry: CollectorRegistry,
+    refreshes: list[Refresh],
+) -> bytes:
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    method, path, *_ = [*head.split(), "", ""]
+    if (method, path) == ("GET", "/healthz"):
+        return b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    if (method, path.partition("?")[0]) != ("GET", "/metrics"):
+        return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    for refresh in refreshes:
+        await _refreshed(refresh)
+    body = generate_latest(registry)
+    return (
+        f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    ).encode() + body
+
+
+async def _refreshed(refresh: Refresh) -> None:
+    """A server that is away leaves the gauges as they were; all else is answered all the same."""
+    from nats.errors import Error as NatsError
+
+    try:
+        async with asyncio.timeout(_REFRESH_TIMEOUT_S):
+            await refresh()
+    except (TimeoutError, NatsError, PhaseloomError) as error:
+        log.warning("metrics that the NATS server has are as old as the last scrape: %r", error)

@@ -1,0 +1,145 @@
+"""When an operation became ready: queued, its predecessors done, everything in `after` done.
+
+A fold over the decision log that needs no scheduler state, for those who only look on: the
+profiler (how long until a job needs its pool again) and the run report (who waited for a device).
+Predecessors follow the order invariant: a mutating operation waits for every lower `seq` of its
+deployment, a reading one for every lower mutating `seq`; a `seq` not seen yet is a gap that holds
+back what comes after it.
+
+A log may begin in the middle. An operation that finished proves that what it had to wait for is
+done, so the fold catches up with a deployment at its first finished mutating operation.
+Operations that end without ever running leave no entry in the log and stay unfinished here.
+Cost: O(operations of the job that wait) an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phaseloom.common.contract.events import (
+    DeploymentDeleted,
+    Event,
+    JobFinished,
+    OperationFinished,
+    QueuedOperation,
+)
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
+from phaseloom.common.contract.operations import MUTATING_KINDS, READING_KINDS
+
+
+@dataclass(slots=True)
+class _Deployment:
+    done_to: int = 0
+    """Every seq up to here is done."""
+    done_above: set[int] = field(default_factory=set)
+    open_kinds: dict[int, str] = field(default_factory=dict)
+    """Queued and not done: seq → kind."""
+    read_to: int = 0
+    """Every seq up to here is done or a reading operation: a reading one need not wait for it."""
+
+    def is_done(self, seq: int) -> bool:
+        return seq <= self.done_to or seq in self.done_above
+
+    def queue(self, seq: int, kind: str) -> None:
+        self.open_kinds[seq] = kind
+        self._read_on()
+
+    def finish(self, seq: int, kind: str) -> None:
+        self.open_kinds.pop(seq, None)
+        if seq > self.done_to:
+            self.done_above.add(seq)
+        if kind in MUTATING_KINDS and seq > self.done_to + 1:
+            self._catch_up(seq)
+        while self.done_to + 1 in self.done_above:
+            self.done_to += 1
+            self.done_above.remove(self.done_to)
+        self._read_on()
+
+    def lets(self, seq: int, kind: str) -> bool:
+        """True when the order within the deployment holds back `seq` no longer."""
+        return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
+
+    def _catch_up(self, seq: int) -> None:
+        """All below a mutating operation that finished is done, though it was not told here."""
+        self.done_to = seq
+        self.done_above = {s for s in self.done_above if s > seq}
+        self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
+
+    def _read_on(self) -> None:
+        self.read_to = max(self.read_to, self.done_to)
+        while self._lets_read(self.read_to + 1):
+            self.read_to += 1
+
+    def _lets_read(self, seq: int) -> bool:
+        return seq in self.done_above or self.open_kinds.get(seq) in READING_KINDS
+
+
+class Readiness:
+    """Fold events in log order; each call says which operations became ready by it."""
+
+    def __init__(self) -> None:
+        self._deployments: dict[DeploymentKey, _Deployment] = {}
+        self._waiting: dict[JobKey, dict[OperationKey, QueuedOperation]] = {}
+
+    def step(self, event: Event) -> list[OperationKey]:
+        """Operations that this event made ready, in key order of arrival."""
+        match event:
+            case QueuedOperation(key=key):
+                self._queue(event)
+                return self._release(key.job_key)
+            case OperationFinished(key=key):
+                self._finish(key, event.kind)
+                return self._release(key.job_key)
+            case DeploymentDeleted(deployment=deployment):
+                waiting = self._waiting.get(deployment.job_key, {})
+                for key in [key for key in waiting if key.deployment_key == deployment]:
+                    del waiting[key]
+            case JobFinished(job=job):
+                self._forget(job)
+        return []
+
+    def _deployment(self, key: DeploymentKey) -> _Deployment:
+        deployment = self._deployments.get(key)
+        if deployment is None:
+            deployment = self._deployments[key] = _Deployment()
+        return deployment
+
+    def _queue(self, operation: QueuedOperation) -> None:
+        key, seq = operation.key, operation.key.seq
+        deployment = self._deployment(key.deployment_key)
+        if seq is not None and (deployment.is_done(seq) or seq in deployment.open_kinds):
+            return
+        if operation.error is not None:
+            # A refused operation is a failed one and not a gap.
+            self._finish(key, "")
+            return
+        if seq is not None:
+            deployment.queue(seq, operation.kind)
+        self._waiting.setdefault(key.job_key, {})[key] = operation
+
+    def _finish(self, key: OperationKey, kind: str) -> None:
+        self._waiting.get(key.job_key, {}).pop(key, None)
+        if key.seq is not None:
+            self._deployment(key.deployment_key).finish(key.seq, kind)
+
+    def _release(self, job: JobKey) -> list[OperationKey]:
+        waiting = self._waiting.get(job, {})
+        ready = [key for key, operation in waiting.items() if self._is_ready(operation)]
+        for key in ready:
+            del waiting[key]
+        return ready
+
+    def _is_ready(self, operation: QueuedOperation) -> bool:
+        key = operation.key
+        for other in operation.after:
+            named = DeploymentKey(key.tenant, key.job, other.deployment)
+            if not self._deployment(named).is_done(other.seq):
+                return False
+        if key.seq is None:
+            return True
+        return self._deployment(key.deployment_key).lets(key.seq, operation.kind)
+
+    def _forget(self, job: JobKey) -> None:
+        self._waiting.pop(job, None)
+        for key in [k for k in self._deployments if k.job_key == job]:
+            del self._deployments[key]

@@ -1,0 +1,322 @@
+"""Traces: spans of one operation over all services, W3C context through NATS headers.
+
+Span names: submit, route, queue, permit, switch, offload, load, execute, complete. Attributes:
+tenant, job, deployment, seq, kind, node, device, epoch.
+
+Spans go to a file of JSON lines, to an OTLP receiver, to both, or nowhere. OpenTelemetry's global
+tracer provider holds the set-up: it is set once a process, by `setup`. A recorded span costs about
+27 µs, one that is sampled out about 5 µs. Spans above the queue's size, when an exporter cannot
+keep up, are dropped and logged by the batch processor; nothing is decided on spans.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TextIO
+from urllib.parse import urlsplit
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.context import Context, attach, detach
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.process import config
+
+log = logging.getLogger(__name__)
+
+Attribute = str | bool | int | float
+
+_QUEUE_SPANS = 65_536
+_EXPORT_EVERY_MS = 500
+_BATCH_SPANS = 4096
+_SHUTDOWN_TIMEOUT_S = 3.0
+_TRACEPARENT = "traceparent"
+_TRACEPARENT_LENGTH = 55
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True):
+    """Where spans go. Without either target nothing is recorded for traces that begin here."""
+
+    spans_dir: str = ""
+    """Directory for `<service>-<pid>.jsonl`, one span a line; empty: no file."""
+    otlp_endpoint: str = ""
+    """`http://host:4318` of an OTLP/HTTP receiver; empty: none. Needs the extra `otlp`."""
+    sample_ratio: float = 1.0
+    """Share of traces, 0 to 1, that are recorded; decided where a trace begins."""
+
+
+def setup(service: str, settings: TelemetryConfig | None = None) -> Callable[[], None]:
+    """Install the exporters of this process; once, before its first span.
+
+    Args:    settings: the configuration section `telemetry` where None.
+    Returns: what to call at the end: exports what is left and closes the files.
+    Raises:  CallerError: an OTLP endpoint without the package for it, or a bad ratio.
+    """
+    settings = settings or config.load(TelemetryConfig, "telemetry")
+    exporters: list[SpanExporter] = []
+    if settings.spans_dir:
+        exporters.append(SpanFile(service, Path(settings.spans_dir)))
+    if settings.otlp_endpoint:
+        exporters.append(_otlp_exporter(settings.otlp_endpoint))
+    provider = TracerProvider(
+        sampler=_sampler(settings.sample_ratio, has_target=bool(exporters)),
+        resource=Resource.create({"service.name": service}),
+        shutdown_on_exit=False,
+    )
+    for exporter in exporters:
+        provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter,
+                max_queue_size=_QUEUE_SPANS,
+                schedule_delay_millis=_EXPORT_EVERY_MS,
+                max_export_batch_size=_BATCH_SPANS,
+            )
+        )
+    trace.set_tracer_provider(provider)
+    return partial(_shut_down, provider)
+
+
+def flush() -> None:
+    """Export what is left, in bounded time: for a process that is about to exit hard."""
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, TracerProvider):
+        _shut_down(provider)
+
+
+def _shut_down(provider: TracerProvider) -> None:
+    """Bounded: a receiver that does not answer must not keep a process that wants to end."""
+    ending = threading.Thread(target=provider.shutdown, daemon=True)
+    ending.start()
+    ending.join(_SHUTDOWN_TIMEOUT_S)
+    if ending.is_alive():
+        log.warning("the last spans could not be exported within %.0f s", _SHUTDOWN_TIMEOUT_S)
+
+
+def tracer() -> Tracer:
+    return _tracer_of(trace.get_tracer_provider())
+
+
+@lru_cache(maxsize=1)
+def _tracer_of(provider: trace.TracerProvider) -> Tracer:
+    # Asking the provider costs a third of a span.
+    return provider.get_tracer("phaseloom")
+
+
+def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[str, str]:
+    """A fresh copy of the headers with the trace context (the current one where None)."""
+    carrier = dict(headers)
+    if trace.get_current_span(context).get_span_context().is_valid:
+        TraceContextTextMapPropagator().inject(carrier, context)
+    return carrier
+
+
+def extract(headers: Mapping[str, str] | None) -> Context:
+    """The trace context that a message carries; an empty one where it carries none."""
+    if not headers or _TRACEPARENT not in headers:
+        return Context()
+    return _extracted(headers) or TraceContextTextMapPropagator().extract(dict(headers), Context())
+
+
+def _extracted(headers: Mapping[str, str]) -> Context | None:
+    """The same for the one form that we write, at a third of the cost; None for any other."""
+    text = headers[_TRACEPARENT]
+    if len(text) != _TRACEPARENT_LENGTH or not text.startswith("00-") or "tracestate" in headers:
+        return None
+    try:
+        ids = int(text[3:35], 16), int(text[36:52], 16)
+        flags = trace.TraceFlags(int(text[53:], 16))
+    except ValueError:
+        return None
+    return child_context(SpanContext(*ids, is_remote=True, trace_flags=flags))
+
+
+def span_context(context: Context) -> SpanContext:
+    """The span that a context is in: what links point to."""
+    return trace.get_current_span(context).get_span_context()
+
+
+@contextmanager
+def within(context: Context) -> Iterator[None]:
+    """Makes a context current in the block: what is logged there carries its trace."""
+    token = attach(context)
+    try:
+        yield
+    finally:
+        detach(token)
+
+
+@contextmanager
+def span(
+    name: str,
+    *,
+    parent: Context | None = None,
+    links: Sequence[SpanContext] = (),
+    start_unix_s: float | None = None,
+    **attributes: object,
+) -> Iterator[Span]:
+    """A span around the block, current within it; an exception marks it failed and goes on.
+
+    Args: parent: the context that the span belongs under; the current one where None.
+          start_unix_s: when it began, if not now.
+    """
+    current = _unsampled(parent) or tracer().start_span(
+        name,
+        parent,
+        attributes=_attributes(attributes),
+        links=_links(links),
+        start_time=None if start_unix_s is None else _nanoseconds(start_unix_s),
+    )
+    # As `start_as_current_span` does, without its three context managers.
+    token = attach(trace.set_span_in_context(current))
+    try:
+        yield current
+    except Exception as error:
+        current.set_status(Status(StatusCode.ERROR, str(error)))
+        raise
+    finally:
+        detach(token)
+        current.end()
+
+
+def record(
+    name: str,
+    start_unix_s: float,
+    end_unix_s: float,
+    parent: Context | None = None,
+    links: Sequence[SpanContext] = (),
+    **attributes: object,
+) -> SpanContext:
+    """A span whose times are known afterwards; returns its context, for children and links."""
+    if unsampled := _unsampled(parent):
+        return unsampled.get_span_context()
+    current = tracer().start_span(
+        name,
+        parent,
+        attributes=_attributes(attributes),
+        links=_links(links),
+        start_time=_nanoseconds(start_unix_s),
+    )
+    current.end(_nanoseconds(end_unix_s))
+    return current.get_span_context()
+
+
+def _unsampled(parent: Context | None) -> Span | None:
+    """The span of a trace that is not recorded, which stands for all its children too.
+
+    The SDK would come to the same end, at five times the cost.
+    """
+    current = trace.get_current_span(parent)
+    context = current.get_span_context()
+    return current if context.is_valid and not context.trace_flags.sampled else None
+
+
+def child_context(parent: SpanContext) -> Context:
+    """A context in which new spans belong under `parent`; for `record`ed parents and `inject`."""
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())
+
+
+class SpanFile(SpanExporter):
+    """Writes spans as JSON lines to `<directory>/<service>-<pid>.jsonl`."""
+
+    def __init__(self, service: str, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._service = service
+        self._path = directory / f"{service}-{os.getpid()}.jsonl"
+        self._file: TextIO | None = self._path.open("a", encoding="utf-8")
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self._file is None:
+            return SpanExportResult.FAILURE
+        # One write, so that a reader of a running mesh never sees half a line of a killed process.
+        self._file.write("".join(self._line(span) for span in spans))
+        self._file.flush()
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return True
+
+    def _line(self, span: ReadableSpan) -> str:
+        own = span.get_span_context()
+        assert own is not None
+        entry = {
+            "name": span.name,
+            "trace_id": trace.format_trace_id(own.trace_id),
+            "span_id": trace.format_span_id(own.span_id),
+            "parent_id": trace.format_span_id(span.parent.span_id) if span.parent else None,
+            "start_unix_ns": span.start_time,
+            "end_unix_ns": span.end_time,
+            "service": self._service,
+            "attributes": dict(span.attributes or {}),
+            "links": [_link_ids(link.context) for link in span.links],
+        }
+        if span.status.status_code is StatusCode.ERROR:
+            entry["error"] = span.status.description
+        return json.dumps(entry) + "\n"
+
+
+def _link_ids(context: SpanContext) -> dict[str, str]:
+    return {
+        "trace_id": trace.format_trace_id(context.trace_id),
+        "span_id": trace.format_span_id(context.span_id),
+    }
+
+
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise CallerError(
+            "spans cannot be sent: the OTLP exporter is not installed",
+            code=Code.FAILED_PRECONDITION,
+            field="PHASELOOM_TELEMETRY_OTLP_ENDPOINT",
+            remedy="pip install 'phaseloom[otlp]', or unset it",
+        ) from None
+    path = urlsplit(endpoint).path
+    return OTLPSpanExporter(
+        endpoint=endpoint if path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+    )
+
+
+def _sampler(ratio: float, *, has_target: bool) -> Sampler:
+    if not 0.0 <= ratio <= 1.0:
+        raise CallerError(
+            f"{ratio} is no share of traces",
+            field="PHASELOOM_TELEMETRY_SAMPLE_RATIO",
+            remedy="use a number from 0 to 1",
+        )
+    # Whoever began a trace decided for all services: a trace is recorded whole or not at all.
+    return ParentBased(TraceIdRatioBased(ratio) if has_target else ALWAYS_OFF)
+
+
+def _nanoseconds(unix_s: float) -> int:
+    return int(unix_s * 1e9)
+
+
+def _links(contexts: Sequence[SpanContext]) -> list[Link]:
+    return [Link(context) for context in contexts if context.is_valid]
+
+
+def _attributes(values: Mapping[str, object]) -> dict[str, Attribute]:
+    return {
+        name: value if isinstance(value, Attribute) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,151 @@
+"""Configuration: one frozen struct a service, from a TOML file and the environment.
+
+This is the only module that reads the environment. A value comes from, later over earlier: the
+field's default; the table `[<section>]` of the TOML file that PHASELOOM_CONFIG names; the variable
+PHASELOOM_<SECTION>_<FIELD>. A key that no field has is an error, so that a typo never goes unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError
+
+PREFIX = "PHASELOOM_"
+FILE_VARIABLE = "PHASELOOM_CONFIG"
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def load(
+    kind: type[T],
+    section: str,
+    environ: Mapping[str, str] | None = None,
+    *,
+    file: Path | None = None,
+) -> T:
+    """The configuration of one service.
+
+    Args:   kind: a frozen struct; its fields are the keys.
+            section: the table in the file and the middle of the variables' names. Empty: no table,
+                and exactly the variables PHASELOOM_<FIELD>, which others stand beside.
+            environ: the process's own where None.
+            file: a TOML file to read instead of the one that PHASELOOM_CONFIG names.
+    Raises: CallerError: an unknown key, a bad or a missing value; names the key and the remedy.
+    """
+    environ = os.environ if environ is None else environ
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    hints = get_type_hints(kind)
+    values = _from_file(section, file or _named_file(environ), fields)
+    sources = {name: f"[{section}] {name}" for name in values}
+    prefix = f"{PREFIX}{section.upper()}_" if section else PREFIX
+    for variable, text in environ.items():
+        if not variable.startswith(prefix):
+            continue
+        name = variable.removeprefix(prefix).lower()
+        if name not in fields:
+            if not section:
+                continue
+            raise _unknown(variable, [f"{prefix}{field.upper()}" for field in fields])
+        values[name] = text if _is_text(hints[fields[name].name]) else _parsed(text)
+        sources[name] = variable
+    for name, field in fields.items():
+        if field.required and name not in values:
+            raise CallerError(
+                f"{name!r} of the {section or 'top'} configuration is not set",
+                field=f"{prefix}{name.upper()}",
+                remedy=f"set {prefix}{name.upper()}, or {name} in [{section}] of {FILE_VARIABLE}",
+            )
+    return _converted(kind, values, sources)
+
+
+def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A copy of the environment to start a child process with."""
+    return dict(os.environ if environ is None else environ)
+
+
+def keep_from_children(section: str, field: str) -> None:
+    """Processes that this one starts from now on do not inherit this variable."""
+    os.environ.pop(f"{PREFIX}{section.upper()}_{field.upper()}", None)
+
+
+def hand_down(variable: str, value: str) -> None:
+    """Set a variable for the processes that this one starts from now on."""
+    os.environ[variable] = value
+
+
+def _named_file(environ: Mapping[str, str]) -> Path | None:
+    name = environ.get(FILE_VARIABLE)
+    return Path(name) if name else None
+
+
+def _from_file(section: str, file: Path | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if file is None or not section:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text()).get(section, {})
+    except OSError as error:
+        raise CallerError(
+            f"{file} cannot be read: {error.strerror}",
+            field=FILE_VARIABLE,
+            remedy="name a readable TOML file, or unset it",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CallerError(
+            f"{file} is not TOML: {error}", field=FILE_VARIABLE, remedy="correct the file"
+        ) from None
+    if not isinstance(table, dict):
+        raise CallerError(f"{section} in {file} is no table", field=section, remedy="use [section]")
+    for name in table:
+        if name not in fields:
+            raise _unknown(f"[{section}] {name}", sorted(fields))
+    return dict(table)
+
+
+def _converted(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        top = name.partition(".")[0].partition("[")[0]
+        source = sources.get(top, name)
+        raise CallerError(
+            f"{text} at {name or 'the top'}",
+            field=source,
+            remedy=f"correct {source}: {_shown(values.get(top))} does not fit",
+        ) from None
+
+
+def _unknown(key: str, known: list[str]) -> CallerError:
+    return CallerError(
+        f"{key} is not a configuration key",
+        field=key,
+        remedy=f"remove it, or use one of: {', '.join(known)}",
+    )
+
+
+def _is_text(annotation: Any) -> bool:
+    if get_origin(annotation) in {Union, UnionType}:
+        return all(a is NoneType or _is_text(a) for a in get_args(annotation))
+    return isinstance(annotation, type) and issubclass(annotation, str | Path)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _shown(value: Any) -> str:
+    """A bad value, shortened; only ever of fields that are no strings or no valid ones."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

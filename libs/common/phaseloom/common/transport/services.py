@@ -1,0 +1,197 @@
+"""API calls as NATS micro services, the same on both sides.
+
+A call is a request on `pl.v1.api.<tenant>.<call>`, JSON or MessagePack by `Content-Type`; the
+answer comes in the same type. A failed call answers an `ApiError` and the micro services' error
+headers. Who calls is taken from the subject alone: the server lets a tenant publish on its own
+subjects only.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.errors import Error as JetStreamError
+from nats.micro import add_service
+from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
+from nats.micro.service import Service
+
+from phaseloom.common.contract.api import ApiError
+from phaseloom.common.contract.codec import (
+    CONTENT_TYPE,
+    JSON,
+    MSGPACK,
+    content_type_of,
+    decode,
+    encode,
+)
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    ErrorInfo,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.streams import api_subject, node_subject
+from phaseloom.common.transport.bus import Bus
+
+log = logging.getLogger(__name__)
+
+ApiHandler = Callable[[str, Any], Awaitable[object]]
+"""(tenant, decoded request) -> the struct to answer; raises PhaseloomError to refuse."""
+
+_TENANT_TOKEN = 3
+_HEADER_CHARS = 200
+
+
+async def serve_api(
+    bus: Bus,
+    service_name: str,
+    endpoints: Mapping[str, tuple[Any, ApiHandler]],
+    *,
+    operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
+    queue_group: str | None = None,
+) -> Service:
+    """Serve calls for every tenant until the answered service's `stop()`.
+
+    Args: endpoints: call (`job.submit`) -> (request type, handler). Requests of one call are
+              handled one after another.
+          operators: as endpoints, on subjects that no tenant can reach (`pl.v1.node.<call>`); the
+              handler's tenant is empty.
+          queue_group: replicas in the same group share the calls; default: the service's name.
+    """
+    # nats-py asks for utcnow(), deprecated since Python 3.12.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        service = await add_service(
+            bus.client,
+            name=service_name,
+            version="1.0.0",
+            queue_group=queue_group or service_name,
+        )
+    for call, (kind, handler) in endpoints.items():
+        await service.add_endpoint(
+            name=call.replace(".", "-"),
+            subject=api_subject("*", call),
+            handler=_endpoint(call, kind, handler, _tenant_of),
+        )
+    for call, (kind, handler) in (operators or {}).items():
+        await service.add_endpoint(
+            name=f"node-{call}",
+            subject=node_subject(call),
+            handler=_endpoint(call, kind, handler, lambda request: ""),
+        )
+    return service
+
+
+def _tenant_of(request: Request) -> str:
+    return check_name(request.subject.split(".")[_TENANT_TOKEN], "subject.tenant")
+
+
+def _endpoint(
+    call: str, kind: Any, handler: ApiHandler, tenant_of: Callable[[Request], str]
+) -> Callable[[Request], Awaitable[None]]:
+    async def handle(request: Request) -> None:
+        content_type = content_type_of(request.headers)
+        try:
+            tenant = tenant_of(request)
+            answer = await handler(tenant, decode(request.data, kind, content_type))
+            payload = encode(answer, content_type)
+        except PhaseloomError as error:
+            await _refuse(request, error.info, content_type)
+        except (nats.errors.Error, JetStreamError) as error:
+            log.warning("%s: the bus failed: %r", call, error)
+            info = ResourceError(f"{call}: the bus failed: {error!r}", remedy="try again").info
+            await _refuse(request, info, content_type)
+        except Exception:
+            # The caller must hear of it, and the endpoint must go on; the trace is for us.
+            log.exception("%s failed", call)
+            await _refuse(request, InternalError(f"{call} failed").info, content_type)
+        else:
+            await request.respond(payload, headers={CONTENT_TYPE: content_type})
+
+    return handle
+
+
+async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
+    known = content_type if content_type in (JSON, MSGPACK) else JSON
+    # A header is one line; the message may quote what the caller sent.
+    line = " ".join(info.message[:_HEADER_CHARS].split()).encode("ascii", "replace").decode()
+    await request.respond_error(
+        info.code, line, encode(ApiError(info), known), headers={CONTENT_TYPE: known}
+    )
+
+
+async def call_api(
+    client: Client, tenant: str, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
+) -> Any:
+    """One call, answered as `answer`.
+
+    Raises: PhaseloomError: what the service answered; ResourceError UNAVAILABLE: no answer (nobody
+            serves it, no connection, or no time left): whether it took effect is not known.
+    """
+    return await _called(client, api_subject(tenant, call), request, answer, timeout_s)
+
+
+async def call_node_api(
+    client: Client, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
+) -> Any:
+    """As `call_api`, of an operator."""
+    return await _called(client, node_subject(call), request, answer, timeout_s)
+
+
+async def _called(
+    client: Client, subject: str, request: object, answer: Any, timeout_s: float
+) -> Any:
+    message = await request_reply(
+        client,
+        subject,
+        encode(request),
+        timeout_s=timeout_s,
+        headers={CONTENT_TYPE: MSGPACK},
+    )
+    headers = message.headers or {}
+    content_type = content_type_of(headers)
+    if ERROR_CODE_HEADER in headers:
+        raise to_exception(_error_of(message, content_type, headers))
+    return decode(message.data, answer, content_type)
+
+
+async def request_reply(
+    client: Client, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
+) -> Msg:
+    """A NATS request whose every way of getting no answer is a ResourceError UNAVAILABLE.
+
+    Raises: also CallerError: the payload is above the server's limit.
+    """
+    try:
+        return await client.request(subject, payload, timeout=timeout_s, headers=headers)
+    except nats.errors.MaxPayloadError:
+        raise CallerError(
+            f"{len(payload)} bytes are more than one message may have",
+            remedy="send fewer samples at once",
+        ) from None
+    except (nats.errors.Error, OSError) as error:
+        raise ResourceError(f"no answer on {subject}: {error!r}", remedy="try again") from error
+
+
+def _error_of(message: Msg, content_type: str, headers: Mapping[str, str]) -> ErrorInfo:
+    if message.data:
+        error: ApiError = decode(message.data, ApiError, content_type)
+        return error.error
+    return ErrorInfo(Code.INTERNAL, headers.get(ERROR_HEADER, "the call failed"))
+
+
+def pub_ack(message: Msg) -> dict[str, Any]:
+    """A JetStream PubAck: `{"stream": …, "seq": …}` or `{"error": {…}}`."""
+    answer: dict[str, Any] = msgspec.json.decode(message.data)
+    return answer
