@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
-from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
 
@@ -28,7 +28,7 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
     hierarchy = Hierarchy(node, directory, 0)
     weights = Weights(node, directory, hierarchy, identity(), 10.0)
-    slices = Slices(node, hierarchy, weights)
+    slices = Slices(node, weights)
     node.residency.register(["token"], KEY, 1, [0], 0)
     wpg = node.residency.current(KEY, 1)
     busy, only_thread = threading.Event(), ThreadPoolExecutor(1)

@@ -1,4 +1,4 @@
-"""Boxes: cut for the transfer, gathered where they lie."""
+"""Tensor slices: cut for the transfer, gathered where they lie."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
-from phaseloom.statemgr.core.slices import (
+from phaseloom.statemgr.transfer.tensorslices import (
     MAX_BATCH_BYTES,
     Batch,
     Box,
     Piece,
     all_of,
+    batch_bytes,
     batches,
     box_of,
     contains,
@@ -148,13 +149,13 @@ def test_shares_of_a_batch_go_where_the_whole_would(
     cut = Box("w", at, [e - a for a, e in zip(at, end, strict=True)])
     shares = [[(0, cut)], [(0, each) for each in left_of(batch.boxes, cut)]]
     memory = memoryview(bytearray(128 + num_bytes))
-    for share in batch.shared(shares):
+    for share in batch.split(shares):
         share.put(memory, b"".join(part[_inside(each)].tobytes() for each in share.boxes))
     assert bytes(memory[128:]) == part[_inside(Box("w", start, size))].tobytes()
     for bad in (shares[:1], [*shares, shares[0]], [[(1, cut)]], [[(0, Box("v", start, size))]]):
         if bad != [[(0, batch.boxes[0])]]:
             with pytest.raises(CallerError):
-                batch.shared(bad)
+                batch.split(bad)
 
 
 @given(st.lists(st.tuples(_boxes(), st.integers(0, 2)), max_size=5), st.integers(0, 200))
@@ -180,3 +181,10 @@ def test_all_of_a_part_is_its_tensors_and_what_lies_between(
     assert np.all(seen == 1)
     for name in ("w", f"bytes from {len(part)}", "bytes from -1", "bytes from " + "9" * 30, ""):
         assert raw_slot(name, len(part)) is None
+
+
+@given(st.integers(0, 10**10))
+def test_batches_are_of_a_size_that_gives_several_streams_something_to_do(num_bytes: int) -> None:
+    size = batch_bytes(num_bytes)
+    assert size in range(65536, 4 * 2**20 + 1, 65536)
+    assert size == 65536 or size == 4 * 2**20 or num_bytes / size >= 32
