@@ -348,13 +348,15 @@ class Fetch:
         """Let a source verify what it sent, or told of what peers have. A source that is gone by
         now is believed."""
         opened: Stream | None = None
+        is_asked = False
         try:
             for part in sorted(source.delivered):
                 if stream is None:
                     stream = opened = await self._open(source)
+                is_asked = True
                 await self._ask(stream, wire.Confirm(part), wire.Confirmed)
         except _FAILURES as error:
-            if isinstance(error, ResourceError) and error.info.code is Code.DATA_LOSS:
+            if is_asked and isinstance(error, ResourceError):
                 self._failure = error
             else:
                 log.warning("%s confirms nothing any more: %s", source.endpoint, error)

@@ -188,7 +188,8 @@ class Server:
         return await asyncio.to_thread(_read, asked, found, shares)
 
     async def _confirm(self, stream: Stream, content: Content, name: str) -> None:
-        """Raises: ResourceError: DATA_LOSS: what was sent is bad."""
+        """Raises: ResourceError: what was sent is bad. DATA_LOSS: it may be fetched once more;
+        UNAVAILABLE: it will be made again."""
         part = content.get(name) if isinstance(content, OpenParts) else None
         if part is None:
             raise CallerError(f"part {name!r} was not asked for", field="part")
@@ -202,7 +203,7 @@ class Server:
         try:
             await self._while_waiting(stream, self._versions.verify(part.version.key))
         except PhaseloomError as error:
-            if error.info.code is Code.DATA_LOSS:
+            if error.info.code in {Code.DATA_LOSS, Code.UNAVAILABLE}:
                 raise
             # Whatever becomes of it here, what was sent is bad.
             raise bad from error
