@@ -31,7 +31,7 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import fetching, wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.tensorslices import Box, batches
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import identity, ticket
 from tests.support.modelslices import (
     LAYOUTS,

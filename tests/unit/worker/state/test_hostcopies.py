@@ -1,0 +1,68 @@
+"""A frozen heap, whose host copy comes with each order to load it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.common.contract.state_rank import CopyIn
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.worker.state.heap import Heap
+from phaseloom.worker.state.hostcopies import HostCopies
+
+SIZE = 3 * 4096
+
+
+def memfd(content: bytes) -> int:
+    fd = os.memfd_create("memory", os.MFD_CLOEXEC)
+    os.write(fd, content + bytes(-len(content) % 4096))
+    return fd
+
+
+@pytest.fixture
+def copies() -> HostCopies:
+    copies = HostCopies(lambda: 7, lambda: None)
+    copies.register(Heap(SIZE), [], 0, None, frozen=True)
+    return copies
+
+
+def load(copies: HostCopies, contents: list[bytes], digest: str) -> bytes:
+    copies.copy_frozen(CopyIn(digest), [memfd(content) for content in contents])
+    assert isinstance(copies.heap, Heap)
+    return bytes(copies.heap.buffer)
+
+
+def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: HostCopies) -> None:
+    first, second = os.urandom(SIZE), os.urandom(SIZE + 4096)
+    for content in (first, second):
+        whole = content[:SIZE]
+        assert load(copies, [content], digest_of(memoryview(whole))) == whole
+    assert copies._source is not None
+    copies.drop_source()
+    assert copies._source is None
+
+
+def test_bad_bit_is_never_loaded(copies: HostCopies) -> None:
+    whole = os.urandom(SIZE)
+    digest = digest_of(memoryview(whole))
+    bad = whole[:77] + bytes([whole[77] ^ 1]) + whole[78:]
+    with pytest.raises(ResourceError) as caught:
+        load(copies, [bad], digest)
+    assert caught.value.info.code is Code.DATA_LOSS
+    assert not copies.is_resident
+    assert isinstance(copies.heap, Heap)
+    assert copies.heap.resident_bytes() == 0
+    assert load(copies, [whole], digest)
+
+
+@pytest.mark.parametrize("sizes", [[], [SIZE - 4096], [SIZE, SIZE]])
+def test_load_from_anything_but_one_whole_extent_is_refused(
+    copies: HostCopies, sizes: list[int]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InternalError):
+        load(copies, [bytes(size) for size in sizes], "")
+    copies.drop_source()
+    assert len(os.listdir("/proc/self/fd")) == before
