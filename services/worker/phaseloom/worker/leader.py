@@ -33,8 +33,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.events import StateCut
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
     Completion,
     LoadState,
     Operation,
@@ -48,7 +48,6 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
-from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.device import Call, DeviceQueue
 from phaseloom.worker.executor import Executor, Refused
 from phaseloom.worker.outcomes import Outcomes, Ran, content_type_for, decoded, failed, get_all
@@ -252,7 +251,7 @@ class Leader:
             self.executor.applied = permit.operation.seq
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
-            num_tokens=num_tokens(args, result),
+            num_tokens=kind_for(args).num_tokens_done(args, result),
             saved=args if isinstance(args, SaveState) else None,
         )
 

@@ -15,7 +15,8 @@ import msgspec
 from phaseloom.common.contract.errors import ErrorInfo, InternalError
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, After
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import After
 from phaseloom.common.contract.specs import (
     CommandId,
     DeploymentSpec,

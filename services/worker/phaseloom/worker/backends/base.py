@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -133,11 +133,11 @@ class Backend(Protocol):
         """
         ...
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         """Raises: CallerError: what `optim_step` could not do. Touches no state."""
         ...
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Collective. Raises: CallerError, before anything happened."""
         ...
 
