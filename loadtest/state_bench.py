@@ -40,9 +40,9 @@ from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.memory import Extent
-from phaseloom.worker.agentstate import AgentStateClient
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 
 _KEY = DeploymentKey("bench", "state", "policy")
 _SECRET = "bench"

@@ -9,7 +9,7 @@ from phaseloom.common.contract.events import SealCommitted
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.sealrecords import SealRecords
+from phaseloom.worker.agent.sealrecords import SealRecords
 
 KEY = DeploymentKey("acme", "sums", "policy")
 NODES = [NodeId(f"n{index}") for index in range(4)]

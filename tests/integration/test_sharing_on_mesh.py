@@ -24,7 +24,7 @@ from phaseloom.common.contract.streams import state_subject
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.services import request_reply
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.jobs import running_mesh, tenant
 from tests.support.node import model_spec
 

@@ -33,7 +33,7 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.versions import slicefetching, wire
 from phaseloom.statemgr.versions.boxes import IncomingSlices
 from phaseloom.statemgr.versions.slicefetching import SliceFetching
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import identity, ticket
 from tests.support.modelslices import (
     LAYOUTS,

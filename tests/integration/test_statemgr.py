@@ -37,9 +37,9 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.agentstate import AgentStateClient
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import SECRET, ticket
 from tests.support.peerfetch import fetch, fetching
 from tests.support.readversions import load_version

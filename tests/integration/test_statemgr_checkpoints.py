@@ -24,8 +24,8 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import CheckpointRead, LoadedFrom, ReadCheckpoint
 from phaseloom.statemgr.core.marker import BLOCK_BYTES
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.statedaemon import (
     OTHER,
     POLICY,

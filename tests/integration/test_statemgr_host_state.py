@@ -14,9 +14,9 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.contract.state_rank import OpenOnDevice, ShareOnDevice
 from phaseloom.worker.cuda.memory import CudaHeap
-from phaseloom.worker.devicememory import DeviceMemory
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.heap import Heap
 from tests.support.emulatedcuda import EmulatedDriver
 from tests.support.readversions import load_version
 from tests.support.statedaemon import OTHER, POLICY, SAMPLER, Daemon, MiB, daemon, start

@@ -27,7 +27,7 @@ from phaseloom.common.contract.state_agent import (
 from phaseloom.common.contract.state_rank import Done, RankResume, StateMessage
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.worker.agentstate import AgentStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
 from tests.support.readversions import load_version, open_version

@@ -15,8 +15,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import ContentState, StatusReport
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.statedaemon import (
     POLICY,
     Daemon,

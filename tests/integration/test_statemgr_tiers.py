@@ -17,8 +17,8 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.probing import probe
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.machine import needs_touching
 from tests.support.meshcerts import certificates
 from tests.support.readversions import load_version, open_version

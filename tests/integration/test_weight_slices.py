@@ -18,7 +18,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
 from phaseloom.common.tensors.resharding import node_fetches, plan, source_parts
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (
     LAYOUTS,

@@ -24,10 +24,10 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.leader import Leader
-from phaseloom.worker.outcomes import Outcomes
-from phaseloom.worker.rankwire import RunPermits
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.rank.leader import Leader
+from phaseloom.worker.rank.outcomes import Outcomes
+from phaseloom.worker.rank.wire import RunPermits
+from phaseloom.worker.state.client import RankStateClient
 from tests.support.device import KEY, Device, device, permit, sample
 from tests.support.jobs import Log
 from tests.support.statedaemon import daemon, start

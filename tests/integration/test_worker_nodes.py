@@ -45,8 +45,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.othernodes import (
+from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
     LifeEnded,
     OtherNodes,
@@ -54,8 +53,9 @@ from phaseloom.worker.othernodes import (
     serve_nodes,
     with_payloads,
 )
-from phaseloom.worker.rankwire import Payload, RunShare, SharesDone
-from phaseloom.worker.wpg import Wpg
+from phaseloom.worker.agent.wpg import Wpg
+from phaseloom.worker.config import WorkerConfig
+from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 from tests.support.node import policy_spec
 
 KEY = DeploymentKey("acme", "sums", "sampler")
@@ -195,7 +195,7 @@ async def test_node_that_does_not_answer_the_roll_is_lost(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is there; of the other nobody knows."""
-    monkeypatch.setattr("phaseloom.worker.othernodes.SILENCE_S", 0.3)
+    monkeypatch.setattr("phaseloom.worker.agent.nodes.SILENCE_S", 0.3)
     async with two(bus, [THERE]) as (others, node):
         await others.call_roll()
         await others.cancel(OPERATION)

@@ -28,11 +28,11 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Watch
 from phaseloom.worker.backends.sampler import SamplerBackend
-from phaseloom.worker.device import Call, DeviceQueue
-from phaseloom.worker.executor import Executor
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.ranks import Ranks
-from phaseloom.worker.rankwire import Payload, RankConfig, RankMessage
+from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.wire import Payload, RankConfig, RankMessage
+from phaseloom.worker.state.heap import Heap
 from tests.unit.worker.backends.models import spec
 
 KEY = DeploymentKey("acme", "job", "sampler")

@@ -41,7 +41,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.looker import Looker
 from tests.support.saved import load, save
 

@@ -29,8 +29,8 @@ from phaseloom.common.tensors.resharding import (
     node_fetches,
     source_parts,
 )
-from phaseloom.worker.copying import packed
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.copying import packed
 from tests.support.sharded import Array, tensors
 from tests.support.statedaemon import Daemon
 

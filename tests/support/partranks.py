@@ -17,11 +17,11 @@ from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan, shard
 from phaseloom.worker.backends.noop import NoopBackend
-from phaseloom.worker.executor import Executor
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.rankwire import RankConfig
-from phaseloom.worker.stateclient import RankStateClient
-from phaseloom.worker.weightsync import Brought, RankWeights
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.weightsync import Brought, RankWeights
+from phaseloom.worker.rank.wire import RankConfig
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import ticket
 from tests.support.node import policy_spec
 from tests.support.statedaemon import POLICY, Daemon

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.worker.layouts import Layouts
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.layouts import Layouts
 
 
 async def open_version(

@@ -62,11 +62,11 @@ AREAS = {
 BETWEEN_OUR_OWN = {
     "libs/common/phaseloom/common/transport/framing.py": "two processes of one node",
     "services/statemgr": "the state manager and its agent, ranks and peers",
-    "services/worker/phaseloom/worker/shell.py": "the agent and its ranks",
-    "services/worker/phaseloom/worker/agentstate.py": "an agent and the state manager",
-    "services/worker/phaseloom/worker/stateclient.py": "a rank and the state manager",
-    "services/worker/phaseloom/worker/hostcopies.py": "a rank and the state manager",
-    "services/worker/phaseloom/worker/statelink.py": "a rank and the state manager",
+    "services/worker/phaseloom/worker/agent/shell.py": "the agent and its ranks",
+    "services/worker/phaseloom/worker/agent/stateclient.py": "an agent and the state manager",
+    "services/worker/phaseloom/worker/state/client.py": "a rank and the state manager",
+    "services/worker/phaseloom/worker/state/hostcopies.py": "a rank and the state manager",
+    "services/worker/phaseloom/worker/state/link.py": "a rank and the state manager",
 }
 """Where a caller is one of our own processes: such a CallerError is a bug of ours, and nobody else
 is told of it."""

@@ -13,7 +13,7 @@ from phaseloom.statemgr.checkpoints.savedstate import SavedState
 from phaseloom.statemgr.checkpoints.shards import write_state
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 
 FILE_BYTES = 10**9
 

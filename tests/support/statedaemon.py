@@ -21,9 +21,9 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import RankHello, StateMessage
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.transport.framing import Handler, Peer
-from phaseloom.worker.agentstate import AgentStateClient
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.agent.stateclient import AgentStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import NODE, SECRET, certificates
 from tests.support.staterank import fill, slots_of
 

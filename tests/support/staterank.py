@@ -19,8 +19,8 @@ from typing import Any
 
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 
 
 def slots_of(num_bytes: int) -> list[TensorSlot]:

@@ -25,8 +25,8 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.worker.heap import Heap
-from phaseloom.worker.stateclient import RankStateClient
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.heap import Heap
 from tests.support.readversions import load_version
 from tests.support.statedaemon import Daemon, MiB, daemon, emptied
 

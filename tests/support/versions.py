@@ -9,9 +9,9 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot, VersionPart
 from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.copying import copy_runs, gather, packed
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
-from phaseloom.worker.heap import Heap, align
+from phaseloom.worker.state.copying import copy_runs, gather, packed
+from phaseloom.worker.state.heap import Heap, align
 
 
 def weights_of(slots: Sequence[TensorSlot]) -> list[TensorSlot]:

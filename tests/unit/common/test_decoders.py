@@ -31,7 +31,7 @@ from phaseloom.common.contract.operations import Completion, Operation, Progress
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.transport.framing import Frame
-from phaseloom.worker.rankwire import RankMessage
+from phaseloom.worker.rank.wire import RankMessage
 
 UNIONS: dict[str, Any] = {
     "event": Event,

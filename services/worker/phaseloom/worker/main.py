@@ -15,14 +15,14 @@ from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
-from phaseloom.worker.agentstate import AgentStateClient
+from phaseloom.worker.agent.forkserver import fork_server
+from phaseloom.worker.agent.nodes import serve_nodes
+from phaseloom.worker.agent.shell import Agent
+from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
+from phaseloom.worker.agent.wpg import remove_old_stores
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.inspecting import serve_state
-from phaseloom.worker.othernodes import serve_nodes
 from phaseloom.worker.patience import until_answered
-from phaseloom.worker.rankwire import RankMessage
-from phaseloom.worker.shell import Agent
-from phaseloom.worker.wpg import fork_server, remove_old_stores
+from phaseloom.worker.rank.wire import RankMessage
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from phaseloom.common.contract.operations import Datum, Generate, GenerateResult
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB, config
 

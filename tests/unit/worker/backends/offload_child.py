@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss, OptimStep
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.unit.worker.backends.models import batch, running, spec
 
 FIRST, SECOND = (ForwardBackward(batch(seed), Loss.PPO) for seed in (1, 2))

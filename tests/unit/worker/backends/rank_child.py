@@ -19,7 +19,7 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.versions import take, written
 
 

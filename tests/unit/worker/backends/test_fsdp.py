@@ -28,7 +28,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.saved import load, save
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import batch, generate, running, spec

@@ -26,7 +26,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
 from phaseloom.worker.backends.digest import weights_sha256
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.heap import Heap
 from tests.support.saved import load, save
 from tests.support.versions import take, written
 from tests.unit.worker.backends.models import batch, running, spec

@@ -18,13 +18,13 @@ from phaseloom.common.contract.state_layout import Role, extent_bytes, host_star
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.backends.layout import plan
-from phaseloom.worker.heap import ALIGNMENT_BYTES, Heap
-from phaseloom.worker.optimizer import (
+from phaseloom.worker.backends.optimizer import (
     Hyperparameters,
     Moments,
     take_step,
     take_step_in_pieces,
 )
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES, Heap
 from tests.unit.worker.backends.models import batch, running, spec
 
 STEP = OptimStep(AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0))

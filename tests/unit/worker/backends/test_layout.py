@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
-from phaseloom.worker.heap import ALIGNMENT_BYTES
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES
 
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),

@@ -12,7 +12,7 @@ from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.model import build_model, parameter_shapes
-from phaseloom.worker.heap import ALIGNMENT_BYTES, Heap
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES, Heap
 from tests.support.tinymodel import config
 from tests.unit.worker.backends.models import running, spec
 

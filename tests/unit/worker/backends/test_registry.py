@@ -12,7 +12,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import Layout
 from phaseloom.worker.backends import BACKENDS, backend_factory
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.heap import Heap, align
+from phaseloom.worker.state.heap import Heap, align
 from tests.support.versions import take, written
 from tests.unit.worker.backends.models import running, spec
 

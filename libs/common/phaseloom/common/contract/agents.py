@@ -31,7 +31,7 @@ class TakePart(Message, frozen=True):
     num_ended: int
     """Calls up to this one are not asked for again."""
     share: bytes
-    """As MessagePack, what agents tell ranks (`phaseloom.worker.rankwire.RunShare`), but that the
+    """As MessagePack, what agents tell ranks (`phaseloom.worker.rank.wire.RunShare`), but that the
     payloads are left out: they are read from the operation stream."""
     offset: int = 0
     """How much of the answer has come."""
@@ -67,7 +67,7 @@ class NotYet(Message, frozen=True):
 class PartTaken(Message, frozen=True):
     num_bytes: int
     """Of the whole answer: as MessagePack, what each rank of the node said, in order
-    (`phaseloom.worker.rankwire.ShareDone`)."""
+    (`phaseloom.worker.rank.wire.ShareDone`)."""
     chunk: bytes
     """Of it, from the offset on."""
 

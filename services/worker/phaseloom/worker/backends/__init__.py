@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Final, cast
 
-from phaseloom.common.contract.errors import CallerError
-
 if TYPE_CHECKING:
     from phaseloom.worker.backends.base import BackendFactory
 
@@ -29,6 +27,9 @@ def backend_factory(name: str) -> BackendFactory:
             ImportError: its runtime is not installed (`pip install 'phaseloom[worker]'`).
     """
     if name not in BACKENDS:
+        # Not above: `gpucheck` imports this package where only torch is installed.
+        from phaseloom.common.contract.errors import CallerError
+
         raise CallerError(
             f"there is no backend {name!r}",
             field="deployments.backend",

@@ -32,7 +32,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Sharding
-from phaseloom.worker.devicememory import DeviceMemory
+from phaseloom.worker.state.devicememory import DeviceMemory
 
 
 @dataclass(frozen=True)

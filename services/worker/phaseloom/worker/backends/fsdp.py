@@ -65,9 +65,9 @@ from phaseloom.worker.backends.model import (
     parameter_shapes,
     return_freed_memory,
 )
+from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
-from phaseloom.worker.devicememory import DeviceMemory
-from phaseloom.worker.optimizer import Hyperparameters, Moments, take_step
+from phaseloom.worker.state.devicememory import DeviceMemory
 
 READING = frozenset({"forward", "save_state"})
 TRAINING = frozenset({"forward_backward", "optim_step"})

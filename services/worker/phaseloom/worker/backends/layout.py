@@ -21,7 +21,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
 from phaseloom.worker.backends.base import ALONE, RankGroup
-from phaseloom.worker.heap import align
+from phaseloom.worker.state.heap import align
 
 FLOAT32_BYTES = 4
 

@@ -22,7 +22,7 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
 from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
-from phaseloom.worker.devicememory import DeviceMemory, as_tensor
+from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
 """Architectures whose logits are head(body(tokens)): what scoring and decoding rely on."""

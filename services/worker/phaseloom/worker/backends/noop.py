@@ -34,8 +34,8 @@ from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
-from phaseloom.worker.devicememory import DeviceMemory
-from phaseloom.worker.heap import Heap
+from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.heap import Heap
 
 if TYPE_CHECKING:
     import numpy as np

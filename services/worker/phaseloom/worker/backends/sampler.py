@@ -55,7 +55,7 @@ from phaseloom.worker.backends.model import (
     parameter_shapes,
     return_freed_memory,
 )
-from phaseloom.worker.devicememory import DeviceMemory
+from phaseloom.worker.state.devicememory import DeviceMemory
 
 KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
 

@@ -1,0 +1,1 @@
+"""The worker service: an agent for each node, and one process for each device and deployment."""

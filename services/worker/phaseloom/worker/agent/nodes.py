@@ -1,0 +1,289 @@
+"""A WPG over several nodes: what its agents ask of one another, by request and reply on the bus.
+
+The leader's agent has the other nodes' ranks take part in each call, calls the roll when one fails,
+and passes cancels on; the others' agents ask it where the ranks meet. Every request may be
+repeated: a share begins once in a life, whatever is lost or comes twice, and its answer comes in
+chunks. A request is answered at once or told to come again, so no answer is waited for that cannot
+come. Whoever waits stops where the own ranks are killed (the scheduler has this done on all nodes
+once one has lost its part), or where another node says that its part of the life is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import nats.errors
+from nats.aio.msg import Msg
+
+from phaseloom.common.contract.agents import (
+    CallRoll,
+    CancelPart,
+    FindStore,
+    LifeOver,
+    NodeReply,
+    NodeRequest,
+    NotYet,
+    PartFailed,
+    PartTaken,
+    StoreFound,
+    TakePart,
+)
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subject
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.rank.group import SharesOfOthers
+from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK_BYTES = 4 * 1024 * 1024
+MAX_SHARE_BYTES = 1024 * 1024
+"""Without payloads."""
+MAX_RESULT_BYTES = 12 * 1024 * 1024
+"""What the ranks of a node answer to one call: it must fit into a frame to the leader."""
+HOLD_S = 1.0
+"""So long at most an agent keeps a request whose answer is not there yet."""
+SILENCE_S = 10.0
+"""A node that does not answer the roll for so long has lost its part. Longer than a node lease
+lasts, and than a restart of the NATS server takes."""
+_ANSWER_TIMEOUT_S = 4.0
+_PAUSE_S = 0.1
+
+T = TypeVar("T")
+Work = Coroutine[Any, Any, T]
+
+
+class LifeEnded(ResourceError):
+    """Another node's ranks of this life are dead, or cannot be reached."""
+
+
+class OtherNodes:
+    """As one agent of a WPG sees the others of it.
+
+    Args: nodes: the others', by rank. is_over: whether the own ranks of this life are killed.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        deployment: DeploymentKey,
+        incarnation: int,
+        nodes: Sequence[NodeId],
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._bus = bus
+        self._deployment = deployment
+        self._incarnation = incarnation
+        self._nodes = nodes
+        self._is_over = is_over
+        self._num_shares = 0
+        self._open: set[int] = set()
+
+    async def find_store(self, leader: NodeId) -> str:
+        """Raises: LifeEnded."""
+        found = await self._ask(leader, FindStore(self._deployment, self._incarnation))
+        assert isinstance(found, StoreFound), found
+        return found.address
+
+    async def take_part(self, share: RunShare) -> SharesOfOthers:
+        """By rank. Raises: LifeEnded; what a rank's part failed with."""
+        if not self._nodes:
+            return []
+        operations = [msgspec.structs.replace(o, payload=b"") for o in share.operations]
+        body = encode(msgspec.structs.replace(share, operations=operations))
+        if len(body) > MAX_SHARE_BYTES:
+            raise ResourceError(
+                f"a call of {len(share.operations)} operations takes {len(body)} bytes to tell "
+                "other nodes of",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="send fewer operations at once",
+            )
+        self._num_shares += 1
+        number = self._num_shares
+        self._open.add(number)
+        try:
+            request = TakePart(
+                self._deployment, self._incarnation, number, min(self._open) - 1, body
+            )
+            parts = await _all(self._part_of(node, request) for node in self._nodes)
+        finally:
+            self._open.discard(number)
+        return [of_rank for of_node in parts for of_rank in of_node]
+
+    async def _part_of(self, node: NodeId, request: TakePart) -> SharesOfOthers:
+        answer = b""
+        while True:
+            reply = await self._ask(node, msgspec.structs.replace(request, offset=len(answer)))
+            assert isinstance(reply, PartTaken), reply
+            answer += reply.chunk
+            if len(answer) >= reply.num_bytes:
+                done: SharesDone = decode(answer, SharesDone)
+                return done.results
+
+    async def call_roll(self) -> None:
+        """Returns where all ranks on the other nodes are alive. Raises: LifeEnded."""
+        roll = CallRoll(self._deployment, self._incarnation)
+        await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
+
+    async def cancel(self, operation: OperationKey) -> None:
+        """Raises: LifeEnded."""
+        body = CancelPart(operation, self._incarnation)
+        await _all(self._ask(node, body, SILENCE_S) for node in self._nodes)
+
+    async def _ask(
+        self, node: NodeId, body: NodeRequest, silence_s: float | None = None
+    ) -> NodeReply:
+        """Raises: LifeEnded; also where nothing was heard for `silence_s`. PhaseloomError: what it
+        failed with."""
+        heard_s = time.monotonic()
+        while not self._is_over():
+            reply = await self._ask_once(node, body)
+            match reply:
+                case None if silence_s and time.monotonic() - heard_s > silence_s:
+                    raise LifeEnded(f"{node} has not answered for {silence_s:.0f} s")
+                case None:
+                    await asyncio.sleep(_PAUSE_S)
+                case NotYet():
+                    heard_s = time.monotonic()
+                    if isinstance(body, FindStore):  # the only one that is not kept for a while
+                        await asyncio.sleep(_PAUSE_S)
+                case LifeOver(error):
+                    raise LifeEnded(f"on {node}: {error.message}", code=error.code)
+                case PartFailed(error):
+                    raise to_exception(error)
+                case _:
+                    return reply
+        raise LifeEnded(f"incarnation {self._incarnation} of {self._deployment} is over here")
+
+    async def _ask_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
+        """None: nobody answers, which passes where it is a restart."""
+        try:
+            message = await self._bus.client.request(
+                wpg_subject(node),
+                encode(body),
+                timeout=_ANSWER_TIMEOUT_S,
+                headers={CONTENT_TYPE: MSGPACK},
+            )
+        except (nats.errors.Error, TimeoutError) as error:
+            log.debug("%s does not answer %s: %r", node, type(body).__name__, error)
+            return None
+        reply: NodeReply = decode(message.data, NodeReply, content_type_of(message.headers))
+        return reply
+
+
+class Parts:
+    """The shares that other ranks' leader has asked of this node's, in one life: each begins
+    once, whatever is asked again."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._parts: dict[int, asyncio.Task[NodeReply | bytes]] = {}
+        self._num_ended = 0
+
+    async def take(
+        self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
+    ) -> NodeReply:
+        """The answer, as far as it is there."""
+        self._num_ended = max(self._num_ended, request.num_ended)
+        for number in [number for number in self._parts if number <= self._num_ended]:
+            del self._parts[number]
+        if request.number <= self._num_ended:
+            return NotYet()  # overtaken by what came after its answer
+        part = self._parts.get(request.number)
+        if part is None:
+            share: RunShare = decode(request.share, RunShare)
+            part = self._tasks.create_task(_outcome(run(share)))
+            self._parts[request.number] = part
+        await asyncio.wait([part], timeout=HOLD_S)
+        if not part.done():
+            return NotYet()
+        outcome = part.result()
+        if not isinstance(outcome, bytes):
+            return outcome
+        chunk = outcome[request.offset : request.offset + MAX_CHUNK_BYTES]
+        return PartTaken(len(outcome), chunk)
+
+
+async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
+    try:
+        answer = encode(await run)
+    except LifeEnded as error:
+        return LifeOver(error.info)
+    except PhaseloomError as error:
+        return PartFailed(error.info)
+    if len(answer) > MAX_RESULT_BYTES:
+        why = f"the results of one node's ranks have {len(answer)} bytes"
+        remedy = "send fewer operations, or samples, at once"
+        return PartFailed(ErrorInfo(Code.RESOURCE_EXHAUSTED, why, remedy=remedy))
+    return answer
+
+
+async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
+    """What was left out on the way here. Raises: ResourceError: DATA_LOSS."""
+    keys = [each.operation for each in share.operations]
+    stream = ops_stream(keys[0].tenant)
+    subjects = [op_subject(key) for key in keys]
+    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    operations = []
+    for key, subject in zip(keys, subjects, strict=True):
+        found = stored.get(subject)
+        if found is None:
+            raise ResourceError(f"the payload of {key} is not in its stream", code=Code.DATA_LOSS)
+        operations.append(Payload(key, found.payload, content_type_of(found.headers)))
+    return msgspec.structs.replace(share, operations=operations)
+
+
+async def serve_nodes(
+    bus: Bus, node: NodeId, answer: Callable[[NodeRequest], Awaitable[NodeReply]]
+) -> None:
+    """Answer other nodes' agents, side by side, until cancelled."""
+
+    async def reply(message: Msg) -> None:
+        said: NodeReply
+        try:
+            said = await answer(decode(message.data, NodeRequest, content_type_of(message.headers)))
+        except PhaseloomError as error:
+            said = PartFailed(error.info)
+        try:
+            await bus.client.publish(message.reply, encode(said), headers={CONTENT_TYPE: MSGPACK})
+        except nats.errors.Error as error:
+            # It is asked again.
+            log.debug("an answer to another node was not sent: %r", error)
+
+    async with asyncio.TaskGroup() as tasks:
+
+        async def take(message: Msg) -> None:
+            if message.reply:
+                tasks.create_task(reply(message))
+
+        subscription = await bus.client.subscribe(wpg_subject(node), cb=take)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+                await subscription.unsubscribe()
+
+
+async def _all(works: Any) -> list[Any]:
+    """Their results in order. Raises: the first failure; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await lifecycle.end(tasks)

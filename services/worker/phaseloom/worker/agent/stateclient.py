@@ -1,0 +1,210 @@
+"""The agent's side of its node's state manager: what it orders, and the handles that it keeps.
+
+The client outlives the daemon: see `StateLink`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from nats.aio.msg import Msg
+
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.commands import FilesTicket
+from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.common.contract.state_agent import (
+    Adopt,
+    Adopted,
+    AgentHello,
+    BringState,
+    DropVersions,
+    DropWpg,
+    HandOver,
+    KeepHandles,
+    Prefetch,
+    PrepareSeal,
+    RegisterWpg,
+    Sealed,
+    StatusReport,
+    StatusRequest,
+    Switched,
+    SwitchIn,
+    SwitchOut,
+    Welcome,
+    WriteSeal,
+)
+from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.contract.streams import state_subject
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
+from phaseloom.worker.state.link import RECONNECT_S, StateLink, ask
+
+log = logging.getLogger(__name__)
+
+
+class AgentStateClient:
+    """The agent's orders to its node's state manager. Every call raises what the answer says.
+
+    It keeps the daemon's handles, and hands them to the daemon's next life.
+    """
+
+    def __init__(self, path: str | Path, secret: str, reconnect_s: float) -> None:
+        self._secret = secret
+        self._index = ""
+        self._handles: dict[int, int] = {}
+        """handle → descriptor"""
+        self._link = StateLink(path, self._greet, self._handle, reconnect_s)
+
+    @classmethod
+    async def connect(
+        cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
+    ) -> AgentStateClient:
+        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
+        client = cls(path, secret, reconnect_s)
+        await client._link.connect()
+        return client
+
+    @property
+    def closed(self) -> asyncio.Future[str]:
+        """Done when the state manager is gone for good."""
+        return self._link.closed
+
+    async def close(self) -> None:
+        await self._link.close()
+        close_fds(self._handles.values())
+        self._handles.clear()
+
+    async def _greet(self, peer: Peer[StateMessage]) -> None:
+        welcome = await ask(peer, AgentHello(self._secret, self._index), Welcome)
+        if not welcome.adopts:
+            return
+        handles = list(self._handles)
+        for start in range(0, len(handles), MAX_FDS):
+            some = handles[start : start + MAX_FDS]
+            await peer.call(HandOver(some), [self._handles[handle] for handle in some])
+        adopted = await ask(peer, Adopt(), Adopted)
+        for deployment in adopted.lost:
+            log.warning("%s was lost with the state manager", deployment)
+
+    async def _handle(
+        self, body: StateMessage, fds: list[int]
+    ) -> tuple[StateMessage, Sequence[int]]:
+        if not isinstance(body, KeepHandles) or len(body.keep) != len(fds):
+            close_fds(fds)
+            raise CallerError(f"an agent does not answer this {type(body).__name__}", field="type")
+        if body.index != self._index:
+            close_fds(self._handles.values())
+            self._handles.clear()
+            self._index = body.index
+        close_fds(self._handles.pop(handle) for handle in body.drop if handle in self._handles)
+        self._handles.update(zip(body.keep, fds, strict=True))
+        return Done(), ()
+
+    async def register_wpg(
+        self,
+        tokens: list[str],
+        deployment: DeploymentKey,
+        incarnation: int,
+        devices: list[int],
+        seal_seq: int,
+        *,
+        rank_offset: int = 0,
+        num_ranks: int = 0,
+    ) -> None:
+        """Announce this node's ranks of one life, in order; fences older incarnations.
+
+        Raises: ResourceError: ABORTED, fenced. CallerError: tokens or devices that cannot be.
+        """
+        message = RegisterWpg(
+            tokens, deployment, incarnation, devices, seal_seq, rank_offset, num_ranks
+        )
+        await self._link.ask(message, Done)
+
+    async def switch_in(
+        self,
+        deployment: DeploymentKey,
+        incarnation: int,
+        epoch: int,
+        displaces: list[DeploymentKey],
+        traceparent: str = "",
+    ) -> Switched:
+        """Raises: ResourceError: no room, stale, or undone after a failure."""
+        message = SwitchIn(deployment, incarnation, epoch, displaces, traceparent)
+        return await self._link.ask(message, Switched)
+
+    async def switch_out(self, deployment: DeploymentKey, incarnation: int, epoch: int) -> Switched:
+        return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
+
+    async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
+        """Between operations only; when it returns, the deployment may run on."""
+        await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
+
+    async def write_seal(
+        self,
+        deployment: DeploymentKey,
+        incarnation: int,
+        seq: int,
+        versions: list[int],
+        *,
+        committed: int = 0,
+        durability: Durability = Durability.NODE,
+        replicas: dict[NodeId, str] | None = None,
+        ticket: FilesTicket | None = None,
+    ) -> Sealed:
+        """Args: committed: seq of the newest committed seal, which is kept."""
+        message = WriteSeal(
+            deployment,
+            incarnation,
+            seq,
+            versions,
+            committed,
+            durability,
+            replicas or {},
+            ticket,
+        )
+        return await self._link.ask(message, Sealed)
+
+    async def bring_state(self, request: BringState) -> None:
+        """Raises: ResourceError: what could not be brought, and why."""
+        await self._link.ask(request, Done)
+
+    async def drop_wpg(
+        self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
+    ) -> None:
+        """Its ranks are dead and reaped."""
+        await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
+
+    async def prefetch(
+        self, deployment: DeploymentKey, incarnation: int, in_s: float | None
+    ) -> None:
+        """Say when it is predicted to be used next; None: never mind."""
+        await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
+
+    async def drop_versions(self, versions: list[VersionKey]) -> None:
+        await self._link.ask(DropVersions(versions), Done)
+
+    async def status(self) -> StatusReport:
+        return await self._link.ask(StatusRequest(), StatusReport)
+
+
+async def serve_state(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
+    """Tell over the bus, to whoever asks, what this node's state manager holds.
+
+    Requests are answered one after another until the bus is closed.
+    """
+
+    async def answer(message: Msg) -> None:
+        try:
+            report = await state.status()
+        except PhaseloomError as error:
+            # Whoever asked gives up by itself.
+            log.warning("what is on %s cannot be told: %s", node, error)
+            return
+        await message.respond(encode(report))
+
+    await bus.client.subscribe(state_subject(node), cb=answer)

@@ -1,0 +1,1 @@
+"""`make gpu-check`: proofs on this machine's GPU. Needs torch and the standard library only."""

@@ -1,0 +1,113 @@
+"""Runs operations on a backend: the part of a rank that needs no bus.
+
+Runs in the device thread. `applied` moves with the heap's content, never ahead of it. Where a WPG
+has several ranks, only the leader checks and finishes; `compute` is what every rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.contract.kinds import kind_for
+from phaseloom.common.contract.operations import (
+    Args,
+    Generate,
+    GenerateResult,
+    LoadState,
+    LoadStateResult,
+    Result,
+    kind_of,
+)
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.layouts import merge, split, split_shared
+from phaseloom.worker.backends.base import Backend, Watch
+from phaseloom.worker.rank.wire import RankConfig
+
+
+class Refused(Exception):
+    """The operation cannot be done; no state was touched."""
+
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass(slots=True)
+class Executor:
+    settings: RankConfig
+    backend: Backend
+    applied: int = 0
+    """seq of the last mutating operation in the heap."""
+
+    @property
+    def weight_slots(self) -> list[TensorSlot]:
+        return [slot for slot in self.backend.slots if slot.role is Role.WEIGHT]
+
+    @property
+    def is_alone(self) -> bool:
+        return self.settings.num_ranks == 1
+
+    # --- the leader's -----------------------------------------------------------------------------
+
+    def check(self, args: Args) -> None:
+        """Raises: Refused: names the field."""
+        try:
+            self._check(args)
+        except CallerError as error:
+            raise Refused(error.info) from error
+
+    def _check(self, args: Args) -> None:
+        kind = kind_for(args)
+        if kind.name not in self.backend.kinds:
+            raise CallerError(
+                f"backend {self.settings.spec.backend!r} cannot do {kind.name}",
+                code=Code.FAILED_PRECONDITION,
+                field="args.type",
+                remedy="send it to a deployment whose backend can",
+            )
+        if not kind.moves_state:
+            getattr(self.backend, f"check_{kind.name}")(args)
+
+    def run(self, args: Args) -> Result:
+        """The whole of an operation, of any kind but `generate` and those that move state.
+
+        Raises: Refused. Anything else: it failed half-way.
+        """
+        self.check(args)
+        return self.finish(args, [self.compute(args)])
+
+    def finish(self, args: Args, shares: Sequence[Result]) -> Result:
+        """The operation's result from those of all ranks, in their order."""
+        if self.is_alone:
+            return shares[0]
+        return merge(kind_of(args), shares, self.settings.spec.layout)
+
+    # --- every rank's -----------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Generate], watch: Watch
+    ) -> Sequence[GenerateResult | None]:
+        """This rank's part of requests that were checked."""
+        if not self.is_alone:
+            layout = self.settings.spec.layout
+            requests = split_shared(requests, layout, self.settings.rank)
+        return self.backend.generate(requests, watch)
+
+    def compute(self, args: Args) -> Result:
+        """This rank's part of an operation that was checked. Raises: it failed half-way."""
+        if isinstance(args, LoadState):
+            # By now it is loaded: this shows what is in the heaps.
+            return LoadStateResult(self.backend.weights_sha256())
+        kind = kind_for(args)
+        assert not kind.moves_state, f"ranks and state managers do {kind.name}"
+        assert not kind.shares_calls, f"{kind.name} goes through `generate`"
+        result: Result = getattr(self.backend, kind.name)(self._share(args))
+        return result
+
+    def _share(self, args: Args) -> Args:
+        """What of it is this rank's."""
+        if self.is_alone:
+            return args
+        return split(args, self.settings.spec.layout, self.settings.rank)

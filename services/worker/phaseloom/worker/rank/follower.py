@@ -1,0 +1,155 @@
+"""A rank that is not the leader: does its part of each call that the leader makes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import (
+    Generate,
+    LoadState,
+    Operation,
+    PublishWeights,
+    SaveState,
+    SyncWeights,
+)
+from phaseloom.common.observability import telemetry
+from phaseloom.worker.core.permits import Cancelled
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareDone, ShareResult
+from phaseloom.worker.state.client import RankStateClient
+
+
+@dataclass(slots=True)
+class Follower:
+    settings: RankConfig
+    state: RankStateClient
+    executor: Executor
+    ranks: Ranks
+    weights: RankWeights = field(init=False)
+    _brought: Brought | None = None
+    """Of a `sync_weights`, until all ranks have what they need."""
+    _cancelled: Cancelled = field(default_factory=Cancelled)
+
+    def __post_init__(self) -> None:
+        self.weights = RankWeights(self.settings, self.state.versions, self.executor)
+
+    def cancel(self, operation: OperationKey) -> None:
+        self._cancelled.add(operation)
+
+    async def run(self, share: RunShare) -> ShareDone:
+        """Raises: what its part failed with; the WPG cannot go on then."""
+        started_s = time.time()
+        operations: list[Operation] = [
+            decode(o.payload, Operation, o.content_type) for o in share.operations
+        ]
+        results = await self._results(share, operations)
+        permit, key = share.permit, share.permit.operation
+        if permit.kind in MUTATING_KINDS and not (share.zero_gradients or share.prepares):
+            assert key.seq is not None
+            self.executor.applied = key.seq
+        telemetry.record(
+            "execute",
+            started_s,
+            time.time(),
+            telemetry.extract({"traceparent": share.traceparent} if share.traceparent else {}),
+            tenant=key.tenant,
+            job=key.job,
+            deployment=key.deployment,
+            seq=key.slot,
+            kind=permit.kind,
+            node=self.settings.node,
+            device=self.settings.device,
+            epoch=permit.epoch,
+        )
+        return ShareDone(results)
+
+    async def _results(self, share: RunShare, operations: list[Operation]) -> list[ShareResult]:
+        backend, args = self.executor.backend, [operation.args for operation in operations]
+        first = args[0]
+        if share.zero_gradients:
+            await self.ranks.here(backend.zero_gradients)
+            return [None]
+        match first:
+            case Generate():
+                requests = [a for a in args if isinstance(a, Generate)]
+                watch = _Watch(self._cancelled, [o.operation for o in share.operations])
+                return list(await self.ranks.here(lambda: self.executor.generate(requests, watch)))
+            case SaveState():
+                return [await or_failed(self._save(operations[0].id, first, share))]
+            case PublishWeights() | SyncWeights():
+                return [await self._move(first, share)]
+            case LoadState() if share.prepares:
+                return [await or_failed(self._load(first))]
+            case _:
+                return [await self.ranks.here(lambda: self.executor.compute(first))]
+
+    async def _move(self, args: PublishWeights | SyncWeights, share: RunShare) -> ShareResult:
+        match args:
+            case _ if share.prepares:
+                return await or_failed(self._prepare(args, share.permit))
+            case PublishWeights() if share.manifest is not None:
+                version = self._published(share.permit)
+                await self.state.versions.commit_parts(version, share.manifest)
+            case SyncWeights():
+                await self._take(share.permit)
+        return None
+
+    async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
+        """Have this node's state manager cut, or write, what its ranks have. Raises:
+        PhaseloomError."""
+        if not self.settings.is_first_here:
+            return
+        if share.prepares:
+            await self.state.cut_state(operation, args.name, self.executor.applied)
+        else:
+            await self.state.write_checkpoint(operation, args.name, "", args.keep)
+
+    async def _load(self, args: LoadState) -> None:
+        """Have this node's state manager read it. Raises: PhaseloomError."""
+        if self.settings.is_first_here:
+            await self.state.read_checkpoint(args.name)
+
+    async def _prepare(
+        self, args: PublishWeights | SyncWeights, permit: Permit
+    ) -> PartWritten | None:
+        """Raises: PhaseloomError: nothing has changed."""
+        self._brought = None
+        if isinstance(args, PublishWeights):
+            return PartWritten(await self.weights.write(self._published(permit)))
+        own = self.settings.deployment
+        version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
+        self._brought = await self.weights.bring(version, permit)
+        return None
+
+    def _published(self, permit: Permit) -> VersionKey:
+        assert permit.operation.seq is not None
+        return VersionKey(self.settings.deployment, permit.operation.seq)
+
+    async def _take(self, permit: Permit) -> None:
+        brought, self._brought = self._brought, None
+        assert brought is not None
+        await self.weights.take(brought)
+        assert permit.operation.seq is not None
+        if brought.is_whole:
+            await self.state.versions.hold(brought.version, permit.operation.seq)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Progress is told by the leader alone, of its own share."""
+
+    cancelled: Cancelled
+    operations: list[OperationKey]
+
+    def is_cancelled(self, i: int) -> bool:
+        return self.operations[i] in self.cancelled
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        """The leader tells its own."""

@@ -1,0 +1,81 @@
+"""The ranks of a WPG as their leader sees them: one call at a time, on all of them or on none.
+
+The leader's own part runs in its device thread; the others' is asked of them through the agent.
+Their backends may talk to one another meanwhile, so where one part fails the others may never
+return: then nothing is waited for, and the WPG cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.transport.framing import Peer
+from phaseloom.worker.rank.wire import RankMessage, RollCall, RunShare, ShareResult, SharesDone
+
+T = TypeVar("T")
+SharesOfOthers = list[list[ShareResult]]
+"""[rank − 1][operation]"""
+
+
+class Broken(Exception):
+    """A part of a call failed: the ranks do not agree any more. Its cause says why."""
+
+
+class GroupLost(Exception):
+    """The ranks cannot reach one another, or what they need, though all of them are alive: the call
+    is not at fault, and its outcome is left to the next life. Its cause says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    device_thread: ThreadPoolExecutor
+    agent: Peer[RankMessage]
+    num_ranks: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        return self.num_ranks == 1
+
+    async def here(self, call: Callable[[], T]) -> T:
+        """In this rank's device thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.device_thread, call)
+
+    async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
+        """The leader's part of a call, in its device thread, and the others' of the same.
+
+        Raises: where the leader is alone, what `own` raises; else Broken, or GroupLost.
+        """
+        return await self.together(self.here(own), share)
+
+    async def together(self, own: Awaitable[T], share: RunShare) -> tuple[T, SharesOfOthers]:
+        """As `everywhere`, where the leader's part is more than one call in its device thread."""
+        if self.is_alone:
+            return await own, []
+        here = asyncio.ensure_future(own)
+        others = asyncio.ensure_future(self.agent.call(share))
+        try:
+            await asyncio.wait({here, others}, return_when=asyncio.FIRST_EXCEPTION)
+            failures = [
+                part.exception() for part in (here, others) if part.done() and part.exception()
+            ]
+            if failures:
+                # Not answered where the reason is that one of them died.
+                await self.agent.call(RollCall())
+                raise _end_of(failures[0]) from failures[0]
+        finally:
+            here.cancel()
+            others.cancel()
+        answer, _ = others.result()
+        assert isinstance(answer, SharesDone), answer
+        return here.result(), answer.results
+
+
+def _end_of(failure: BaseException | None) -> Exception:
+    """What the first failure of a call means for it."""
+    is_away = isinstance(failure, ResourceError) and failure.info.code is Code.UNAVAILABLE
+    return GroupLost() if is_away else Broken()

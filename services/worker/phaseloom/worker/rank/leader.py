@@ -1,0 +1,344 @@
+"""The leader of a WPG: from a permit to a stored outcome.
+
+Normal order of an operation: check (incarnation, `prev`, DONE absent) → read the payload from the
+operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
+outcome; everything after it may be done again. Dedup of effects is by (incarnation, seq): in one
+life a mutating operation runs once, because the scheduler permits it once and `prev` must match.
+
+Reading operations are permitted side by side and wait in the `DeviceQueue`; a mutating one comes
+alone. What the bus does not answer is asked again: a restart of its server costs time only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import nats.errors
+from msgspec.structs import replace
+from opentelemetry.context import Context
+
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    unforeseen,
+)
+from phaseloom.common.contract.events import StateCut
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
+from phaseloom.common.contract.operations import (
+    Completion,
+    LoadState,
+    Operation,
+    OptimStep,
+    Outcome,
+    Progress,
+    PublishWeights,
+    Result,
+    SaveState,
+    SyncWeights,
+)
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import Bus, Stored
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
+from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
+from phaseloom.worker.rank.outcomes import Outcomes, Ran, content_type_for, decoded, failed, get_all
+from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
+from phaseloom.worker.rank.wire import Payload, RankConfig, RunPermits, RunsApart
+from phaseloom.worker.state.client import RankStateClient
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.5
+"""Between two reports of how far a `generate` is."""
+
+_CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
+_PARTIAL = ErrorInfo(
+    Code.FAILED_PRECONDITION,
+    "a forward_backward since the last optim_step was not completed: the gradients, which were of "
+    "a part of the batch, are dropped",
+    remedy="send the batch again, or step with allow_partial",
+)
+
+
+@dataclass(slots=True)
+class _Company:
+    """Permits that came together."""
+
+    first: CommandId
+    here: set[OperationKey]
+    """They need devices or state still."""
+    has_saves: bool
+
+
+@dataclass(slots=True)
+class Leader:
+    settings: RankConfig
+    bus: Bus
+    state: RankStateClient
+    executor: Executor
+    ranks: Ranks
+    queue: DeviceQueue
+    _reading: set[OperationKey] = field(default_factory=set)
+    """Reading operations that run on the devices."""
+    _outcomes: Outcomes = field(init=False)
+    _moving: StateOperations = field(init=False)
+    _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One `save_state` at a time: each takes as much host memory as the state, and what the job
+    falls back to must be the last."""
+
+    def __post_init__(self) -> None:
+        self._outcomes = Outcomes(self.settings, self.bus)
+        self._moving = StateOperations(
+            self.settings, self.bus, self.state, self.executor, self.ranks, self._outcomes
+        )
+
+    async def run(self, given: RunPermits) -> None:
+        """Returns once every outcome is stored and in the decision log, or its permit's return is.
+
+        Raises: ResourceError: a permit is not for this rank's state, nothing happened; or the ranks
+                cannot go on, whatever is stored.
+        """
+        operations = [permit.operation for permit in given.permits]
+        self._outcomes.unended.update(operations)
+        dones, payloads = await asyncio.gather(
+            get_all(self.bus, streams.DONE, [streams.done_subject(key) for key in operations]),
+            get_all(
+                self.bus,
+                streams.ops_stream(self.settings.deployment.tenant),
+                [streams.op_subject(key) for key in operations],
+            ),
+        )
+        traceparents = given.traceparents or [""] * len(operations)
+        has_saves = any(permit.kind == "save_state" for permit in given.permits)
+        company = _Company(given.permits[0].id, set(operations), has_saves)
+        runs = [
+            self._run_one(permit, traceparent, done, payload, company)
+            for permit, traceparent, done, payload in zip(
+                given.permits, traceparents, dones, payloads, strict=True
+            )
+        ]
+        try:
+            if len(runs) == 1:
+                await runs[0]
+            else:
+                await asyncio.gather(*runs)
+        except GroupLost as lost:
+            raise ResourceError(f"the ranks have lost one another: {lost.__cause__}") from lost
+
+    async def _run_one(
+        self,
+        permit: Permit,
+        traceparent: str,
+        stored: Stored | None,
+        payload: Stored | None,
+        company: _Company,
+    ) -> None:
+        parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
+        # What is logged on the way belongs to the operation's trace.
+        with telemetry.within(parent):
+            try:
+                is_save = permit.kind == "save_state"
+                async with self._saving if is_save else contextlib.nullcontext():
+                    await self._run_permit(
+                        permit, traceparent, parent, stored, payload, company=company
+                    )
+                await self._is_apart(permit.operation, company)
+            finally:
+                self._outcomes.unended.discard(permit.operation)
+
+    async def _run_permit(
+        self,
+        permit: Permit,
+        traceparent: str,
+        parent: Context,
+        stored: Stored | None,
+        payload: Stored | None,
+        *,
+        company: _Company,
+    ) -> None:
+        done = decoded(stored)
+        if done is not None and not _is_to_run_again(permit, done):
+            await self._outcomes.finished(permit, done, parent)
+            return
+        self._check_order(permit)
+        is_reading = permit.kind not in MUTATING_KINDS
+        if is_reading:
+            self._reading.add(permit.operation)
+        try:
+            ran = await self._execute(permit, payload, traceparent, company)
+        except NotNow as later:
+            await self._outcomes.give_back(permit, later.error)
+            return
+        finally:
+            self._reading.discard(permit.operation)
+        if not is_reading and self.queue.is_cancelled(permit.operation):
+            await self._outcomes.notice("cancel ignored", "it mutates, and ran", permit.operation)
+        await self._outcomes.tell(permit, payload, done, ran, parent)
+        if ran.saved is not None and ran.saved.keep:
+            await self._moving.prune(ran.saved)
+        if ran.broken is not None:
+            raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
+
+    def cancel(self, operation: OperationKey) -> None:
+        self.queue.cancel(operation)
+
+    def _check_order(self, permit: Permit) -> None:
+        if permit.kind not in MUTATING_KINDS:
+            return
+        if permit.prev != self.executor.applied:
+            raise ResourceError(
+                f"{permit.operation} comes after {permit.prev}, this state is at "
+                f"{self.executor.applied}",
+                code=Code.FAILED_PRECONDITION,
+            )
+        if self._reading:
+            raise ResourceError(
+                f"{permit.operation} would change what {len(self._reading)} operations read",
+                code=Code.FAILED_PRECONDITION,
+            )
+
+    async def tell_progress(self) -> None:
+        """Publish how far each running `generate` is, for ever; nothing is decided on it."""
+        told: dict[OperationKey, int] = {}
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            calls = [call for call in self.queue.running if call.num_total]
+            for call in calls:
+                if told.get(call.key) != call.num_done:
+                    await self._publish_progress(call)
+            told = {call.key: call.num_done for call in calls}
+
+    async def _publish_progress(self, call: Call) -> None:
+        progress = Progress(call.key, call.num_done, call.num_total)
+        subject = streams.progress_subject(call.key)
+        try:
+            await self.bus.client.publish(
+                subject, encode(progress), headers={CONTENT_TYPE: MSGPACK}
+            )
+        except nats.errors.Error as error:
+            log.debug("no progress of %s is told: %r", call.key, error)
+
+    # --- running --------------------------------------------------------------------------------
+
+    async def _execute(
+        self, permit: Permit, payload: Stored | None, traceparent: str, company: _Company
+    ) -> Ran:
+        started_s, clock_s = time.time(), time.perf_counter()
+        try:
+            call = self._call(permit, payload, traceparent)
+        except PhaseloomError as error:
+            return Ran(failed(permit, error.info), started_s, time.perf_counter() - clock_s)
+        ran = await self._outcome(call, company)
+        if not ran.duration_s:
+            ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
+        return ran
+
+    async def _outcome(self, call: Call, company: _Company) -> Ran:
+        permit, args = call.permit, call.operation.args
+        is_mutating = permit.kind in MUTATING_KINDS
+
+        def ended(completion: Completion, **more: Any) -> Ran:
+            return Ran(completion, call.started_unix_s, call.duration_s, **more)
+
+        try:
+            if isinstance(args, OptimStep) and permit.partial and not args.allow_partial:
+                self.executor.check(args)
+                share = replace(share_of(call), zero_gradients=True)
+                await self.ranks.everywhere(self.executor.backend.zero_gradients, share)
+                return ended(failed(permit, _PARTIAL))
+            result = await self._run(call, company)
+        except (NotNow, GroupLost):
+            raise
+        except Refused as refused:
+            return ended(failed(permit, refused.error))
+        except Broken as broken:
+            error = _info(permit, broken.__cause__ or broken)
+            return ended(failed(permit, error), is_dirty=is_mutating, broken=broken)
+        except Exception as error:
+            return ended(failed(permit, _info(permit, error)), is_dirty=is_mutating)
+        if result is None:
+            cancelled = Completion(call.operation.id, Outcome.CANCELLED, error=_CANCELLED)
+            return ended(cancelled)
+        if is_mutating:
+            assert permit.operation.seq is not None
+            self.executor.applied = permit.operation.seq
+        return ended(
+            Completion(call.operation.id, Outcome.COMPLETED, result=result),
+            num_tokens=kind_for(args).num_tokens_done(args, result),
+            saved=args if isinstance(args, SaveState) else None,
+        )
+
+    def _call(self, permit: Permit, payload: Stored | None, traceparent: str) -> Call:
+        if payload is None:
+            raise ResourceError(
+                f"the payload of {permit.operation} is not in its stream", code=Code.DATA_LOSS
+            )
+        content_type = content_type_for(payload)
+        operation: Operation = decode(payload.payload, Operation, content_type)
+        raw = Payload(permit.operation, payload.payload, content_type)
+        return Call(permit, operation, raw, traceparent)
+
+    async def _run(self, call: Call, company: _Company) -> Result | None:
+        match call.operation.args:
+            case PublishWeights() as args:
+                self.executor.check(args)
+                return await self._moving.publish(call)
+            case SyncWeights() as args:
+                self.executor.check(args)
+                return await self._moving.sync(call, args)
+            case SaveState() as args:
+                self.executor.check(args)
+                if self.queue.is_cancelled(call.key):
+                    return None
+                return await self._moving.save(
+                    call, args, lambda: self._let_go(call.permit, company)
+                )
+            case LoadState() as args:
+                self.executor.check(args)
+                return await self._moving.load(call, args)
+            case _:
+                return await self.queue.run(call)
+
+    async def _let_go(self, permit: Permit, company: _Company) -> None:
+        """What is saved is apart from the devices now."""
+        if permit.replay:
+            return  # what follows is run again in order
+        self._reading.discard(permit.operation)
+        self._outcomes.unended.discard(permit.operation)
+        cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
+        msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
+        # First, so that whoever is permitted next finds the turn free.
+        await self._is_apart(permit.operation, company)
+        await until_answered(lambda: self.bus.append(cut, msg_id=msg_id))
+
+    async def _is_apart(self, operation: OperationKey, company: _Company) -> None:
+        """It needs neither devices nor state any more; the last one of those together says so."""
+        if operation in company.here:
+            company.here.remove(operation)
+            if company.has_saves and not company.here:
+                await self.ranks.agent.call(RunsApart(company.first))
+
+
+def _is_to_run_again(permit: Permit, done: Completion) -> bool:
+    """Rebuilding: what took effect, and what dropped gradients, must do so again."""
+    return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
+
+
+def _info(permit: Permit, error: BaseException) -> ErrorInfo:
+    if isinstance(error, PhaseloomError):
+        return error.info
+    log.error("%s failed", permit.operation, exc_info=error)
+    return unforeseen(error)

@@ -1,0 +1,232 @@
+"""What is told of an operation: its outcome in DONE, first writer wins; its end in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import nats.errors
+from msgspec.structs import replace
+from opentelemetry.context import Context
+
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import (
+    CONTENT_TYPE,
+    JSON,
+    MSGPACK,
+    content_type_of,
+    decode,
+    encode,
+)
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    Event,
+    OperationFinished,
+    OperationsFinished,
+    PermitReturned,
+)
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
+from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
+from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
+from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.rank.group import Broken
+from phaseloom.worker.rank.wire import RankConfig
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.005
+"""So long at most the word of an operation's end waits for that of others that run beside it."""
+
+MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
+"""Room is left for headers."""
+_TOO_LARGE = ErrorInfo(
+    Code.RESOURCE_EXHAUSTED,
+    "the result is too large for one message",
+    remedy="send fewer samples at once; as MessagePack it is smaller than as JSON",
+)
+
+
+@dataclass(slots=True)
+class Ran:
+    """What came of a permit, and how."""
+
+    completion: Completion
+    started_unix_s: float
+    duration_s: float
+    is_dirty: bool = False
+    """The state is now one that no operation made."""
+    broken: Broken | None = None
+    """The ranks cannot go on together."""
+    num_tokens: int = 0
+    saved: SaveState | None = None
+    """Where it is durable now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    event: OperationFinished
+    msg_id: str
+
+
+@dataclass(slots=True)
+class Outcomes:
+    settings: RankConfig
+    bus: Bus
+    unended: set[OperationKey] = field(default_factory=set)
+    """Permitted, and about to end or to run for long."""
+    _finished: Gathering[_Finished, None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._finished = Gathering(self._append, lambda: bool(self.unended), GATHER_S)
+
+    async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
+        """Nothing has changed: it is to be permitted again."""
+        log.warning("permit of %s returned: %s", permit.operation, error.message)
+        returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
+        msg_id = f"returned:{permit.operation}:{permit.id}"
+        await until_answered(lambda: self.bus.append(returned, msg_id=msg_id))
+
+    async def tell(
+        self,
+        permit: Permit,
+        payload: Stored | None,
+        done: Completion | None,
+        ran: Ran,
+        parent: Context,
+    ) -> None:
+        """Store the outcome, unless there is one; then append it to the decision log.
+
+        Args: done: what is stored already, where it ran again; `ran` is dirty then if it came to
+            another outcome.
+        """
+        completion = ran.completion
+        if done is None:
+            completion, done = await self._store(permit, completion, payload, parent)
+        if done is not None:
+            await self._compare(permit, done, completion)
+            if completion.outcome is not done.outcome and permit.kind in MUTATING_KINDS:
+                # The stored outcome stands, but it is not what this incarnation did.
+                ran.is_dirty = True
+            if not ran.is_dirty:
+                completion = done
+            else:
+                completion = replace(done, error=completion.error or done.error)
+        end_s = ran.started_unix_s + ran.duration_s
+        attributes = self._attributes(permit)
+        telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
+        await self.finished(permit, completion, parent, ran)
+
+    async def _store(
+        self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
+    ) -> tuple[Completion, Completion | None]:
+        """Returns what was to be written (it may be too large for its form), and another's outcome
+        where that was stored first."""
+        content_type = content_type_for(payload)
+        if content_type == JSON and completion.result is not None:
+            completion = replace(completion, result=as_lists(completion.result))
+        if len(encode(completion, content_type)) > MAX_OUTCOME_BYTES:
+            completion = failed(permit, _TOO_LARGE)
+        subject = streams.done_subject(permit.operation)
+        try:
+            await until_answered(
+                lambda: self.bus.publish(
+                    subject,
+                    completion,
+                    headers=telemetry.inject({}, parent),
+                    content_type=content_type,
+                )
+            )
+        except AlreadyStored:
+            (stored,) = await get_all(self.bus, streams.DONE, [subject])
+            first = decoded(stored)
+            # Our own, where only the acknowledgement was lost.
+            return completion, None if first == completion else first
+        return completion, None
+
+    async def _compare(self, permit: Permit, done: Completion, again: Completion) -> None:
+        if (done.outcome, done.result) != (again.outcome, again.result):
+            await self.notice(
+                "outcome differs",
+                "the stored one stands; the state may not be the one that made it",
+                permit.operation,
+            )
+
+    async def finished(
+        self, permit: Permit, completion: Completion, parent: Context, ran: Ran | None = None
+    ) -> None:
+        """It has ended, says the decision log. Args: ran: None: an earlier permit's did."""
+        finished = OperationFinished(
+            key=permit.operation,
+            kind=permit.kind,
+            outcome=completion.outcome,
+            epoch=permit.epoch,
+            incarnation=permit.incarnation,
+            started_unix_s=ran.started_unix_s if ran else time.time(),
+            duration_s=ran.duration_s if ran else 0.0,
+            replay=permit.replay,
+            dirty=ran.is_dirty if ran else False,
+            error=completion.error,
+            num_tokens=ran.num_tokens if ran else 0,
+            checkpoints=checkpoints_of(completion),
+        )
+        msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
+        self.unended.discard(permit.operation)
+        with telemetry.span("complete", parent=parent, **self._attributes(permit)):
+            await self._finished.add(_Finished(finished, msg_id))
+
+    async def _append(self, ended: list[_Finished]) -> None:
+        """What has ended since the last append, in one entry of the decision log."""
+        event: Event = ended[0].event
+        msg_id = ended[0].msg_id
+        if len(ended) > 1:
+            event = OperationsFinished([one.event for one in ended])
+            msg_id = f"{msg_id}+{len(ended)}"
+        await until_answered(lambda: self.bus.append(event, msg_id=msg_id))
+
+    async def notice(self, what: str, why: str, operation: OperationKey) -> None:
+        """For people; nothing is decided on it."""
+        try:
+            await self.bus.notice("worker", what, why, str(operation))
+        except nats.errors.Error as error:
+            log.warning("%s: %s (%s); nobody was told: %r", operation, what, why, error)
+
+    def _attributes(self, permit: Permit) -> dict[str, Any]:
+        key = permit.operation
+        return {
+            "tenant": key.tenant,
+            "job": key.job,
+            "deployment": key.deployment,
+            "seq": key.slot,
+            "kind": permit.kind,
+            "node": self.settings.node,
+            "device": self.settings.device,
+            "epoch": permit.epoch,
+        }
+
+
+async def get_all(bus: Bus, stream: str, subjects: list[str]) -> list[Stored | None]:
+    """What is stored there, in this order; asked until the bus answers."""
+    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    return [stored.get(subject) for subject in subjects]
+
+
+def content_type_for(payload: Stored | None) -> str:
+    """As the operation came, so is its outcome written."""
+    return content_type_of(payload.headers if payload else {CONTENT_TYPE: MSGPACK})
+
+
+def decoded(stored: Stored | None) -> Completion | None:
+    if stored is None:
+        return None
+    done: Completion = decode(stored.payload, Completion, content_type_of(stored.headers))
+    return done
+
+
+def failed(permit: Permit, error: ErrorInfo) -> Completion:
+    return Completion(permit.operation_id, Outcome.FAILED, error=error)

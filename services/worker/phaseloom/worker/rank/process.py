@@ -1,0 +1,225 @@
+"""One rank of a WPG: a process that runs one backend on one device.
+
+The event loop speaks with the agent, the state manager and, in the leader, the bus; the backend
+runs in one thread beside it, as do the copies of its heap, so that the loop stays free during a
+long step. A rank that loses its agent exits at once, as nobody could fence it any more; so does one
+whose state manager is gone for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import uvloop
+from blake3 import blake3
+
+from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.state_rank import Done
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
+from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.rank.devicequeue import DeviceQueue
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.follower import Follower
+from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.leader import Leader
+from phaseloom.worker.rank.wire import (
+    CancelRun,
+    MeetAt,
+    MeetRanks,
+    RankConfig,
+    RankFailed,
+    RankMessage,
+    RankUp,
+    RollCall,
+    RunPermits,
+    RunShare,
+)
+from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.devicememory import DeviceMemory
+
+log = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S = 0.0005
+"""How long the backend's Python code may keep the interpreter from the event loop."""
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+Answer = Callable[[RankMessage], Awaitable[RankMessage]]
+
+
+def main(config_json: str) -> None:
+    """Entry point of the process; returns only by exiting."""
+    settings = msgspec.json.decode(config_json, type=RankConfig)
+    lifecycle.start_logging(f"worker:{settings.deployment}")
+    log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
+    flush = telemetry.setup("worker")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+    async def run_and_exit() -> None:
+        try:
+            await _run(settings)
+        finally:
+            flush()
+            # Nothing may keep a rank whose agent is gone: not the device thread, which may be in a
+            # long call, nor the bus connection, whose reconnecting can outlast a cancellation.
+            os._exit(0)
+
+    uvloop.run(run_and_exit())
+
+
+async def _run(settings: RankConfig) -> None:
+    agent = await Peer[RankMessage].connect(settings.agent_socket, RankMessage)
+    try:
+        await _serve(settings, agent)
+    except PhaseloomError as error:
+        await agent.call(RankFailed(settings.token, error.info))
+    except Exception as error:
+        log.exception("rank failed")
+        await agent.call(RankFailed(settings.token, unforeseen(error)))
+
+
+async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
+    device_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+    ranks = Ranks(device_thread, agent, settings.num_ranks)
+    heap, executor = await _build(settings, ranks, await _group(settings, agent))
+    state = await RankStateClient.connect(
+        settings.state_socket,
+        settings.token,
+        applied=lambda: executor.applied,
+        on_loaded=executor.backend.weights_changed,
+        executor=device_thread,
+    )
+    backend = executor.backend
+    executor.applied = await state.register_heap(
+        heap,
+        backend.slots,
+        backend.host_bytes,
+        frozen=not settings.spec.trainable,
+        model=_identity(settings.spec.model),
+    )
+    if backend.host_bytes:
+        await ranks.here(lambda: backend.use_host_memory(state.host_memory))
+    if executor.applied == 0:
+        await _fill(settings, executor, state)
+    async with asyncio.TaskGroup() as tasks:
+        answer: Answer
+        running: list[asyncio.Task[None]] = []
+        if settings.rank == 0:
+            leader = await _leader(settings, ranks, executor, state)
+            running.append(tasks.create_task(leader.queue.serve()))
+            running.append(tasks.create_task(leader.tell_progress()))
+            answer = _leader_answers(leader)
+        else:
+            answer = _follower_answers(Follower(settings, state, executor, ranks))
+
+        async def handle(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+            close_fds(fds)
+            return await answer(body), []
+
+        agent.handler = handle
+        started_s = time.time()
+        await agent.call(RankUp(settings.token, heap.num_bytes, executor.applied))
+        log.info("up with %d bytes, applied %d", heap.num_bytes, executor.applied)
+        await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
+        log.info("agent or state manager gone after %.1f s: exiting", time.time() - started_s)
+        await lifecycle.end(running)
+
+
+def _identity(model: ModelSpec) -> str:
+    """What weights are drawn for it, whatever they are trained or loaded to afterwards."""
+    known = (model.config, model.init_seed)
+    return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
+
+
+async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
+    """Where it meets its WPG's other ranks. Raises: PhaseloomError: their life is over."""
+    if not settings.is_over_nodes:
+        return RankGroup(settings.rank, settings.num_ranks, settings.store_path)
+    if settings.interface:
+        # What gloo and NCCL go by; they are told in no other way.
+        os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
+    told, fds = await agent.call(MeetRanks(settings.token))
+    assert isinstance(told, MeetAt), told
+    return RankGroup(
+        settings.rank,
+        settings.num_ranks,
+        store_address=told.address,
+        store_fd=fds[0] if fds else -1,
+        life=f"{settings.deployment}/{settings.incarnation}",
+    )
+
+
+async def _build(
+    settings: RankConfig, ranks: Ranks, group: RankGroup
+) -> tuple[DeviceMemory, Executor]:
+    """The backend on its heap, filled from the spec's seeds."""
+    factory, spec = backend_factory(settings.spec.backend), settings.spec
+    num_bytes = factory.heap_bytes(spec, group)
+    kind, device = settings.device_kind, settings.device
+    heap = await ranks.here(lambda: devicememory.allocate(kind, device, num_bytes))
+    backend = await ranks.here(lambda: factory(spec, heap, group))
+    return heap, Executor(settings, backend)
+
+
+async def _fill(settings: RankConfig, executor: Executor, state: RankStateClient) -> None:
+    """No seal was restored: go on from the job's checkpoint, or from the seeds."""
+    executor.applied = settings.applied
+    if settings.checkpoint:
+        await state.commit_checkpoint(settings.checkpoint, settings.applied)
+    else:
+        await state.commit_initial(settings.applied)
+
+
+async def _leader(
+    settings: RankConfig, ranks: Ranks, executor: Executor, state: RankStateClient
+) -> Leader:
+    bus_config = config.load(BusConfig, "bus")
+    name = f"worker {settings.deployment}"
+    user, password = bus_config.user, bus_config.password
+    bus = Bus(await connect(bus_config.url, name, user, password, timeout_s=SERVICE_CONNECT_S))
+    queue = DeviceQueue(executor, ranks, settings.spec.batching)
+    return Leader(settings, bus, state, executor, ranks, queue)
+
+
+def _leader_answers(leader: Leader) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunPermits():
+                await leader.run(body)
+            case CancelRun():
+                leader.cancel(body.operation)
+            case _:
+                raise InternalError(f"a leader does not answer {type(body).__name__}")
+        return Done()
+
+    return answer
+
+
+def _follower_answers(follower: Follower) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunShare():
+                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
+                    return await follower.run(body)
+            case CancelRun():
+                follower.cancel(body.operation)
+            case RollCall():
+                return Done()
+            case _:
+                raise InternalError(f"a rank does not answer {type(body).__name__}")
+        return Done()
+
+    return answer

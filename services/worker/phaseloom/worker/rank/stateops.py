@@ -1,0 +1,256 @@
+"""The operations that move state: what the leader, its ranks and the state managers do in each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.api import Checkpoint
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.operations import (
+    LoadState,
+    LoadStateResult,
+    PublishWeightsResult,
+    SaveState,
+    SaveStateResult,
+    SyncWeights,
+    SyncWeightsResult,
+)
+from phaseloom.common.contract.state_layout import VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.patience import until_answered
+from phaseloom.worker.rank.devicequeue import Call
+from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.outcomes import Outcomes
+from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.versions import VersionCopy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+"""How a weights version's source fails that is restarted, or that the network hides."""
+
+
+class NotNow(Exception):
+    """What the operation needs cannot be reached; nothing was changed."""
+
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass(slots=True)
+class StateOperations:
+    settings: RankConfig
+    bus: Bus
+    state: RankStateClient
+    executor: Executor
+    ranks: Ranks
+    outcomes: Outcomes
+    weights: RankWeights = field(init=False)
+    _synced: SyncWeightsResult | None = None
+    """Of the last `sync_weights`."""
+    _fallback: str = ""
+    """This deployment's in what the job fell back to before its last checkpoint: a controller that
+    attached just then may load it yet."""
+    _loaded: set[str] = field(default_factory=set)
+    """Checkpoints that this life's state came from: a rebuild may have to load them again."""
+
+    def __post_init__(self) -> None:
+        if self.settings.checkpoint:
+            self._loaded.add(self.settings.checkpoint)
+        self.weights = RankWeights(self.settings, self.state.versions, self.executor)
+
+    async def publish(self, call: Call) -> PublishWeightsResult:
+        """Raises: Refused: the weights were read only. Broken: only a part of the ranks know."""
+        seq = call.key.seq
+        assert seq is not None
+        version = VersionKey(self.settings.deployment, seq)
+        try:
+            copy = await self._write_version(call, version)
+        except PhaseloomError as error:
+            raise Refused(error.info) from error
+        return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
+
+    async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
+        """Raises: PhaseloomError: nothing was written. Broken: only a part of the ranks know."""
+        weights = self.weights
+        if self.ranks.is_alone:
+            return await self.state.versions.create(version, self.executor.weight_slots)
+        mine, others = await self._prepared(weights.write(version), call)
+        parts = [mine, *(each.part for each in others if isinstance(each, PartWritten))]
+        manifest = weights.manifest(parts) if weights.is_in_parts else None
+        share = replace(share_of(call), manifest=manifest)
+        copy, _ = await self.ranks.together(self._committed(version, mine, manifest), share)
+        return copy
+
+    async def _committed(
+        self, version: VersionKey, mine: VersionPart | None, manifest: VersionParts | None
+    ) -> VersionCopy:
+        if manifest is not None:
+            return await self.state.versions.commit_parts(version, manifest)
+        assert mine is not None
+        return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
+
+    async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
+        """What the leader, and the others, have done before anything changes.
+
+        Raises: PhaseloomError: one of them could not, and nothing has changed. Broken.
+        """
+        return await self._answered(own, replace(share_of(call), prepares=True))
+
+    async def _on_all_nodes(self, own: Awaitable[None], call: Call) -> None:
+        """What each node's state manager does for its ranks.
+
+        Raises: PhaseloomError: one of them could not. Broken.
+        """
+        if self.settings.is_over_nodes:
+            await self._prepared(own, call)
+        else:
+            await own
+
+    async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
+        """Raises: PhaseloomError: one of them could not. Broken."""
+        mine, shares = await self.ranks.together(or_failed(own), share)
+        others = [results[0] for results in shares]
+        if isinstance(mine, Failed):
+            raise to_exception(mine.error)
+        for each in others:
+            if isinstance(each, Failed):
+                raise to_exception(each.error)
+        return mine, others
+
+    async def sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
+        """Raises: NotNow, Refused: nothing was written. Anything else: it failed half-way."""
+        own = self.settings.deployment
+        version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
+        try:
+            brought = await self._read_version(call, version)
+        except PhaseloomError as error:
+            if error.info.code in _AWAY:
+                raise NotNow(error.info) from error
+            raise Refused(error.info) from error
+        assert call.key.seq is not None
+        # The weights are others now: where this fails, the life is not what it was before either.
+        if brought.is_whole:
+            await self.state.versions.hold(version, call.key.seq)
+        before, self._synced = self._synced, SyncWeightsResult(args.version, brought.digest)
+        if before is not None and before.digest == brought.digest:
+            why = f"version {args.version} has the weights of version {before.version}"
+            await self.outcomes.notice("sync changed nothing", why, call.key)
+        return self._synced
+
+    async def _read_version(self, call: Call, version: VersionKey) -> Brought:
+        """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
+        weights, permit = self.weights, call.permit
+        if self.ranks.is_alone:
+            return await weights.load(version, permit)
+        brought, _ = await self._prepared(weights.bring(version, permit), call)
+        await self.ranks.together(weights.take(brought), share_of(call))
+        return brought
+
+    async def save(
+        self, call: Call, args: SaveState, let_go: Callable[[], Awaitable[None]]
+    ) -> SaveStateResult:
+        """The state is cut while the devices wait; it is written while they go on. Of a WPG over
+        several nodes each node's state manager does so, and this one's makes a whole of it.
+
+        Args:   let_go: called in between.
+        Raises: Refused: the state was read only.
+        """
+        permit, operation = call.permit, call.operation.id
+        clock_s = time.perf_counter()
+        config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
+        try:
+            await self._on_all_nodes(
+                self.state.cut_state(operation, args.name, self.executor.applied), call
+            )
+            call.duration_s = time.perf_counter() - clock_s
+            await let_go()
+            if self.settings.is_over_nodes:
+                await self._answered(asyncio.sleep(0), share_of(call))
+            sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)
+        except PhaseloomError as error:
+            raise Refused(error.info) from error
+        own = self.settings.deployment
+        result = SaveStateResult(f"{own.job}/{own.deployment}/{args.name}", sha256)
+        if args.controller_blob:
+            result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
+        return result
+
+    async def prune(self, args: SaveState) -> None:
+        """What is not needed any more, once nobody can believe otherwise."""
+        own = self.settings.deployment
+        try:
+            last = await self._last_checkpoint()
+            needed = {args.name, self._fallback, *self._loaded} - {""}
+            if last is not None and own.deployment in last.checkpoints:
+                needed.add(last.checkpoints[own.deployment])
+            await self.state.prune_checkpoints(args.keep, sorted(needed))
+        except PhaseloomError as error:
+            log.warning("old checkpoints of %s stay: %s", own, error)
+
+    async def _last_checkpoint(self) -> Checkpoint | None:
+        """Of the job."""
+        key = str(self.settings.deployment.job_key)
+        stored = await until_answered(lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key))
+        last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
+        return last
+
+    async def load(self, call: Call, args: LoadState) -> LoadStateResult:
+        """Raises: Refused: nothing was changed. Anything else: it failed half-way."""
+        try:
+            expected = await self.state.read_checkpoint(args.name)
+        except PhaseloomError as error:
+            raise Refused(error.info) from error
+        self._loaded.add(args.name)
+        # Here it is replaced already: where another node fails, nobody has a state any more.
+        await self._on_all_nodes(asyncio.sleep(0), call)
+        loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))
+        assert isinstance(loaded, LoadStateResult)
+        if expected not in {"", loaded.weights_sha256}:
+            raise ResourceError(
+                f"checkpoint {args.name!r} has weights {expected}, loaded were "
+                f"{loaded.weights_sha256}",
+                code=Code.DATA_LOSS,
+            )
+        return loaded
+
+    async def _put_checkpoint(self, permit: Permit, args: SaveState) -> dict[str, str]:
+        """Make it the job's last one, before DONE says that it is."""
+        key = permit.operation
+        checkpoints = {**args.checkpoints, key.deployment: args.name}
+        checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
+        value, kv_key = encode(checkpoint), str(key.job_key)
+        before = await self._last_checkpoint()
+        if before is not None and before != checkpoint:
+            self._fallback = before.checkpoints.get(key.deployment, "")
+        await until_answered(lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value))
+        return checkpoints
+
+
+def share_of(call: Call) -> RunShare:
+    return RunShare([call.payload], call.permit, call.traceparent)

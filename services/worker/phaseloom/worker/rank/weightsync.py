@@ -1,0 +1,235 @@
+"""A rank's part in publishing a weights version and in syncing one.
+
+Ranks that hold different rows each write a *part*; the leader makes the manifest of them. Ranks
+that hold the same write one whole version a node. A sync brings what the ranks of a node need,
+verified, before the first rank is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.state_layout import PartSources, VersionPart, VersionParts
+from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.tensors.resharding import Fetch
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import decode_manifest, layout_digest, part_name, part_of
+from phaseloom.worker.core.reading import (
+    Needs,
+    Reader,
+    Runs,
+    fetches_of_whole,
+    from_part,
+    from_slices,
+    needs,
+    of_another_model,
+    parts_of,
+)
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.wire import RankConfig
+from phaseloom.worker.state.copying import packed, paired
+from phaseloom.worker.state.versions import Opened, RankVersions
+
+_PARTS_AT_ONCE = 4
+"""Each is pulled by several streams."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a rank needs of a version, verified, in host memory."""
+
+    version: VersionKey
+    digest: str
+    pieces: list[tuple[memoryview, Runs]]
+    is_whole: bool
+    """It was written whole."""
+
+
+@dataclass
+class RankWeights:
+    settings: RankConfig
+    versions: RankVersions
+    executor: Executor
+    _planned: dict[tuple[Layout, int, int], Needs] = field(default_factory=dict)
+    """Of the layout that wrote the last version in parts."""
+
+    # --- publishing ------------------------------------------------------------------------------
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether what this deployment publishes is: its ranks hold different weights."""
+        return len(self._parts) > 1
+
+    async def write(self, version: VersionKey) -> VersionPart | None:
+        """Write what is this rank's to write; None: another rank here writes it. Idempotent.
+
+        Raises: PhaseloomError: nothing is written; no host memory.
+        """
+        number = next(i for i, ranks in enumerate(self._parts) if self.settings.rank in ranks)
+        if self.settings.rank != min(set(self._parts[number]) & set(self._here)):
+            return None
+        part = part_name(number, len(self._parts)) if self.is_in_parts else ""
+        slots = self.executor.weight_slots
+        copy = await self.versions.create(part_of(version, part), slots)
+        return VersionPart(part, copy.num_bytes, copy.digest, self._layout_digest)
+
+    def manifest(self, written: Iterable[VersionPart | None]) -> VersionParts:
+        """Args: written: by all ranks."""
+        parts = {part.part: part for part in written if part is not None}
+        names = [part_name(number, len(self._parts)) for number in range(len(self._parts))]
+        sharding = self.executor.backend.sharding
+        found = [parts[name] for name in names]
+        return VersionParts(sharding.layout, sharding.fsdp, self._model, found)
+
+    @cached_property
+    def _parts(self) -> list[list[int]]:
+        backend = self.executor.backend
+        return parts_of(backend.sharding, backend.version_slots)
+
+    @cached_property
+    def _here(self) -> list[int]:
+        """The ranks on this node."""
+        settings = self.settings
+        mine = settings.node_of(settings.rank)
+        return [rank for rank in range(settings.num_ranks) if settings.node_of(rank) == mine]
+
+    @cached_property
+    def _model(self) -> str:
+        return layout_digest(TensorTable.of(self.executor.backend.version_slots).packed)
+
+    @cached_property
+    def _layout_digest(self) -> str:
+        places, _ = packed(self.executor.weight_slots)
+        return layout_digest(TensorTable.of(places).packed)
+
+    # --- syncing ---------------------------------------------------------------------------------
+
+    async def load(self, version: VersionKey, permit: Permit) -> Brought:
+        """Where this rank is alone: bring a version, and replace the weights by it.
+
+        Raises: PhaseloomError: nothing has changed.
+        """
+        opened = await self.versions.open(version, permit.sources, permit.ticket)
+        if opened.is_manifest:
+            brought = await self._bring_parts(version, opened, permit)
+            await self.take(brought)
+            return brought
+        await self.versions.load(opened, self.executor.weight_slots)
+        return Brought(version, opened.described.digest, [], is_whole=True)
+
+    async def bring(self, version: VersionKey, permit: Permit) -> Brought:
+        """What this rank needs, to be copied later. Raises: PhaseloomError: it cannot be had."""
+        opened = await self.versions.open(version, permit.sources, permit.ticket)
+        if opened.is_manifest:
+            return await self._bring_parts(version, opened, permit)
+        backend = self.executor.backend
+        tensors = opened.table.tensors
+        paired(tensors, backend.version_slots)
+        opened = await self.versions.verified(opened)
+        pieces = [(opened.memory, from_part(tensors, self._of_whole, self._reader))]
+        return Brought(version, opened.described.digest, pieces, is_whole=True)
+
+    async def take(self, brought: Brought) -> None:
+        """Replace this rank's weights. Raises: they may be neither now."""
+        await self.versions.scatter(brought.pieces)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        backend, rank = self.executor.backend, self.settings.rank
+        return Reader(
+            *(backend.sharding, rank, self._here),
+            *(backend.version_slots, self.executor.weight_slots),
+        )
+
+    @cached_property
+    def _of_whole(self) -> list[Fetch]:
+        return fetches_of_whole(self._reader)
+
+    async def _bring_parts(self, version: VersionKey, opened: Opened, permit: Permit) -> Brought:
+        opened = await self.versions.verified(opened)
+        manifest = decode_manifest(opened.memory, version)
+        if manifest.tensors != self._model:
+            raise of_another_model("its tensors are others")
+        needed = self._needs(manifest)
+        known = {part.part: part for part in manifest.parts}
+        sources = {each.part: each.endpoints for each in opened.described.sources}
+        # Of those that are here nobody says who has them too: all are asked, should it be bad.
+        wanted = [
+            (known[part], fetches, sources.get(part, permit.sources))
+            for part, fetches in needed.wholes.items()
+        ]
+
+        async def bring(number: int) -> tuple[memoryview, Runs]:
+            part, fetches, endpoints = wanted[number]
+            came = await self._part(version, part, endpoints, permit)
+            return came.memory, from_part(came.table.tensors, fetches, self._reader)
+
+        pieces = await _some_at_once([bring(number) for number in range(len(wanted))])
+        if needed.slices:
+            held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
+            pieces.append(await self._slices(version, needed, held, permit))
+        return Brought(version, opened.described.digest, pieces, is_whole=False)
+
+    def _needs(self, manifest: VersionParts) -> Needs:
+        """The same for every version of one policy."""
+        key = (manifest.layout, manifest.fsdp, len(manifest.parts))
+        if key not in self._planned:
+            self._planned = {key: needs(manifest, self._reader)}
+        return self._planned[key]
+
+    async def _part(
+        self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
+    ) -> Opened:
+        """A part that is as the manifest says. Raises: PhaseloomError."""
+        key = part_of(version, part.part)
+        opened = await self.versions.open(key, sources, permit.ticket, part.digest)
+        described = opened.described
+        is_meant = (described.digest, layout_digest(described.tensors)) == (
+            part.digest,
+            part.layout,
+        )
+        if not is_meant:
+            raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
+        return await self.versions.verified(opened)
+
+    async def _slices(
+        self, version: VersionKey, needed: Needs, sources: list[PartSources], permit: Permit
+    ) -> tuple[memoryview, Runs]:
+        slices = needed.slices
+        memory, _ = await self.versions.open_slices(version, slices, sources, permit.ticket)
+        return memory, from_slices(slices, needed.fetches, self._reader)
+
+
+async def or_failed(work: Awaitable[T]) -> T | Failed:
+    """What it comes to, or how it was refused."""
+    try:
+        return await work
+    except PhaseloomError as error:
+        return Failed(error.info)
+
+
+async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
+    """All of them, a few at a time; where some fail, the first one's error after all have ended."""
+    turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+
+    async def one(work: Awaitable[T]) -> T:
+        async with turns:
+            return await work
+
+    ended = await asyncio.gather(*map(one, works), return_exceptions=True)
+    done: list[T] = []
+    for each in ended:
+        if isinstance(each, BaseException):
+            raise each
+        done.append(each)
+    return done

@@ -1,0 +1,271 @@
+"""A rank's side of the state manager: its session, its heap's beginning, and its checkpoints.
+
+What it copies when told to is `hostcopies`, the weights versions that it makes and reads
+`rankversions`. Copies run in a thread and without the GIL: the event loop goes on.
+
+The client outlives the daemon: see `StateLink`. Only when its `closed` is done it is gone for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from opentelemetry import trace
+
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.contract.state_rank import (
+    CheckpointRead,
+    CheckpointWritten,
+    CommitInitial,
+    CopyAside,
+    CopyFrom,
+    CopyIn,
+    CopyOut,
+    CutState,
+    CutTaken,
+    Done,
+    HeapRegistered,
+    LetGo,
+    PruneCheckpoints,
+    RankHello,
+    RankResume,
+    ReadCheckpoint,
+    RegisterHeap,
+    StateMessage,
+    StillMapped,
+    Unpin,
+    WriteCheckpoint,
+)
+from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.copying import (
+    Mapping,
+    hashed,
+)
+from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.hostcopies import HostCopies
+from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.link import RECONNECT_S, StateLink, ask, expect
+from phaseloom.worker.state.versions import RankVersions
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")
+
+
+class RankStateClient:
+    """A rank's connection: hands its heap to the state manager and copies when told to.
+
+    When `closed` is done the rank has lost its memory's authority and must exit.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        token: str,
+        *,
+        applied: Callable[[], int],
+        on_loaded: Callable[[], None],
+        executor: Executor | None,
+        reconnect_s: float,
+    ) -> None:
+        self._token = token
+        self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
+        self._executor = executor or self._own_executor
+        self._link = StateLink(path, self._greet, self._handle, reconnect_s)
+        self._copies = HostCopies(applied, on_loaded)
+        self._layouts = Layouts()
+        self.versions = RankVersions(self._link, self._copies, self._layouts, self._run, on_loaded)
+
+    @classmethod
+    async def connect(
+        cls,
+        path: str | Path,
+        token: str,
+        *,
+        applied: Callable[[], int],
+        on_loaded: Callable[[], None],
+        executor: Executor | None = None,
+        reconnect_s: float = RECONNECT_S,
+    ) -> RankStateClient:
+        """Join the state manager.
+
+        Args:   applied: seq of the last mutating operation in the heap, asked at each copy out.
+                on_loaded: called in the executor after the heap's bytes were replaced by a load.
+                executor: one thread, in which all copies run. That of the backend, so that copies
+                    and operations exclude each other; None: one of its own. Calls of this client
+                    must not be waited for inside it.
+        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        """
+        client = cls(
+            path,
+            token,
+            applied=applied,
+            on_loaded=on_loaded,
+            executor=executor,
+            reconnect_s=reconnect_s,
+        )
+        await client._link.connect()
+        return client
+
+    @property
+    def closed(self) -> asyncio.Future[str]:
+        return self._link.closed
+
+    async def close(self) -> None:
+        """Leave; a copy under way ends first."""
+        await self._link.close()
+        if self._own_executor is not None:
+            self._own_executor.shutdown()
+
+    async def _greet(self, peer: Peer[StateMessage]) -> None:
+        if self._copies.heap is None:
+            await ask(peer, RankHello(self._token), Done)
+            return
+        applied, digest = self._copies.copied
+        await ask(
+            peer,
+            RankResume(
+                token=self._token,
+                heap_bytes=self._copies.heap.num_bytes,
+                tensors=self._layouts.table(self._copies.slots).packed,
+                filled=self._copies.is_filled,
+                resident=self._copies.is_resident,
+                applied=applied,
+                digest=digest,
+                host_bytes=self._copies.host_bytes,
+            ),
+            Done,
+        )
+
+    async def register_heap(
+        self,
+        heap: DeviceMemory,
+        slots: list[TensorSlot],
+        host_bytes: int = 0,
+        *,
+        frozen: bool = False,
+        model: str = "",
+    ) -> int:
+        """Give the heap into the state manager's hands; maps its extent.
+
+        Args:    host_bytes: of state that lives in `host_memory` alone.
+                 frozen, model: see `RegisterHeap`.
+
+        Returns: the seq that the extent holds, from a seal: it comes into the heap at the first
+                 switch-in. 0: none, fill the heap and `commit_initial`.
+        Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
+                 FAILED_PRECONDITION, with the numbers: the seal is of another layout.
+        """
+        request = RegisterHeap(
+            heap.num_bytes,
+            self._layouts.table(slots).packed,
+            host_bytes=host_bytes,
+            frozen=frozen,
+            model=model,
+            pins=devicememory.is_pinning(heap) and not frozen,
+        )
+        answer, fds = await self._link.call(request)
+        registered = expect(answer, HeapRegistered)
+        if len(fds) != (not frozen or registered.applied == 0):
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one heap")
+        extent: Mapping | None = None
+        for fd in fds:
+            extent = Mapping(fd, extent_bytes(heap.num_bytes, host_bytes), writable=True)
+        self._copies.register(heap, slots, host_bytes, extent, frozen=frozen)
+        if registered.applied:
+            self._copies.commit(registered.applied, "")
+            await self._run(heap.release)
+        return registered.applied
+
+    @property
+    def host_memory(self) -> memoryview:
+        """See `HostCopies.host_memory`."""
+        return self._copies.host_memory
+
+    async def commit_initial(self, applied: int = 0) -> None:
+        """Copy the filled heap to the extent and release it: the deployment starts offloaded.
+
+        Args: applied: seq that this state stands for, where it came from a checkpoint.
+        """
+        heap, extent = self._copies.registered()
+        await self._run(lambda: self._copies.out(heap, extent))
+        digest = await self._run(lambda: hashed(extent.buffer))
+        await self._commit_initial(digest, applied)
+
+    async def commit_checkpoint(self, name: str, applied: int) -> None:
+        """Instead of `commit_initial`: have the extent filled from a checkpoint, whatever the heap
+        holds. Raises: as `read_checkpoint`."""
+        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
+        await self._commit_initial(read.digest, applied)
+
+    async def _commit_initial(self, digest: str, applied: int) -> None:
+        heap, extent = self._copies.registered()
+        if self._copies.is_frozen:
+            await self._run(extent.close)
+            self._copies.extent = None
+        await self._link.ask(CommitInitial(digest, applied), Done)
+        self._copies.commit(applied, digest)
+        await self._run(heap.release)
+
+    async def cut_state(self, operation: str, name: str, seq: int) -> None:
+        """Have the state of all ranks copied aside for a checkpoint; then they may go on.
+
+        Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
+        """
+        await self._link.ask(CutState(operation, name, seq), CutTaken)
+
+    async def write_checkpoint(self, operation: str, name: str, config: str, keep: int) -> str:
+        """Returns, once it is durable, the SHA-256 of its weights.
+
+        Raises: ResourceError: the disk is full, or fails.
+        """
+        message = WriteCheckpoint(operation, name, config, keep)
+        return (await self._link.ask(message, CheckpointWritten)).weights_sha256
+
+    async def read_checkpoint(self, name: str) -> str:
+        """Replace the state of all ranks. From the leader; whatever is raised, nothing was changed,
+        or the ranks are cut off.
+
+        Returns: the SHA-256 of its weights; empty: it does not say.
+        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: of another model. ResourceError:
+                 DATA_LOSS; no host memory.
+        """
+        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
+        trace.get_current_span().set_attribute("source", read.source)
+        return read.weights_sha256
+
+    async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
+        await self._link.ask(PruneCheckpoints(keep, needed), Done)
+
+    async def _handle(
+        self, body: StateMessage, fds: list[int]
+    ) -> tuple[StateMessage, Sequence[int]]:
+        if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
+            return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
+        if isinstance(body, CopyAside | CopyFrom):
+            return await self._run(lambda: self._copies.copy_apart(body, fds)), ()
+        close_fds(fds)
+        match body:
+            case LetGo():
+                await self._run(self._copies.drop_source)
+                return StillMapped(self.versions.let_go()), ()
+            case CopyOut(release=release):
+                return await self._run(lambda: self._copies.copy_out(release=release)), ()
+            case CopyIn(digest=digest):
+                return await self._run(lambda: self._copies.copy_in(digest)), ()
+            case Unpin():
+                heap, _ = self._copies.registered()
+                await self._run(lambda: devicememory.unpin(heap))
+                return Done(), ()
+        raise CallerError(f"a rank does not answer {type(body).__name__}", field="type")
+
+    async def _run(self, work: Callable[[], Kind]) -> Kind:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

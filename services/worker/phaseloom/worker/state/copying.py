@@ -1,0 +1,345 @@
+"""Extents in a rank's memory, and copying between them and its heap.
+
+Large copies take several threads: one alone is bound by the faults of fresh memory. What is loaded
+is hashed while it is in the cache. Neither the copy nor the hash holds the GIL; slice assignment
+would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import msgspec
+import xxhash
+
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import VersionExtent
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, each_part
+from phaseloom.common.tensors.hugepages import make_huge, map_file
+from phaseloom.common.transport.framing import close_fds
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
+
+_CHUNK_BYTES = 512 * 1024
+"""In the cache from the copy to the hash."""
+_PART_BYTES = 64 * 1024 * 1024
+"""For one memmove: large enough that it writes past the cache."""
+_MAX_MAPPED_VERSIONS = 3
+"""Of so many versions the mappings are kept for reuse; each keeps its extent's memory alive."""
+
+
+class Mapping:
+    """An extent in this process's memory. Unmapped when the last reference is gone."""
+
+    def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
+        """Takes `fd` and closes it: the mapping outlives it."""
+        mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        try:
+            # Private where it is read-only: nothing is ever written through it, and ctypes takes
+            # the address of writable mappings only. Unwritten private pages are the shared ones.
+            if writable:
+                self._map, self._start = map_file(fd, mapped_bytes)
+            else:
+                self._map, self._start = mmap.mmap(fd, mapped_bytes, flags=mmap.MAP_PRIVATE), 0
+            self.buffer = self._view(num_bytes)
+        finally:
+            os.close(fd)
+        self._is_settled = not writable
+
+    def _view(self, num_bytes: int) -> memoryview:
+        return memoryview(self._map)[self._start : self._start + num_bytes]
+
+    def make_huge(self) -> None:
+        """Have it on huge pages, before it is pinned. Tried once: what the system did not give then
+        would be looked for in every switch. Long, the first time: run it in a thread."""
+        if not self._is_settled:
+            self._is_settled = True
+            make_huge(self.buffer)
+
+    def close(self) -> None:
+        """Unmap it now, where nothing refers to it any more; else with its last reference."""
+        self.buffer.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def try_close(self) -> bool:
+        """Unmap it now; False: something refers to it, and it stays."""
+        num_bytes = len(self.buffer)
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            self.buffer = self._view(num_bytes)
+            return False
+        return True
+
+
+class MappedVersions:
+    """The extents of the weights versions that were used last, each mapped once."""
+
+    def __init__(self) -> None:
+        self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
+        self._keys: dict[Mapping, VersionKey] = {}
+
+    def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
+        """The memory of the one extent that came: where it was mapped before, through that."""
+        if len(fds) != 1:
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one version")
+        status = os.fstat(fds[0])
+        identity = (status.st_dev, status.st_ino, writable)
+        mapping = self._mappings.pop(identity, None)
+        if mapping is not None and len(mapping.buffer) < num_bytes:
+            del self._keys[mapping]
+            mapping = None
+        if mapping is None:
+            mapping = Mapping(fds[0], num_bytes, writable=writable)
+        else:
+            close_fds(fds)
+        self._mappings[identity] = mapping
+        self._keys[mapping] = key
+        buffer = mapping.buffer[:num_bytes]
+        self._close(self._of_older_versions())
+        return buffer
+
+    def _of_older_versions(self) -> list[tuple[int, int, bool]]:
+        kept: set[VersionKey] = set()
+        older = []
+        for identity, mapping in reversed(self._mappings.items()):
+            kept.add(self._keys[mapping].whole)
+            if len(kept) > _MAX_MAPPED_VERSIONS:
+                older.append(identity)
+        return older
+
+    def let_go(self) -> list[VersionKey]:
+        """Unmap what nothing refers to. Returns what the others hold."""
+        self._close(list(self._mappings))
+        return list(self._keys.values())
+
+    def _close(self, identities: list[tuple[int, int, bool]]) -> None:
+        for identity in identities:
+            if self._mappings[identity].try_close():
+                del self._keys[self._mappings.pop(identity)]
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy `source` over `target`."""
+    _move(_address(source), _address(target), len(source))
+
+
+def _move(source_address: int, target_address: int, num_bytes: int) -> None:
+    if num_bytes <= _PART_BYTES:
+        ctypes.memmove(target_address, source_address, num_bytes)
+        return
+
+    def part(start: int, end: int) -> None:
+        ctypes.memmove(target_address + start, source_address + start, end - start)
+
+    each_part(num_bytes, _PART_BYTES, part)
+
+
+def copy_hashed(source: memoryview, target: memoryview) -> str:
+    """Copy the beginning of `source` over `target`; the digest of what was written and of what
+    lies behind it in `source`."""
+    source_address, target_address = _address(source), _address(target)
+
+    def block(start: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        for at in range(start, end, _CHUNK_BYTES):
+            until = min(at + _CHUNK_BYTES, end)
+            if at < len(target):
+                written = min(until, len(target)) - at
+                ctypes.memmove(target_address + at, source_address + at, written)
+                taken.update(target[at : at + written])
+            taken.update(source[max(at, len(target)) : until])
+        return bytes(taken.digest())
+
+    return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
+
+
+def copy_pieces_hashed(sources: Sequence[memoryview], target: memoryview) -> str:
+    """Copy these one after another over `target`, all of it; the digest of what was written."""
+    target_address = _address(target)
+    addresses = [_address(source) for source in sources]
+
+    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
+        to = target_address + at
+        for index, start, num_bytes in parts:
+            ctypes.memmove(to, addresses[index] + start, num_bytes)
+            to += num_bytes
+        return [target[at : to - target_address]]
+
+    return _hashed_pieces(sources, chunk)
+
+
+def hashed_pieces(sources: Sequence[memoryview]) -> str:
+    """The digest of these, one after another."""
+
+    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
+        return [sources[index][start : start + num_bytes] for index, start, num_bytes in parts]
+
+    return _hashed_pieces(sources, chunk)
+
+
+def _hashed_pieces(
+    sources: Sequence[memoryview],
+    chunk: Callable[[int, Iterable[tuple[int, int, int]]], list[memoryview]],
+) -> str:
+    """Args: chunk: what is to be hashed at a place of the whole: parts of sources, each its index,
+    where in it, how many bytes."""
+    ends = list(accumulate(map(len, sources)))
+
+    def parts(at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        index = bisect_right(ends, at)
+        while at < end:
+            until = min(ends[index], end)
+            yield index, at - ends[index] + len(sources[index]), until - at
+            at, index = until, index + 1
+
+    def block(start: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        for at in range(start, end, _CHUNK_BYTES):
+            for memory in chunk(at, parts(at, min(at + _CHUNK_BYTES, end))):
+                taken.update(memory)
+        return bytes(taken.digest())
+
+    return combined(b"".join(each_part(ends[-1] if ends else 0, BLOCK_BYTES, block)))
+
+
+def hashed(memory: memoryview) -> str:
+    """Its digest, taken by several threads."""
+    checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
+    return combined(b"".join(checksums))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view)) if len(view) else 0
+
+
+def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> str:
+    """Copy heap slots to their places in a version; the gaps between become zeroes.
+
+    So that equal weights have equal digests, whatever the extent held before.
+
+    Returns: the digest of the version.
+    """
+    scatter(heap, target, pairs)
+    clear_gaps(target, pairs)
+    return hashed(target)
+
+
+def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
+    """What lies between the tensors of a version, the second of each pair, becomes zeroes."""
+    end = 0
+    for _, place in pairs:
+        if place.offset > end:
+            target[end : place.offset] = bytes(place.offset - end)
+        end = place.offset + place.num_bytes
+    target[end:] = bytes(len(target) - end)
+
+
+def verify(source: memoryview, described: VersionExtent) -> None:
+    """Raises: ResourceError: DATA_LOSS: it is not what its digest says."""
+    digest = hashed(source)
+    if digest != described.digest:
+        raise ResourceError(
+            f"version {described.version} has digest {digest}, not {described.digest}",
+            code=Code.DATA_LOSS,
+        )
+
+
+def scatter(
+    source: memoryview, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> None:
+    """Copy tensors from their places in one memory to those in the other, the second of each pair.
+
+    Neighbours on both sides go in one piece.
+    """
+    copy_runs(source, target, runs(pairs))
+
+
+def copy_runs(source: memoryview, target: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
+    """Copy exactly these bytes: (from where, to where, how many)."""
+    source_address, target_address = _address(source), _address(target)
+    batches = list(_batches(runs))
+
+    def move(first: int, last: int) -> None:
+        for batch in batches[first:last]:
+            for start, to, num_bytes in batch:
+                ctypes.memmove(target_address + to, source_address + start, num_bytes)
+
+    each_part(len(batches), 1, move)
+
+
+def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """The same runs, dealt out for several threads; a long one is cut."""
+    batch: list[tuple[int, int, int]] = []
+    batch_bytes = 0
+    for start, to, num_bytes in runs:
+        for at in range(0, num_bytes, _PART_BYTES):
+            length = min(_PART_BYTES, num_bytes - at)
+            batch.append((start + at, to + at, length))
+            batch_bytes += length
+            if batch_bytes >= _PART_BYTES:
+                yield batch
+                batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:
+    """From where, to where, how many bytes; what pads two neighbours alike is copied with them."""
+    start = to = num_bytes = 0
+    for place, slot in pairs:
+        gap = place.offset - start - num_bytes
+        if num_bytes and slot.offset - to == place.offset - start and 0 <= gap < ALIGNMENT_BYTES:
+            num_bytes += gap + slot.num_bytes
+            continue
+        if num_bytes:
+            yield start, to, num_bytes
+        start, to, num_bytes = place.offset, slot.offset, slot.num_bytes
+    if num_bytes:
+        yield start, to, num_bytes
+
+
+def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
+    """The same tensors one after another from offset 0, and their bytes."""
+    places = []
+    end = 0
+    for slot in slots:
+        places.append(msgspec.structs.replace(slot, offset=end))
+        end = align(end + slot.num_bytes)
+    return places, end
+
+
+def paired(
+    tensors: list[TensorSlot], slots: Sequence[TensorSlot]
+) -> list[tuple[TensorSlot, TensorSlot]]:
+    """Each slot with the version's tensor of its name. Raises: CallerError: not the same model."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if by_name.keys() != {slot.name for slot in slots}:
+        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
+        raise CallerError(
+            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
+            code=Code.FAILED_PRECONDITION,
+            remedy="sync between deployments of one model only",
+        )
+    pairs = [(by_name[slot.name], slot) for slot in slots]
+    for tensor, slot in pairs:
+        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
+        if there != (slot.dtype, slot.shape, slot.num_bytes):
+            raise CallerError(
+                f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
+                f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
+                code=Code.FAILED_PRECONDITION,
+                remedy="sync between deployments of one model only",
+            )
+    return pairs

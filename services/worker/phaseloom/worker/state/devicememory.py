@@ -1,0 +1,196 @@
+"""A rank's device memory, of either kind, and the copies between it and the rank's host extent.
+
+Everything above this module is the same for an emulated device (`heap`: memory of this machine with
+a budget) and for a GPU (`cuda`). torch is imported for the view as a tensor only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load
+from phaseloom.worker.cuda.memory import CudaHeap
+from phaseloom.worker.state import copying
+from phaseloom.worker.state.copying import (
+    clear_gaps,
+    copy,
+    copy_hashed,
+    hashed,
+    hashed_pieces,
+    runs,
+)
+from phaseloom.worker.state.heap import Heap
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+DeviceMemory = Heap | CudaHeap
+
+
+def allocate(kind: DeviceKind, device: int, num_bytes: int) -> DeviceMemory:
+    """Zeroed memory on a device of this node; on a GPU, in the thread that will use it.
+
+    Args:   device: its number; of an emulated one it does not matter.
+    Raises: ResourceError: this machine has no such device, or the device has no memory left.
+    """
+    if kind is DeviceKind.EMULATED:
+        return Heap(num_bytes)
+    try:
+        heap = CudaHeap(num_bytes, load(device))
+        _use_device(device)
+        return heap
+    except (CudaError, CudaUnavailable) as error:
+        if isinstance(error, CudaError) and error.is_out_of_memory:
+            raise ResourceError(
+                f"{num_bytes} bytes of device {device}: {error}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="give the state manager less of the device, so that new ranks find room",
+            ) from error
+        raise ResourceError(
+            f"{num_bytes} bytes of device {device}: {error}",
+            code=Code.UNAVAILABLE,
+            remedy="set worker.device_kind to emulated, or use a machine with a GPU",
+        ) from error
+
+
+def _use_device(device: int) -> None:
+    """What torch makes in this thread goes there."""
+    import torch
+
+    torch.cuda.set_device(device)
+
+
+def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
+    """All of it to the beginning of the extent; whole there on return."""
+    target = extent[: memory.num_bytes]
+    if isinstance(memory, Heap):
+        copy(memory.buffer, target)
+    else:
+        memory.copy_out(target)
+
+
+def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
+    """The beginning of the extent over all of it.
+
+    Returns: the digest of the whole extent: of what was copied, and of what lies behind it.
+    """
+    if isinstance(memory, Heap):
+        return copy_hashed(extent, memory.buffer)
+    memory.begin_copy_in(extent[: memory.num_bytes])
+    try:
+        return hashed(extent)
+    finally:
+        memory.finish()
+
+
+def copy_pieces_in(sources: Sequence[memoryview], memory: DeviceMemory) -> str:
+    """These one after another over all of it. Returns: the digest of what was copied."""
+    if isinstance(memory, Heap):
+        return copying.copy_pieces_hashed(sources, memory.buffer)
+    memory.begin_copy_pieces_in(sources)
+    try:
+        return hashed_pieces(sources)
+    finally:
+        memory.finish()
+
+
+def gather(
+    memory: DeviceMemory, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> str:
+    """See `copying.gather`."""
+    if isinstance(memory, Heap):
+        return copying.gather(target, memory.buffer, pairs)
+    memory.copy_parts_out(list(runs(pairs)), target)
+    clear_gaps(target, pairs)
+    return hashed(target)
+
+
+def scatter(
+    source: memoryview, memory: DeviceMemory, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> None:
+    """See `copying.scatter`."""
+    if isinstance(memory, Heap):
+        copying.scatter(source, memory.buffer, pairs)
+    else:
+        memory.copy_parts_in(source, list(runs(pairs)))
+
+
+def copy_runs(source: memoryview, memory: DeviceMemory, runs: list[tuple[int, int, int]]) -> None:
+    """See `copying.copy_runs`."""
+    if isinstance(memory, Heap):
+        copying.copy_runs(source, memory.buffer, runs)
+    else:
+        memory.copy_parts_in(source, runs)
+
+
+def can_share(memory: DeviceMemory) -> bool:
+    """Whether other processes on its device can be given a part of it without the host."""
+    return isinstance(memory, CudaHeap) and memory.can_share
+
+
+def share(
+    memory: DeviceMemory, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> int | None:
+    """Device memory with these tensors in a version's places, as a descriptor.
+
+    None: the device cannot, or has no room for it.
+    """
+    assert isinstance(memory, CudaHeap)
+    try:
+        return memory.share(num_bytes, list(runs(pairs)))
+    except CudaError as error:
+        log.info("a version is not shared on the device: %s", error)
+        return None
+
+
+def take(
+    memory: DeviceMemory, fd: int, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
+) -> bool:
+    """What `share` made, over these tensors. False: it cannot be had; nothing has changed."""
+    assert isinstance(memory, CudaHeap)
+    try:
+        memory.take(fd, num_bytes, list(runs(pairs)))
+    except CudaError as error:
+        log.warning("a version cannot be taken on the device: %s", error)
+        return False
+    return True
+
+
+def resident_bytes(memory: DeviceMemory) -> int:
+    """What is not known counts as resident: the state manager then loads the copy back."""
+    try:
+        return memory.resident_bytes()
+    except OSError:
+        return memory.num_bytes
+
+
+def is_pinning(memory: DeviceMemory) -> bool:
+    """Whether it keeps its extent's pages from being given back, until `unpin`."""
+    return isinstance(memory, CudaHeap)
+
+
+def pin(memory: DeviceMemory, extent: memoryview) -> None:
+    """Let the device move bytes of the extent by itself. Nothing to do where it is done."""
+    if isinstance(memory, CudaHeap) and not memory.is_pinned:
+        memory.pin(extent)
+
+
+def unpin(memory: DeviceMemory) -> None:
+    if isinstance(memory, CudaHeap):
+        memory.unpin()
+
+
+def as_tensor(memory: DeviceMemory) -> torch.Tensor:
+    """Its bytes, where they are; keeps neither their memory nor their content."""
+    import torch
+
+    if isinstance(memory, Heap):
+        return torch.frombuffer(memory.buffer, dtype=torch.uint8)
+    return memory.tensor()

@@ -1,0 +1,247 @@
+"""A rank's heap and its host copies: what it copies when the state manager tells it to.
+
+A rank's heap and its host extent are two mappings: switches are one memcpy each way, by several
+threads; what comes in is hashed while it is in the cache. Extents are mapped once and kept, because
+first touch is ten times slower than a copy. All of it blocks, without the GIL, and runs in the one
+thread in which copies and operations exclude each other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes, host_start
+from phaseloom.common.contract.state_rank import (
+    Copied,
+    CopyAside,
+    CopyFrom,
+    CopyIn,
+    CopyOut,
+    HeapPiece,
+)
+from phaseloom.common.transport.framing import close_fds
+from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.copying import Mapping, copy, hashed
+from phaseloom.worker.state.devicememory import DeviceMemory
+
+
+class HostCopies:
+    def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
+        """Args: as `RankStateClient.connect`."""
+        self._applied = applied
+        self._on_loaded = on_loaded
+        self.heap: DeviceMemory | None = None
+        self.slots: list[TensorSlot] = []
+        self.host_bytes = 0
+        """Of state that lives in `host_memory` alone."""
+        self.extent: Mapping | None = None
+        self._sources: dict[tuple[int, int], Mapping] = {}
+        """Of a frozen heap: the extents that were loaded last, by device and inode."""
+        self.is_frozen = False
+        self.is_filled = False
+        self.is_resident = False
+        self.copied: tuple[int, str] = (0, "")
+        """seq and digest of the host copy, as far as this rank knows."""
+
+    def register(
+        self,
+        heap: DeviceMemory,
+        slots: list[TensorSlot],
+        host_bytes: int,
+        extent: Mapping | None,
+        *,
+        frozen: bool,
+    ) -> None:
+        self.heap, self.slots, self.host_bytes = heap, slots, host_bytes
+        self.extent, self.is_frozen = extent, frozen
+
+    def commit(self, applied: int, digest: str) -> None:
+        """There is a host copy: of this seq, with this digest where it is known."""
+        self.copied = (applied, digest)
+        self.is_filled = True
+
+    @property
+    def host_memory(self) -> memoryview:
+        """State that is there and never on the device; zeroes, or what a seal holds, at first.
+
+        It stays where it is for as long as this rank lives. Nothing may write it but an operation.
+        """
+        heap, extent = self.registered()
+        return extent.buffer[host_start(heap.num_bytes) :]
+
+    def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
+        """From or to the extent that came along; nobody has it mapped writable afterwards."""
+        heap = self.registered_heap()
+        if isinstance(order, CopyIn):
+            return self._copy_in_frozen(heap, order, self._mapped(fds))
+        if len(fds) > 1:
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one copy")
+        if not fds:
+            return self._stay_with_copy(heap, order)
+        self.drop_source()
+        self.extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
+        try:
+            copied = self.copy_out(release=order.release)
+            digest = hashed(extent.buffer)
+            self.copied = (copied.applied, digest)
+            return msgspec.structs.replace(copied, digest=digest)
+        finally:
+            self.extent = None
+            extent.close()
+
+    def copy_apart(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
+        """To or from memory of its own, which is mapped no longer than that takes."""
+        heap = self.registered_heap()
+        if len(fds) != 1:
+            close_fds(fds)
+            raise InternalError(f"{len(fds)} extents came for one copy")
+        started = time.monotonic()
+        apart = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
+        try:
+            digest = ""
+            if isinstance(order, CopyAside):
+                apart.make_huge()
+                devicememory.copy_out(heap, apart.buffer)
+                if self.host_bytes:
+                    copy(self.host_memory, apart.buffer[host_start(heap.num_bytes) :])
+            else:
+                digest = self._replace(heap, apart.buffer, order.digest)
+            left = devicememory.resident_bytes(heap)
+            return Copied(digest, self._applied(), left, time.monotonic() - started)
+        finally:
+            apart.close()
+
+    def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
+        digest = devicememory.copy_in(source, heap)
+        if digest != expected:
+            raise ResourceError(f"what came is {digest}, not {expected}", code=Code.DATA_LOSS)
+        if self.host_bytes:
+            copy(source[host_start(heap.num_bytes) :], self.host_memory)
+        self._on_loaded()
+        return digest
+
+    def _copy_in_frozen(
+        self, heap: DeviceMemory, order: CopyIn, sources: list[memoryview]
+    ) -> Copied:
+        """From where the heap lies. Raises: InternalError: it does not lie there."""
+        pieces = order.pieces or [HeapPiece(0, 0, heap.num_bytes)]
+        parts = [_part(sources, piece) for piece in pieces]
+        if sum(map(len, parts)) != heap.num_bytes:
+            raise InternalError(f"{sum(map(len, parts))} bytes for a heap of {heap.num_bytes}")
+        if len(parts) == 1:
+            return self._load(heap, order.digest, lambda: devicememory.copy_in(parts[0], heap))
+        return self._load(heap, order.digest, lambda: devicememory.copy_pieces_in(parts, heap))
+
+    def _mapped(self, fds: list[int]) -> list[memoryview]:
+        """What the host copy is read from. Takes `fds`. Kept for the next load, for mapping it
+        takes a third of the time that copying does; `drop_source` gives it up."""
+        before, self._sources = self._sources, {}
+        buffers = []
+        try:
+            while fds:
+                status = os.fstat(fds[0])
+                identity = (status.st_dev, status.st_ino)
+                mapping = before.pop(identity, None) or self._sources.get(identity)
+                if mapping is None:
+                    mapping = Mapping(fds.pop(0), status.st_size, writable=False)
+                else:
+                    close_fds([fds.pop(0)])
+                self._sources[identity] = mapping
+                buffers.append(mapping.buffer)
+        finally:
+            close_fds(fds)
+            for unused in before.values():
+                unused.close()
+        return buffers
+
+    def drop_source(self) -> None:
+        while self._sources:
+            self._sources.popitem()[1].close()
+
+    def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
+        """Nothing is copied where the host copy has all that the heap has."""
+        started, applied = time.monotonic(), self._applied()
+        if applied != order.whole_at:
+            return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
+        if order.release:
+            heap.release()
+            self.is_resident = False
+        self.copied = (applied, order.digest)
+        left = devicememory.resident_bytes(heap)
+        return Copied(order.digest, applied, left, time.monotonic() - started)
+
+    def copy_out(self, *, release: bool) -> Copied:
+        heap, extent = self.registered()
+        started, applied = time.monotonic(), self._applied()
+        self.out(heap, extent)
+        if release:
+            heap.release()
+            self.is_resident = False
+        # The state manager takes the digest, when the device has the next one to do.
+        self.copied = (applied, "")
+        return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
+
+    def out(self, heap: DeviceMemory, extent: Mapping) -> None:
+        # What is pinned cannot be moved to huge pages any more.
+        extent.make_huge()
+        self._pin(heap, extent)
+        devicememory.copy_out(heap, extent.buffer)
+
+    def _pin(self, heap: DeviceMemory, extent: Mapping) -> None:
+        """What is mapped for one copy only is not worth it."""
+        if not self.is_frozen:
+            devicememory.pin(heap, extent.buffer)
+
+    def copy_in(self, expected: str) -> Copied:
+        heap, extent = self.registered()
+
+        def move() -> str:
+            self._pin(heap, extent)
+            return devicememory.copy_in(extent.buffer, heap)
+
+        return self._load(heap, expected, move)
+
+    def _load(self, heap: DeviceMemory, expected: str, move: Callable[[], str]) -> Copied:
+        started = time.monotonic()
+        try:
+            digest = move()
+            if digest != expected:
+                raise ResourceError(
+                    f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
+                )
+            self._on_loaded()
+            applied = self._applied()
+        except BaseException:
+            # A failed load counts as not resident.
+            heap.release()
+            raise
+        self.is_resident = True
+        there = devicememory.resident_bytes(heap)
+        return Copied(digest, applied, there, time.monotonic() - started)
+
+    def registered(self) -> tuple[DeviceMemory, Mapping]:
+        heap = self.registered_heap()
+        if self.extent is None:
+            raise CallerError("a frozen heap has no extent", code=Code.FAILED_PRECONDITION)
+        return heap, self.extent
+
+    def registered_heap(self) -> DeviceMemory:
+        if self.heap is None:
+            raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
+        return self.heap
+
+
+def _part(sources: list[memoryview], piece: HeapPiece) -> memoryview:
+    """Raises: InternalError: there is no such place."""
+    if not 0 <= piece.source < len(sources):
+        raise InternalError(f"piece of source {piece.source} of {len(sources)}")
+    end = piece.start + piece.num_bytes
+    if not 0 <= piece.start <= end <= len(sources[piece.source]):
+        raise InternalError(f"piece {piece.start} to {end} of {len(sources[piece.source])} bytes")
+    return sources[piece.source][piece.start : end]

@@ -1,0 +1,302 @@
+"""The weights versions that a rank makes and reads, between host memory and its heap."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import PartSources, Slice, TensorSlot, VersionParts
+from phaseloom.common.contract.state_rank import (
+    CommitParts,
+    CommitVersion,
+    CreateVersion,
+    Done,
+    HoldVersion,
+    OnDevice,
+    OpenOnDevice,
+    OpenSlices,
+    OpenVersion,
+    ShareOnDevice,
+    VersionExtent,
+)
+from phaseloom.common.tensors.hugepages import make_huge
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import is_manifest
+from phaseloom.common.transport.framing import close_fds
+from phaseloom.worker.core.reading import Runs
+from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.copying import MappedVersions, hashed, verify
+from phaseloom.worker.state.heap import align
+from phaseloom.worker.state.hostcopies import HostCopies
+from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.link import StateLink, expect
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")
+
+
+class Runner(Protocol):
+    """Runs work in the thread in which copies and operations exclude each other."""
+
+    async def __call__(self, work: Callable[[], Kind]) -> Kind: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCopy:
+    """A weights version as it stands in host memory."""
+
+    digest: str
+    num_bytes: int
+    is_new: bool
+    """False: it existed already, and nothing was copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a version's key names, as it stands in host memory."""
+
+    asked: OpenVersion
+    described: VersionExtent
+    memory: memoryview
+    """Its own: its content stands while it is kept."""
+    table: TensorTable
+
+    @property
+    def is_manifest(self) -> bool:
+        """The version is written in parts, and this says what they are."""
+        return len(self.table) == 1 and is_manifest(self.table.tensors)
+
+
+class RankVersions:
+    """Copies run in the runner, all else on the loop."""
+
+    def __init__(
+        self,
+        link: StateLink,
+        copies: HostCopies,
+        layouts: Layouts,
+        run: Runner,
+        on_loaded: Callable[[], None],
+    ) -> None:
+        """Args: on_loaded: as `RankStateClient.connect`."""
+        self._link = link
+        self._copies = copies
+        self._layouts = layouts
+        self._run = run
+        self._on_loaded = on_loaded
+        self._mapped = MappedVersions()
+
+    def let_go(self) -> list[VersionKey]:
+        """Unmap what is only kept for reuse. Returns: the versions that are in use."""
+        return self._mapped.let_go()
+
+    async def create(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
+        """Cut a weights version from these slots of the heap. Idempotent by key.
+
+        Raises: ResourceError: no host memory. CallerError: not this deployment's version.
+        """
+        heap = self._copies.registered_heap()
+        places, pairs = self._layouts.cut(slots)
+        target = await self.begin(key, places)
+        if isinstance(target, VersionCopy):
+            return target
+        digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
+        copy = await self._commit(key, target, digest)
+        if devicememory.can_share(heap) and not self._copies.is_frozen and not key.part:
+            await self._share_on_device(key, len(target), pairs)
+        return copy
+
+    async def _share_on_device(
+        self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
+    ) -> None:
+        """For who syncs on the same device: from there, without the host."""
+        heap = self._copies.registered_heap()
+        fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
+        if fd is None:
+            return
+        try:
+            await self._link.call(ShareOnDevice(key), [fd])
+        except PhaseloomError as error:
+            # The version is committed, and in host memory: this is a cache of it.
+            log.warning("version %s is not shared on the device: %s", key, error)
+        finally:
+            os.close(fd)
+
+    async def _load_on_device(
+        self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
+    ) -> bool:
+        """False: it is not on this device; nothing has changed."""
+        heap = self._copies.registered_heap()
+        if not devicememory.can_share(heap):
+            return False
+        answer, fds = await self._link.call(OpenOnDevice(described.version))
+        try:
+            if not expect(answer, OnDevice).exists or len(fds) != 1:
+                return False
+            num_bytes = described.num_bytes
+            return await self._run(lambda: devicememory.take(heap, fds[0], num_bytes, pairs))
+        finally:
+            close_fds(fds)
+
+    async def begin(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
+        """Memory for a version (by a node's first rank) or a part of one; then `commit`.
+
+        Where the version exists already, what it is. The memory's content is undefined, the gaps
+        between tensors included: write them all, so that equal weights have equal digests.
+
+        Args:   slots: of the version, packed: aligned, one after another from offset 0.
+        Raises: ResourceError: no host memory. CallerError: not this deployment's version.
+        """
+        num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
+        request = CreateVersion(key, num_bytes, self._layouts.table(slots).packed)
+        answer, fds = await self._link.call(request)
+        described = expect(answer, VersionExtent)
+        if described.exists:
+            close_fds(fds)
+            return VersionCopy(described.digest, described.num_bytes, is_new=False)
+        memory = self._mapped.map(key, fds, num_bytes, writable=True)
+        await self._run(lambda: make_huge(memory))
+        return memory
+
+    async def commit(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
+        """What `begin` gave is written: it is immutable from now on."""
+        digest = await self._run(lambda: hashed(buffer))
+        return await self._commit(key, buffer, digest)
+
+    async def _commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
+        await self._link.ask(CommitVersion(key, digest), Done)
+        return VersionCopy(digest, len(buffer), is_new=True)
+
+    async def commit_parts(self, key: VersionKey, manifest: VersionParts) -> VersionCopy:
+        """All parts of a version are committed, wherever they are: it can be read here from now on.
+        Idempotent.
+
+        Raises: CallerError: FAILED_PRECONDITION: a part that is here is another one.
+        """
+        answer = await self._link.ask(CommitParts(key, manifest), VersionExtent)
+        num_bytes = sum(part.num_bytes for part in manifest.parts)
+        return VersionCopy(answer.digest, num_bytes, is_new=True)
+
+    async def open(
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None = None,
+        digest: str = "",
+    ) -> Opened:
+        """A version, its manifest, or a part, as it lies in host memory; not verified here yet.
+
+        Args:   ticket: that the sources ask for; none is needed for what is on this node.
+                digest: what it must have to be fetched; empty: whatever it has there.
+        Raises: CallerError: NOT_FOUND: exists nowhere, or only some of it; FAILED_PRECONDITION: a
+                source has something else. ResourceError: no source could deliver it.
+        """
+        return await self._open(OpenVersion(key, sources, ticket, digest))
+
+    async def _open(self, asked: OpenVersion) -> Opened:
+        answer, fds = await self._link.call(asked)
+        described = expect(answer, VersionExtent)
+        memory = self._mapped.map(asked.version, fds, described.num_bytes, writable=False)
+        return Opened(asked, described, memory, self._layouts.read(described.tensors))
+
+    async def verified(self, opened: Opened) -> Opened:
+        """The same; or, where it is bad, what the state manager brings in its place.
+
+        Raises: ResourceError: DATA_LOSS.
+        """
+        return await self._using(opened, lambda now: verify(now.memory, now.described))
+
+    async def _using(self, opened: Opened, use: Callable[[Opened], None]) -> Opened:
+        doubting = msgspec.structs.replace(opened.asked, doubted=True)
+        return await self._until_sound(opened, use, lambda: self._open(doubting))
+
+    async def _until_sound(
+        self, opened: Kind, use: Callable[[Kind], None], doubt: Callable[[], Awaitable[Kind]]
+    ) -> Kind:
+        """Do something that verifies before it changes anything; returns what it was done with.
+
+        Memory that is bad is told to the state manager, which mends it, and then it is done again.
+        """
+        try:
+            await self._run(lambda: use(opened))
+            return opened
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.warning("%s: it is opened again", error)
+        again = await doubt()
+        await self._run(lambda: use(again))
+        return again
+
+    async def scatter(self, pieces: list[tuple[memoryview, Runs]]) -> None:
+        """Copy bytes of verified memory to their places in the heap."""
+        heap = self._copies.registered_heap()
+
+        def scatter() -> None:
+            for memory, runs in pieces:
+                devicememory.copy_runs(memory, heap, runs)
+            self._on_loaded()
+
+        await self._run(scatter)
+
+    async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
+        """Copy an open version, verified, over these slots of the heap, by tensor name.
+
+        Raises: CallerError: it is of another model. ResourceError: DATA_LOSS; or no source could
+                deliver it. Whatever is raised, nothing was written.
+        """
+        heap = self._copies.registered_heap()
+        pairs = self._layouts.paired(opened.table, slots)
+        if await self._load_on_device(opened.described, pairs):
+            await self._run(self._on_loaded)
+            return
+
+        def load(now: Opened) -> None:
+            verify(now.memory, now.described)
+            pairs = self._layouts.paired(now.table, slots)
+            devicememory.scatter(now.memory, heap, pairs)
+            self._on_loaded()
+
+        await self._using(opened, load)
+
+    async def hold(self, key: VersionKey, applied: int) -> None:
+        """The whole heap is this version since `applied`: a frozen one needs no copy of its own."""
+        if self._copies.is_frozen:
+            await self._run(self._copies.drop_source)
+            await self._link.ask(HoldVersion(key, applied), Done)
+
+    async def open_slices(
+        self,
+        key: VersionKey,
+        slices: list[Slice],
+        sources: list[PartSources],
+        ticket: Ticket | None = None,
+    ) -> tuple[memoryview, VersionExtent]:
+        """Exactly these slices of a version, verified, each at its offset.
+
+        Args:   sources: of each part; all of them are asked, each for something else.
+        Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
+                DATA_LOSS; or nobody could deliver some of them.
+        """
+        num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
+        asked = OpenSlices(key, num_bytes, slices, sources, ticket)
+        doubting = msgspec.structs.replace(asked, doubted=True)
+        opened = await self._opened_slices(asked)
+        return await self._until_sound(
+            opened, lambda now: verify(*now), lambda: self._opened_slices(doubting)
+        )
+
+    async def _opened_slices(self, asked: OpenSlices) -> tuple[memoryview, VersionExtent]:
+        answer, fds = await self._link.call(asked)
+        described = expect(answer, VersionExtent)
+        memory = self._mapped.map(asked.version, fds, described.num_bytes, writable=False)
+        return memory, described

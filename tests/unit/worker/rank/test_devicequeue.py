@@ -1,0 +1,120 @@
+"""What goes in one call of the backend, and what does not; what a cancel reaches."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.operations import (
+    Datum,
+    Forward,
+    ForwardResult,
+    GenerateResult,
+    Result,
+)
+from phaseloom.common.contract.specs import Batching
+from phaseloom.common.transport.framing import MAX_FRAME_BYTES
+from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES
+from phaseloom.worker.rank.executor import Refused
+from tests.support.device import device, sample
+
+
+async def waiting(*tasks: asyncio.Task[Result | None]) -> None:
+    """Let what was given reach the queue; none is done."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+
+
+async def test_all_that_wait_go_in_one_call_where_batches_are_shared() -> None:
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
+            first = d.give("r1", sample(1))
+            await waiting(first)
+            rest = [d.give(f"r{i}", sample(i)) for i in range(2, 6)]
+            forward = d.give("rf", Forward([Datum([1, 2], [2, 3])]))
+            await waiting(*rest, forward)
+        results = [await task for task in (first, *rest)]
+        assert all(isinstance(result, GenerateResult) for result in results)
+        assert isinstance(await forward, ForwardResult)
+        assert d.backend.calls == [[1], [2, 3, 4, 5]]
+
+
+async def test_each_is_a_call_of_its_own_where_they_are_not() -> None:
+    async with device(Batching.OPERATION) as d:
+        async with d.held_up():
+            tasks = [d.give(f"r{i}", sample(i)) for i in range(1, 4)]
+            await waiting(*tasks)
+        for task in tasks:
+            assert isinstance(await task, GenerateResult)
+        assert d.backend.calls == [[1], [2], [3]]
+
+
+async def test_no_more_go_together_than_fit_one_message_to_the_other_ranks() -> None:
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
+            tasks = [d.give("r1", sample(1))]
+            await waiting(*tasks)
+            half = MAX_SHARED_BYTES // 2
+            tasks += [d.give(f"r{i}", sample(i), num_bytes=half) for i in range(2, 5)]
+            await waiting(*tasks)
+        for task in tasks:
+            await task
+        assert d.backend.calls == [[1], [2, 3], [4]]
+
+
+async def test_cancelled_while_waiting_ends_at_once_and_goes_in_no_call() -> None:
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
+            first = d.give("r1", sample(1))
+            await waiting(first)
+            second, third = d.give("r2", sample(2)), d.give("r3", sample(3))
+            await waiting(second, third)
+            d.cancel("r2")
+            assert await second is None
+            assert not first.done()
+        assert isinstance(await third, GenerateResult)
+        assert d.backend.calls == [[1], [3]]
+
+
+async def test_refused_one_goes_in_no_call_and_spoils_none() -> None:
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
+            first = d.give("r1", sample(1))
+            await waiting(first)
+            bad, good = d.give("r2", sample(2, max_tokens=0)), d.give("r3", sample(3))
+            await waiting(bad, good)
+        (error,) = await asyncio.gather(bad, return_exceptions=True)
+        assert isinstance(error, Refused)
+        assert error.error.field == "args.sampling.max_tokens"
+        assert isinstance(await good, GenerateResult)
+        assert d.backend.calls == [[1], [3]]
+
+
+async def test_all_are_refused_without_a_call() -> None:
+    async with device(Batching.SHARED) as d:
+        (error,) = await asyncio.gather(d.give("r1", sample(99)), return_exceptions=True)
+        assert isinstance(error, Refused)
+        assert d.backend.calls == []
+
+
+def test_payloads_of_one_call_fit_a_frame() -> None:
+    assert MAX_SHARED_BYTES + len(encode(sample(1))) < MAX_FRAME_BYTES
+
+
+async def test_forwards_in_a_row_end_one_by_one_and_one_is_cancelled_among_them() -> None:
+    async with device(Batching.OPERATION) as d:
+        args = Forward([Datum([1, 2], [2, 3])])
+        async with d.held_up():
+            tasks = [d.give(f"r{i}", args) for i in range(4)]
+            wrong = d.give("rw", Forward([Datum([10**6], [1])]))
+            last = d.give("rx", args)
+            await waiting(*tasks, wrong, last)
+            d.cancel("r2")
+            assert await tasks.pop(2) is None
+        for task in (*tasks, last):
+            assert isinstance(await task, ForwardResult)
+        with pytest.raises(Refused):
+            await wrong

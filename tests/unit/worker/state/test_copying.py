@@ -1,0 +1,153 @@
+"""Moving tensors between memories: in any order, of any size, with whatever lies between."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.tensors.hugepages import HUGE_BYTES
+from phaseloom.worker.state import copying
+from phaseloom.worker.state.copying import (
+    MappedVersions,
+    Mapping,
+    copy,
+    copy_hashed,
+    gather,
+    hashed,
+    paired,
+    scatter,
+)
+from phaseloom.worker.state.heap import PAGE_BYTES, Heap, align
+
+MiB = 1024 * 1024
+KEYS = [VersionKey(DeploymentKey("acme", "sums", "policy"), seq) for seq in range(6)]
+
+
+def random_memory(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(os.urandom(num_bytes)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 63, PAGE_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES]), max_size=6))
+def test_pieces_are_copied_one_after_another_and_hashed_as_a_whole(sizes: list[int]) -> None:
+    sources = [random_memory(size + 1)[1:] for size in sizes]
+    target = random_memory(sum(sizes))
+    whole = b"".join(sources)
+    assert copying.copy_pieces_hashed(sources, target) == digest_of(memoryview(whole))
+    assert bytes(target) == whole
+    assert copying.hashed_pieces(sources) == digest_of(memoryview(whole))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tensors_come_to_their_places_and_what_is_between_is_zeroes(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=12))
+    gaps = data.draw(st.lists(st.integers(0, 2), min_size=len(sizes), max_size=len(sizes)))
+    slots, end = [], 0
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        slots.append(TensorSlot(f"w{number}", Role.WEIGHT, "uint8", [size], end, size))
+        end = align(end + size) + 64 * gap
+    heap, slots = random_memory(end + 10), data.draw(st.permutations(slots))
+    places, num_bytes = copying.packed(slots)
+    version = random_memory(num_bytes)
+    digest = gather(version, heap, list(zip(slots, places, strict=True)))
+    expected = bytearray(num_bytes)
+    for slot, place in zip(slots, places, strict=True):
+        content = heap[slot.offset : slot.offset + slot.num_bytes]
+        expected[place.offset : place.offset + place.num_bytes] = content
+    assert version == expected
+    assert digest == digest_of(memoryview(expected))
+    back = random_memory(len(heap))
+    scatter(version, back, list(zip(places, slots, strict=True)))
+    for slot in slots:
+        span = slice(slot.offset, slot.offset + slot.num_bytes)
+        assert back[span] == heap[span]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 16 * BLOCK_BYTES + 77])
+def test_copies_by_several_threads_are_whole_and_hashed(num_bytes: int) -> None:
+    """The largest is of more than two parts."""
+    block = bytearray(os.urandom(MiB + 1))
+    source = memoryview(block * (num_bytes // len(block) + 1))[:num_bytes]
+    target = memoryview(bytearray(num_bytes))
+    copy(source, target)
+    assert digest_of(target) == digest_of(source) == hashed(source)
+    slot = TensorSlot("w", Role.WEIGHT, "uint8", [num_bytes], 0, num_bytes)
+    again = memoryview(bytearray(num_bytes))
+    scatter(source, again, [(slot, slot)])
+    assert hashed(again) == hashed(source)
+
+
+@pytest.mark.parametrize("behind", [0, 5000, BLOCK_BYTES])
+def test_digest_of_a_load_covers_what_lies_behind_the_heap_too(behind: int) -> None:
+    num_bytes = BLOCK_BYTES + 1000
+    extent, heap = random_memory(num_bytes + behind), memoryview(bytearray(num_bytes))
+    assert copy_hashed(extent, heap) == digest_of(extent)
+    assert heap == extent[:num_bytes]
+
+
+def test_resident_bytes_of_a_heap_are_those_that_were_touched_and_not_released() -> None:
+    heap = Heap(8 * 1024 * 1024)
+    assert heap.resident_bytes() == 0
+    heap.buffer[:] = b"\1" * heap.num_bytes
+    assert heap.resident_bytes() == heap.num_bytes
+    heap.release()
+    assert heap.resident_bytes() == 0
+
+
+def test_mapping_that_is_in_use_is_kept_and_the_others_are_let_go() -> None:
+    versions = MappedVersions()
+    views = [versions.map(key, [_memory()], 100, writable=True) for key in KEYS]
+    # Only so many are kept for reuse; all of these are in use.
+    assert versions.let_go() == KEYS
+    views[3][:4] = b"kept"
+    del views[0], views[-1]
+    assert versions.let_go() == KEYS[1:-1]
+    assert bytes(views[2][:4]) == b"kept"
+    views.clear()
+    assert versions.let_go() == []
+
+
+def test_mapping_is_used_again_for_the_same_memory() -> None:
+    versions, fd = MappedVersions(), _memory()
+    first = versions.map(KEYS[0], [os.dup(fd)], 100, writable=True)
+    first[:3] = b"abc"
+    again = versions.map(KEYS[1], [fd], 100, writable=True)
+    assert bytes(again[:3]) == b"abc"
+    assert versions.let_go() == [KEYS[1]]
+
+
+def _memory() -> int:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+def test_mapping_is_put_on_huge_pages_once() -> None:
+    """It is asked for in each switch, and long where the system has none to give."""
+    fd = os.memfd_create("extent")
+    os.ftruncate(fd, 2 * HUGE_BYTES)
+    mapping = Mapping(os.dup(fd), 2 * HUGE_BYTES, writable=True)
+    mapping.make_huge()
+    assert os.fstat(fd).st_blocks
+    mmap.mmap(fd, 2 * HUGE_BYTES).madvise(mmap.MADV_REMOVE)
+    mapping.make_huge()
+    assert not os.fstat(fd).st_blocks
+    mapping.close()
+    os.close(fd)
+
+
+def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
+    """What lies behind it is not the version's: it was made by somebody else."""
+    slot = TensorSlot("w", Role.WEIGHT, "uint8", [4096], 0, 4096)
+    with pytest.raises(CallerError, match="w is"):
+        paired([msgspec.structs.replace(slot, num_bytes=1)], [slot])
