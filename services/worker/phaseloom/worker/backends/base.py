@@ -10,6 +10,10 @@ called on all ranks of the WPG alike, in the same order, each with its own share
 (`phaseloom.common.tensors.layouts.split`), which may be empty; it returns the share's result, and
 raises `GroupBroken` where another rank does not take part. The `check_…` calls are for the whole
 operation, before it is split.
+
+A backend does an operation of a kind that it names in `kinds` by two methods called like the kind,
+`check_<kind>(args)` and `<kind>(args)`. The protocol lists those of today; a kind that one backend
+alone can do need not stand in it. Kinds that move state are done without the backend.
 """
 
 from __future__ import annotations
