@@ -1,4 +1,4 @@
-"""The result of a call as a controller gets it: of all its parts, arrays as plain lists."""
+"""Results as a controller gets them: the parts of a split operation merged, arrays as lists."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
@@ -63,7 +62,7 @@ class Config(SchedulerConfig, frozen=True):
     lease_ttl_s: float = 3.0
     """How long after its last sign a leader counts as gone; in whole seconds."""
     state_secret: str = ""
-    """The secret of the mesh, which state managers know too: it signs the tickets by which they give
+    """The mesh's secret, which state managers know too: it signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
     name: str = "scheduler"
     """This process's name, for people: in the lease, and as NATS shows the connection."""

@@ -135,7 +135,7 @@ def check_batch(batch: list[Datum], needed: tuple[str, ...] = ()) -> None:
 
 
 def _check_unused(args: ForwardBackward) -> None:
-    """A factor that the loss does not look at was meant to do something."""
+    """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
     if args.loss is Loss.CROSS_ENTROPY:
         unused, used = used, unused
@@ -178,7 +178,7 @@ def _check_ints(values: Int32s, field: str) -> None:
 def _check_floats(values: Float32s, field: str) -> None:
     _check_whole(values, field, "float32")
     numbers = float32s(values)
-    # Passes in C: a sum of float32 in float64 is finite if and only if every term is.
+    # This runs in C: a sum of float32 in float64 is finite if and only if every term is.
     if not math.isfinite(sum(numbers)):
         raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
     if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:

@@ -1,7 +1,8 @@
-"""Is an operation sound, and how much work is it at most? Pure functions of the operation alone.
+"""Whether an operation is sound, and its header for the decision log.
 
-What depends on the model (token range, context length) is the backend's to refuse. Cost: linear in
-the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
+All functions are pure, of the operation alone; `contract.kinds` says how each kind is checked and
+how much work it is at most. Cost: linear in the payload, at the speed of C loops: about 10 ms for a
+batch of the largest size.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class SessionOver(ResourceError):
-    """Another session attached to the job since."""
+    """Another session has attached to the job since."""
 
     def __init__(self, session: int, newest: int) -> None:
         info = session_over(session, newest)
@@ -57,9 +58,9 @@ class SessionOver(ResourceError):
 
 
 def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
-    """The operation, decoded and sound.
+    """The operation, decoded and found sound.
 
-    Raises: CallerError: it is not; names the field. InternalError: our own failure to tell.
+    Raises: CallerError: it is not sound; names the field. InternalError: the check itself failed.
     """
     try:
         operation: Operation = decode(payload, Operation, content_type)
@@ -67,16 +68,16 @@ def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
     except CallerError:
         raise
     except Exception as error:
-        # A payload that trips us would come back for ever and take every replica down in turn.
+        # A payload that trips the check would come back for ever and take down every replica.
         raise InternalError(f"the operation could not be checked: {error!r}") from error
     return operation
 
 
 def validate(key: OperationKey, operation: Operation, content_type: str = MSGPACK) -> None:
-    """Refuse what no deployment could run, and what could have no result.
+    """Refuse an operation that no deployment could run, or whose result could not be sent.
 
-    Args:   content_type: the result's, too.
-    Raises: CallerError: with the field and the remedy.
+    Args:   content_type: the encoding of the operation, and of its result.
+    Raises: CallerError: the operation is refused; names the field and the remedy.
     """
     if not 0 < len(operation.id) <= MAX_ID_LENGTH:
         raise CallerError(
@@ -136,10 +137,10 @@ def _check_result_size(args: Args, content_type: str) -> None:
 
 
 def check_session(session: int, newest: int) -> None:
-    """Only the newest session of a job may publish.
+    """Refuse an operation of any but the newest session of a job.
 
-    Args:   newest: the number that the last `session.attach` gave out; 0: none was.
-    Raises: CallerError: never attached. SessionOver: another attached since.
+    Args:   newest: the number that the last `session.attach` gave out; 0: there was none.
+    Raises: CallerError: the session was never given out. SessionOver: a newer one has attached.
     """
     if session == newest and newest > 0:
         return
@@ -175,7 +176,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 def refused(
     key: OperationKey, payload: bytes, content_type: str, error: ErrorInfo
 ) -> QueuedOperation:
-    """The header of a bad operation, with as much of its identity as can be read; else empty.
+    """The header of a bad operation, with as much of its identity as can be read.
 
     It is small, whatever the payload: an error may quote the value that it complains about.
     """
@@ -194,7 +195,7 @@ def refused(
 
 
 def identify(payload: bytes, content_type: str) -> _Identity:
-    """Id and kind of what may not be an Operation; empty where they cannot be read."""
+    """The id and kind in a payload that may be no Operation; empty where they cannot be read."""
     try:
         identity: _Identity = decode(payload, _Identity, content_type)
     except CallerError:
