@@ -49,7 +49,8 @@ from phaseloom.common.contract.events import (
     WpgStarted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, After, Outcome
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import (
     DeploymentSpec,
     DeviceSpec,
@@ -59,9 +60,10 @@ from phaseloom.common.contract.specs import (
     Residency,
     SchedulerConfig,
 )
-from phaseloom.scheduler.core import outputs, repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Output
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Output
 from phaseloom.scheduler.core.validate import validate
 
 CONFIG = SchedulerConfig(

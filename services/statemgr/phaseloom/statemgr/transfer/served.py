@@ -1,0 +1,199 @@
+"""What a state manager serves to others: parts that are here, and slices that are on their way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import Slice, TensorSlot
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.transfer.tensorslices import (
+    Batch,
+    Box,
+    box_of,
+    bytes_of,
+    contains,
+    inside,
+    left_of,
+    overlap,
+    raw_slot,
+    runs,
+    slot_of,
+)
+
+_FEW_BYTES = 64 * 1024
+"""Runs shorter than this are copied together before they are sent."""
+
+
+class Found(Protocol):
+    """A box of what is served."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Raises: CallerError: there is no such box."""
+
+    def of(self, box: Box) -> Found:
+        """The piece for a box inside this one."""
+
+    def read(self) -> list[memoryview]:
+        """The bytes of the box, end to end. Long: run it in a thread.
+
+        Raises: ResourceError: DATA_LOSS: they are bad.
+        """
+
+
+class Content(Protocol):
+    """What one stream is served from."""
+
+    def find(self, part: str, box: Box) -> Found:
+        """Raises: CallerError: the box is not of what is served."""
+
+    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+        """Return once the boxes are here. Raises: ResourceError: they will not come."""
+
+
+class Place(NamedTuple):
+    """A box that lies in memory."""
+
+    memory: memoryview
+    tensor: TensorSlot
+    box: Box
+    """The box, in the coordinates of the tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        return bytes_of(self.tensor, self.box)
+
+    def of(self, box: Box) -> Place:
+        return self._replace(box=box)
+
+    def read(self) -> list[memoryview]:
+        """Runs in place where they are long, else a copy. Raises: CallerError: no such box."""
+        tensor = self.tensor
+        offsets, length = runs(tensor, self.box)
+        source = self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
+        if length >= _FEW_BYTES:
+            return [source[at : at + length] for at in offsets]
+        copied = bytearray(length * len(offsets))
+        for number, at in enumerate(offsets):
+            copied[number * length : (number + 1) * length] = source[at : at + length]
+        return [memoryview(copied)]
+
+
+@dataclass(frozen=True)
+class OpenPart:
+    """A part in host memory, which stays there while it is open."""
+
+    version: Version
+    memory: memoryview
+    tensors: dict[str, TensorSlot]
+
+    @classmethod
+    def of(cls, version: Version, memory: memoryview) -> OpenPart:
+        return cls(version, memory, {slot.name: slot for slot in version.tensors})
+
+    def find(self, box: Box) -> Place:
+        """Raises: CallerError: the part has no such tensor."""
+        tensor = self.tensors.get(box.name) or raw_slot(box.name, len(self.memory))
+        if tensor is None:
+            raise CallerError(f"{box.name} is not in version {self.version.key}", field="boxes")
+        return Place(self.memory, tensor, box)
+
+
+class OpenParts(dict[str, OpenPart]):
+    """Open parts, by name."""
+
+    def find(self, part: str, box: Box) -> Place:
+        found = self.get(part)
+        if found is None:
+            raise CallerError(f"part {part!r} was not asked for", field="part")
+        return found.find(box)
+
+    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+        """Return at once: all of the part is here."""
+
+
+@dataclass
+class Incoming:
+    """The slices of one fetch, and which of their bytes have come."""
+
+    slices: Sequence[Slice]
+    digests: dict[str, str]
+    """The digest of each part that slices are of: as the version's manifest says, or else as the
+    first source says."""
+    _by_tensor: dict[tuple[str, str], list[Slice]] = field(default_factory=dict)
+    """The slices of each tensor of each part."""
+    _missing: dict[int, list[Box]] = field(default_factory=dict)
+    """The disjoint boxes of a slice that have not come, by the slice's offset."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_given_up: bool = False
+
+    def __post_init__(self) -> None:
+        for each in self.slices:
+            self._by_tensor.setdefault((each.part, each.name), []).append(each)
+            self._missing[each.offset] = [box_of(each)]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._missing
+
+    def find(self, part: str, box: Box) -> Slice | None:
+        """The slice that the box is inside."""
+        known = self._by_tensor.get((part, box.name), [])
+        return next((each for each in known if contains(box_of(each), box)), None)
+
+    def add(self, batch: Batch) -> None:
+        """The batch is here and verified."""
+        for of, box in batch.pieces:
+            left = left_of(self._missing.pop(of.offset, []), box)
+            if left:
+                self._missing[of.offset] = left
+        self._announce()
+
+    def forget(self, batch: Batch) -> None:
+        """The batch that came is not what it should be: it must come again."""
+        for of, box in batch.pieces:
+            self._missing[of.offset] = [*left_of(self._missing.get(of.offset, []), box), box]
+
+    def give_up(self) -> None:
+        """Nothing more will come."""
+        self._is_given_up = True
+        self._announce()
+
+    async def until_here(self, of: Slice, box: Box) -> None:
+        """Raises: ResourceError: the box will not come."""
+        while any(overlap(each, box) for each in self._missing.get(of.offset, ())):
+            if self._is_given_up:
+                raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
+            await self._changed.wait()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Slices that came or are coming, in memory that stays while they are open."""
+
+    incoming: Incoming
+    memory: memoryview
+
+    def find(self, part: str, box: Box) -> Place:
+        of = self._slice_with(part, box)
+        return Place(self.memory, slot_of(of), inside(of, box))
+
+    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+        for box in boxes:
+            await self.incoming.until_here(self._slice_with(part, box), box)
+
+    def _slice_with(self, part: str, box: Box) -> Slice:
+        of = self.incoming.find(part, box)
+        if of is None:
+            raise CallerError(
+                f"{box} of part {part or 'all'} is not here", code=Code.NOT_FOUND, field="boxes"
+            )
+        return of

@@ -1,0 +1,391 @@
+"""Tensor slices: the boxes of tensors that a reader needs, cut into batches for the transfer.
+
+Pure. The sender gathers a box from the runs of adjacent bytes in which its tensor lies; at the
+reader a box lies end to end. Pieces of a box that is cut along its outermost dim longer than one
+lie end to end as well; pieces that are cut otherwise, because a peer brings the rest, lie in runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
+from phaseloom.common.tensors.resharding import item_bytes
+from phaseloom.statemgr.core.layout import check_layout
+
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+"""The most bytes of tensors that one request may ask for."""
+MAX_BATCH_BOXES = 256
+_MIN_BATCHES = 64
+"""A transfer has at least so many batches where it is large enough, so that several streams and
+nodes have something to do."""
+_STEP_BYTES = 64 * 1024
+"""Batches are multiples of this."""
+_MAX_TOLD_BYTES = 48 * 1024
+"""The most bytes that the boxes of a batch of several take in the message that asks for them; all
+else in that message is a few KiB."""
+_RAW = re.compile(r"bytes from ([0-9]{1,18})")
+
+T = TypeVar("T")
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one tensor, in the form in which state managers ask one another for it."""
+
+    name: str
+    start: list[int]
+    size: list[int]
+
+
+class Piece(NamedTuple):
+    """A box of a slice: the unit that is asked for."""
+
+    slice: Slice
+    box: Box
+    """The piece, inside the slice, in coordinates of the part's tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.box.size) * item_bytes(self.slice.dtype)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces of one part that are asked for in one request."""
+
+    part: str
+    pieces: list[Piece]
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [piece.box for piece in self.pieces]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """The ranges of memory where the boxes belong, in order; adjacent ranges are one."""
+        found: list[slice] = []
+        for piece in self.pieces:
+            offsets, length = runs(slot_of(piece.slice), inside(piece.slice, piece.box))
+            for at in offsets:
+                if found and found[-1].stop == at + piece.slice.offset:
+                    found[-1] = slice(found[-1].start, found[-1].stop + length)
+                else:
+                    found.append(slice(at + piece.slice.offset, at + piece.slice.offset + length))
+        return found
+
+    def put(self, memory: memoryview, content: bytes | memoryview) -> None:
+        """Write the boxes' bytes, given end to end, where they belong.
+
+        Raises: CallerError: there are too few or too many bytes.
+        """
+        if len(content) != self.num_bytes:
+            raise CallerError(f"{len(content)} bytes, not {self.num_bytes}", field="slices")
+        at = 0
+        for span in self.spans:
+            length = span.stop - span.start
+            memory[span] = content[at : at + length]
+            at += length
+
+    def split(self, shares: Sequence[Sequence[Fragment]]) -> list[Batch]:
+        """One batch for each share.
+
+        Raises: CallerError: the shares together are not this batch.
+        """
+        left = [[box] for box in self.boxes]
+        found = []
+        for fragments in shares:
+            pieces = []
+            for number, box in fragments:
+                if not (0 <= number < len(left) and contains(self.pieces[number].box, box)):
+                    raise CallerError(f"{box} of box {number}, which it is not", field="boxes")
+                left[number] = left_of(left[number], box)
+                pieces.append(Piece(self.pieces[number].slice, box))
+            found.append(Batch(self.part, pieces))
+        if any(left) or sum(each.num_bytes for each in found) != self.num_bytes:
+            raise CallerError("the shares are not what was asked for", field="boxes")
+        return found
+
+
+Fragment = tuple[int, Box]
+"""A box inside another one, which is named by its number among those that were asked for."""
+
+
+def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
+    """The slices as a layout of the reader's memory.
+
+    Raises: CallerError: a slice is no box, occurs twice, or lies where it cannot.
+    """
+    slots = []
+    for number, each in enumerate(slices):
+        where = f"slices[{number}]"
+        if (
+            len(each.start) != len(each.size)
+            or min([0, *each.start]) < 0
+            or min([1, *each.size]) < 1
+        ):
+            raise CallerError(f"{each.start} + {each.size} is no box", field=where)
+        if math.prod(each.size) * item_bytes(each.dtype) != each.num_bytes:
+            raise CallerError(
+                f"{each.dtype} {each.size} is not {each.num_bytes} bytes", field=where
+            )
+        name = f"{each.name} {each.start} + {each.size} of {each.part or 'all'}"
+        slots.append(
+            TensorSlot(name, Role.WEIGHT, each.dtype, each.size, each.offset, each.num_bytes)
+        )
+    check_layout(slots, num_bytes)
+    return slots
+
+
+def slot_of(of: Slice) -> TensorSlot:
+    """A slice as a tensor of the reader's memory."""
+    return TensorSlot(of.name, Role.WEIGHT, of.dtype, of.size, of.offset, of.num_bytes)
+
+
+def all_of(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
+    """The slices that cover a whole part, each at its place in the part: all its tensors, and the
+    bytes between them."""
+    found: list[Slice] = []
+    end = 0
+    for slot in sorted(tensors, key=attrgetter("offset")):
+        if not _is_plain(slot):
+            continue
+        if end < slot.offset:
+            found.append(_raw(part, end, slot.offset))
+        start = [0] * len(slot.shape)
+        found.append(
+            Slice(part, slot.name, slot.dtype, start, slot.shape, slot.offset, slot.num_bytes)
+        )
+        end = slot.offset + slot.num_bytes
+    return [*found, _raw(part, end, num_bytes)] if end < num_bytes else found
+
+
+def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
+    """The slot of the bytes between tensors that have this name, in a part of this size; None: it
+    is no such name."""
+    place = _RAW.fullmatch(name)
+    if place is None or int(place[1]) >= num_bytes:
+        return None
+    size = num_bytes - int(place[1])
+    return TensorSlot(name, Role.WEIGHT, "uint8", [size], int(place[1]), size)
+
+
+def _raw(part: str, start: int, end: int) -> Slice:
+    return Slice(part, f"bytes from {start}", "uint8", [0], [end - start], start, end - start)
+
+
+def _is_plain(slot: TensorSlot) -> bool:
+    """Whether the slot's bytes are its elements, end to end; other slots travel as raw bytes."""
+    try:
+        return slot.num_bytes == math.prod(slot.shape) * item_bytes(slot.dtype) > 0
+    except CallerError:
+        return False
+
+
+def box_of(of: Slice) -> Box:
+    """The box that a slice is in its part."""
+    return Box(of.name, of.start, of.size)
+
+
+def inside(of: Slice, box: Box) -> Box:
+    """A box of a part's tensor, in coordinates of a slice of that tensor."""
+    start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
+    return Box(of.name, start, box.size)
+
+
+def batch_bytes(num_bytes: int) -> int:
+    """The size of a batch of a transfer of so many bytes."""
+    wanted = -(-num_bytes // _MIN_BATCHES)
+    steps = -(-wanted // _STEP_BYTES)
+    return min(MAX_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
+
+
+def batches(slices: Sequence[Slice]) -> list[Batch]:
+    """All slices, cut and grouped into batches of about the same size, part by part."""
+    limit = batch_bytes(sum(each.num_bytes for each in slices))
+    found: list[Batch] = []
+    by_part: dict[str, list[Slice]] = {}
+    for each in slices:
+        by_part.setdefault(each.part, []).append(each)
+    for part, mine in by_part.items():
+        pieces = (Piece(each, box) for each in mine for box in _boxes(each, limit))
+        found += [Batch(part, group) for group in grouped(pieces, limit)]
+    return found
+
+
+@dataclass(slots=True)
+class Room:
+    """How much one request has asked for already."""
+
+    limit_bytes: int
+    num_boxes: int = 0
+    num_bytes: int = 0
+    told_bytes: int = 0
+
+    def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
+        """Whether these boxes fit into the request, and if so take them; the first always do."""
+        told_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
+        is_too_much = (
+            self.num_boxes + len(boxes) > MAX_BATCH_BOXES
+            or self.num_bytes + num_bytes > self.limit_bytes
+            or self.told_bytes + told_bytes > _MAX_TOLD_BYTES
+        )
+        if self.num_boxes and is_too_much:
+            return False
+        self.num_boxes += len(boxes)
+        self.num_bytes += num_bytes
+        self.told_bytes += told_bytes
+        return True
+
+
+def in_requests(
+    boxes: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
+) -> Iterator[list[T]]:
+    """Groups, in order, each as large as one request may be.
+
+    Args: box_of: the box of an item, and its number of bytes.
+    """
+    group: list[T] = []
+    taken = Room(limit_bytes)
+    for each in boxes:
+        box, num_bytes = box_of(each)
+        if not taken.take([box], num_bytes):
+            yield group
+            group, taken = [], Room(limit_bytes)
+            taken.take([box], num_bytes)
+        group.append(each)
+    if group:
+        yield group
+
+
+def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces in groups, each as large as one request may be."""
+    return in_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
+
+
+def contains(whole: Box, box: Box) -> bool:
+    return whole.name == box.name and overlap(whole, box) == box
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes of one tensor; None: there is none, or their dims differ."""
+    if len({len(one.start), len(one.size), len(other.start), len(other.size)}) > 1:
+        return None
+    start, size = [], []
+    for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True):
+        begin, end = max(a, b), min(a + n, b + m)
+        if begin >= end:
+            return None
+        start.append(begin)
+        size.append(end - begin)
+    return Box(one.name, start, size)
+
+
+def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
+    """What is left of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
+    left: list[Box] = []
+    for each in boxes:
+        common = overlap(each, taken)
+        left += [each] if common is None else without(each, common)
+    return left
+
+
+def without(whole: Box, taken: Box) -> list[Box]:
+    """What is left of a box without `taken`, which is inside it, as disjoint boxes."""
+    left: list[Box] = []
+    start, size = list(whole.start), list(whole.size)
+    for dim, (at, length) in enumerate(zip(taken.start, taken.size, strict=True)):
+        before, after = at - start[dim], start[dim] + size[dim] - at - length
+        for begin, count in ((start[dim], before), (at + length, after)):
+            if count:
+                left.append(
+                    Box(
+                        whole.name,
+                        [*start[:dim], begin, *start[dim + 1 :]],
+                        [*size[:dim], count, *size[dim + 1 :]],
+                    )
+                )
+        start[dim], size[dim] = at, length
+    return left
+
+
+def bytes_of(tensor: TensorSlot, box: Box) -> int:
+    """The number of bytes of a box.
+
+    Raises: CallerError: the box is not inside the tensor, or larger than one request may ask for.
+    """
+    shape = tensor.shape
+    if not len(box.start) == len(box.size) == len(shape) or not all(
+        at >= 0 and size >= 1 and at + size <= whole
+        for at, size, whole in zip(box.start, box.size, shape, strict=True)
+    ):
+        raise CallerError(
+            f"{box.start} + {box.size} is not inside {tensor.name} of shape {shape}", field="boxes"
+        )
+    num_bytes = math.prod(box.size) * item_bytes(tensor.dtype)
+    if num_bytes > MAX_BATCH_BYTES:
+        raise CallerError(f"{box} is more than {MAX_BATCH_BYTES} bytes", field="boxes")
+    return num_bytes
+
+
+def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
+    """The box's runs of adjacent bytes, in order: (offsets from the tensor's beginning, length).
+
+    Raises: CallerError: as `bytes_of`.
+    """
+    bytes_of(tensor, box)
+    shape, item = tensor.shape, item_bytes(tensor.dtype)
+    strides = [item] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    inner, dim = item, len(shape)
+    while dim and box.size[dim - 1] == shape[dim - 1]:
+        dim -= 1
+        inner *= box.size[dim]
+    if dim:
+        dim -= 1
+        inner *= box.size[dim]
+    offsets = [sum(at * stride for at, stride in zip(box.start, strides, strict=True))]
+    for axis in range(dim):
+        offsets = [
+            base + step * strides[axis] for base in offsets for step in range(box.size[axis])
+        ]
+    return offsets, inner
+
+
+def _boxes(whole: Slice, limit: int) -> Iterator[Box]:
+    item = item_bytes(whole.dtype)
+    for start, size in _cut(whole.start, whole.size, item, limit):
+        yield Box(whole.name, start, size)
+
+
+def _cut(
+    start: list[int], size: list[int], item: int, limit: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Pieces of at most `limit` bytes, in order, each of adjacent bytes of the box."""
+    dim = next((d for d, length in enumerate(size) if length > 1), len(size))
+    if dim == len(size) or math.prod(size) * item <= limit:
+        yield start, size
+        return
+    row_bytes = math.prod(size[dim + 1 :]) * item
+    step = max(1, limit // row_bytes)
+    for done in range(0, size[dim], step):
+        taken = min(step, size[dim] - done)
+        yield from _cut(
+            [*start[:dim], start[dim] + done, *start[dim + 1 :]],
+            [*size[:dim], taken, *size[dim + 1 :]],
+            item,
+            limit,
+        )
