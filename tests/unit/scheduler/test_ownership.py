@@ -58,8 +58,8 @@ def changed(tree: ast.AST) -> Iterator[tuple[int, ast.expr]]:
                 found = [first]
             case _:
                 continue
-        for target in found:
-            inner = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        for whole in found:
+            inner = whole.elts if isinstance(whole, ast.Tuple | ast.List) else [whole]
             for expression in inner:
                 yield node.lineno, unsubscripted(expression)
 
