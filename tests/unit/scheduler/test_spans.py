@@ -170,9 +170,9 @@ def test_wpg_is_up_once_all_of_its_nodes_say_so() -> None:
     policy = of(world, POLICY)
     world.kill(POLICY)
     run_until(world, lambda: policy.wpg.state is WpgState.STARTING)
-    run_until(world, lambda: len(policy.activation.opening_on) == 1)
+    run_until(world, lambda: len(policy.wpg.starting_on) == 1)
     assert str(policy.wpg.state) == "starting"
-    run_until(world, lambda: not policy.activation.opening_on)
+    run_until(world, lambda: not policy.wpg.starting_on)
     assert str(policy.wpg.state) == "ready"
 
 
@@ -303,7 +303,7 @@ def test_ranks_killed_on_one_node_end_the_life_on_all() -> None:
     world.kill(POLICY, on=NodeId("t1"))
     assert policy.wpg.state is WpgState.LOST
     assert told(world, StopWpg, POLICY) == ["t0"]
-    assert policy.activation.opening_on == ["t0"], "its death is to be confirmed"
+    assert policy.wpg.dying_on == ["t0"], "its death is to be confirmed"
     assert policy.wpg.incarnation == incarnation
     world.run()
     assert policy.wpg.incarnation == incarnation + 1
@@ -324,7 +324,7 @@ def test_lost_node_is_waited_for_and_the_whole_is_rebuilt(name: str) -> None:
     num_starts = len(told(world, StartWpg, POLICY))
     world.run()
     policy = of(world, POLICY)
-    assert (policy.wpg.state, policy.activation.opening_on) == (WpgState.LOST, [])
+    assert (policy.wpg.state, policy.wpg.dying_on) == (WpgState.LOST, [])
     assert len(told(world, StartWpg, POLICY)) == num_starts, "started without a node"
     world.bring_back(name)
     world.run()
@@ -340,7 +340,7 @@ def test_node_that_comes_back_waits_for_the_dead_on_the_others() -> None:
     num_starts = len(told(world, StartWpg, POLICY))
     world.bring_back("t1")
     policy = of(world, POLICY)
-    assert policy.activation.opening_on == ["t0"]
+    assert policy.wpg.dying_on == ["t0"]
     assert len(told(world, StartWpg, POLICY)) == num_starts
     world.run()
     assert policy.wpg.state is WpgState.READY
