@@ -12,6 +12,7 @@ from phaseloom.common.contract.events import NodeUp
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
@@ -21,7 +22,6 @@ from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.wire import RankMessage
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ async def _announce(
         price_per_hour=settings.price,
         can_move=status.can_move,
     )
-    await until_answered(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"))
+    await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ from phaseloom.common.contract.errors import (
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subject
 from phaseloom.common.process import lifecycle
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.group import SharesOfOthers
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 
@@ -239,7 +239,7 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
     keys = [each.operation for each in share.operations]
     stream = ops_stream(keys[0].tenant)
     subjects = [op_subject(key) for key in keys]
-    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), "read payloads")
     operations = []
     for key, subject in zip(keys, subjects, strict=True):
         found = stored.get(subject)

@@ -15,8 +15,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import SealCommitted, SealRecord
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Conflict
-from phaseloom.worker.patience import until_answered
 
 
 class SealRecords:
@@ -48,7 +48,7 @@ class SealRecords:
             value = encode(following)
             swap = partial(self._bus.kv_swap, Bucket.SEALS, str(key), value, revision)
             try:
-                await until_answered(swap)
+                await until_done(swap, "write a seal's record")
                 return
             except Conflict:
                 # Another node's part; or this one, whose answer was lost.
@@ -56,7 +56,9 @@ class SealRecords:
 
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
         """The record and its revision; seq 0: there is none."""
-        stored = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, str(key)))
+        stored = await until_done(
+            lambda: self._bus.kv_get(Bucket.SEALS, str(key)), "read a seal's record"
+        )
         if stored is None:
             return SealRecord(0), 0
         return decode(stored.payload, SealRecord), stored.sequence

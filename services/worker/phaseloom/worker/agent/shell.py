@@ -69,6 +69,7 @@ from phaseloom.common.contract.operations import MUTATING_KINDS
 from phaseloom.common.contract.state_agent import BringState
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
 from phaseloom.worker.agent.nodes import LifeEnded, with_payloads
@@ -78,7 +79,6 @@ from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.agent.wpg import Wpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.wire import (
     MeetRanks,
     RankFailed,
@@ -188,7 +188,7 @@ class Agent:
         )
 
     async def _append(self, event: Event, msg_id: str) -> None:
-        await until_answered(lambda: self._bus.append(event, msg_id=msg_id))
+        await until_done(lambda: self._bus.append(event, msg_id=msg_id), "append")
 
     # --- commands -------------------------------------------------------------------------------
 

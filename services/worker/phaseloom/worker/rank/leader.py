@@ -49,9 +49,9 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.worker.core.tokens import num_tokens
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
@@ -323,7 +323,7 @@ class Leader:
         msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
         # First, so that whoever is permitted next finds the turn free.
         await self._is_apart(permit.operation, company)
-        await until_answered(lambda: self.bus.append(cut, msg_id=msg_id))
+        await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
 
     async def _is_apart(self, operation: OperationKey, company: _Company) -> None:
         """It needs neither devices nor state any more; the last one of those together says so."""

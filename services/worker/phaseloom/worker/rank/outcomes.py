@@ -38,9 +38,9 @@ from phaseloom.common.contract.operations import (
     checkpoints_of,
 )
 from phaseloom.common.observability import telemetry
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
 from phaseloom.common.transport.groupcommit import Gathering
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
 
@@ -96,7 +96,7 @@ class Outcomes:
         log.warning("permit of %s returned: %s", permit.operation, error.message)
         returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
         msg_id = f"returned:{permit.operation}:{permit.id}"
-        await until_answered(lambda: self.bus.append(returned, msg_id=msg_id))
+        await until_done(lambda: self.bus.append(returned, msg_id=msg_id), "append")
 
     async def tell(
         self,
@@ -140,13 +140,14 @@ class Outcomes:
             completion = failed(permit, _TOO_LARGE)
         subject = streams.done_subject(permit.operation)
         try:
-            await until_answered(
+            await until_done(
                 lambda: self.bus.publish(
                     subject,
                     completion,
                     headers=telemetry.inject({}, parent),
                     content_type=content_type,
-                )
+                ),
+                "store an outcome",
             )
         except AlreadyStored:
             (stored,) = await get_all(self.bus, streams.DONE, [subject])
@@ -193,7 +194,7 @@ class Outcomes:
         if len(ended) > 1:
             event = OperationsFinished([one.event for one in ended])
             msg_id = f"{msg_id}+{len(ended)}"
-        await until_answered(lambda: self.bus.append(event, msg_id=msg_id))
+        await until_done(lambda: self.bus.append(event, msg_id=msg_id), "append")
 
     async def notice(self, what: str, why: str, operation: OperationKey) -> None:
         """For people; nothing is decided on it."""
@@ -218,7 +219,7 @@ class Outcomes:
 
 async def get_all(bus: Bus, stream: str, subjects: list[str]) -> list[Stored | None]:
     """What is stored there, in this order; asked until the bus answers."""
-    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 
 

@@ -35,8 +35,8 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
@@ -216,7 +216,9 @@ class StateOperations:
     async def _last_checkpoint(self) -> Checkpoint | None:
         """Of the job."""
         key = str(self.settings.deployment.job_key)
-        stored = await until_answered(lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key))
+        stored = await until_done(
+            lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key), "read the checkpoint"
+        )
         last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
         return last
 
@@ -248,7 +250,9 @@ class StateOperations:
         before = await self._last_checkpoint()
         if before is not None and before != checkpoint:
             self._fallback = before.checkpoints.get(key.deployment, "")
-        await until_answered(lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value))
+        await until_done(
+            lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
+        )
         return checkpoints
 
 
