@@ -32,7 +32,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.process.retry import ATTEMPT_S, until_done
 from phaseloom.common.transport import tickets
 from phaseloom.common.transport.bus import AlreadyStored, Bus
-from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.outputs import (
     DeleteOperations,
@@ -57,7 +57,7 @@ class BusSink:
         self._secret = secret
         self._snapshots = snapshots
         self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self._permits = Gathering(self._send_permits)
+        self._permits = GroupCommit(self._send_permits)
 
     async def run(self) -> None:
         """Deletes in the background: nothing waits for it, and it may be done twice."""

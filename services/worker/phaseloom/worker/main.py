@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 600
-"""A machine that starts everything at once is slow."""
+"""Tries to connect: a machine that starts everything at once is slow."""
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -80,7 +80,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
-    """This node's state manager starts beside us: wait for its socket."""
+    """Connect to this node's state manager, which starts beside the agent."""
     for number in range(_CONNECT_TRIES):
         try:
             return await AgentStateClient.connect(settings.state_socket, settings.state_secret)
@@ -92,7 +92,8 @@ async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
 
 
 async def _until_state_lost(state: AgentStateClient) -> None:
-    """Without the state manager nothing here can be trusted: start over as a new life."""
+    """End the agent with the state manager: nothing here can be trusted without it. Both start
+    over."""
     reason = await asyncio.shield(state.closed)
     raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
 

@@ -108,13 +108,13 @@ def test_mapping_that_is_in_use_is_kept_and_the_others_are_let_go() -> None:
     versions = MappedVersions()
     views = [versions.map(key, [_memory()], 100, writable=True) for key in KEYS]
     # Only so many are kept for reuse; all of these are in use.
-    assert versions.let_go() == KEYS
+    assert versions.unmap_unused() == KEYS
     views[3][:4] = b"kept"
     del views[0], views[-1]
-    assert versions.let_go() == KEYS[1:-1]
+    assert versions.unmap_unused() == KEYS[1:-1]
     assert bytes(views[2][:4]) == b"kept"
     views.clear()
-    assert versions.let_go() == []
+    assert versions.unmap_unused() == []
 
 
 def test_mapping_is_used_again_for_the_same_memory() -> None:
@@ -123,7 +123,7 @@ def test_mapping_is_used_again_for_the_same_memory() -> None:
     first[:3] = b"abc"
     again = versions.map(KEYS[1], [fd], 100, writable=True)
     assert bytes(again[:3]) == b"abc"
-    assert versions.let_go() == [KEYS[1]]
+    assert versions.unmap_unused() == [KEYS[1]]
 
 
 def _memory() -> int:

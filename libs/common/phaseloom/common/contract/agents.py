@@ -80,10 +80,10 @@ class Present(Message, frozen=True):
     """All of them are alive."""
 
 
-class LifeOver(Message, frozen=True):
+class IncarnationOver(Message, frozen=True):
     """Answer to any of them: no rank of this life is alive here, nor will be."""
 
     error: ErrorInfo
 
 
-NodeReply = StoreFound | NotYet | PartTaken | PartFailed | Present | LifeOver
+NodeReply = StoreFound | NotYet | PartTaken | PartFailed | Present | IncarnationOver

@@ -313,7 +313,7 @@ class Unpin(Message, frozen=True):
     """
 
 
-class LetGo(Message, frozen=True):
+class Unmap(Message, frozen=True):
     """Host memory is short: unmap the weights versions that are not in use, and what a frozen heap
     was loaded from. Answer: StillMapped."""
 
@@ -418,7 +418,7 @@ StateMessage = (
     | CopyAside
     | CopyFrom
     | VersionExtent
-    | LetGo
+    | Unmap
     | StillMapped
     | CopyOut
     | CopyIn

@@ -1,7 +1,7 @@
 """The commit record of a deployment's newest seal, in KV `seals`.
 
-Each node of a WPG adds its part by compare and swap. Before the last one the seal before stands,
-after it all that is left to do is idempotent. Only agents write it.
+Each node of a WPG adds its part by compare and swap. Until the last part is added the previous seal
+stands; after that, all that is left to do is idempotent. Only agents write the record.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class SealRecords:
         self._bus = bus
 
     async def newest(self, key: DeploymentKey) -> int:
-        """seq of the newest committed seal; 0: there is none."""
+        """seq of the newest committed seal; 0 where there is none."""
         record, _ = await self.read(key)
         return record.newest
 
     async def commit(self, part: SealCommitted, num_parts: int) -> None:
-        """Add a part of a seal; its last one commits it. Idempotent.
+        """Add one node's part of a seal; the last part commits it. Idempotent.
 
         Raises: ResourceError: ABORTED, another seal's record was written meanwhile.
         """
@@ -55,7 +55,7 @@ class SealRecords:
                 may_begin = num_parts > 1
 
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
-        """The record and its revision; seq 0: there is none."""
+        """The record and its revision; a record with seq 0 where there is none."""
         stored = await until_done(
             lambda: self._bus.kv_get(Bucket.SEALS, str(key)), "read a seal's record"
         )

@@ -48,7 +48,7 @@ class RankGroup:
     """host:port of a TCP store, for ranks on several nodes."""
     store_fd: int = -1
     """On rank 0: the socket that listens there, to be served by it."""
-    life: str = ""
+    store_prefix: str = ""
     """Tells this incarnation's ranks from any others that come to that address."""
     timeout_s: float = 300.0
     """A collective that some rank does not join for so long fails on the others."""

@@ -380,7 +380,7 @@ def _store(ranks: RankGroup, joined: ExitStack) -> Store:
             master_listen_fd=ranks.store_fd if is_served else None,
         )
         # Whoever else comes to this port, of a life before or after, uses other names.
-        return PrefixStore(ranks.life, store)
+        return PrefixStore(ranks.store_prefix, store)
     if ranks.world_size == 1:
         directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
         return FileStore(str(Path(directory) / "store"), 1)

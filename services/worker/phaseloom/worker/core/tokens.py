@@ -1,4 +1,4 @@
-"""How much an operation worked on, for whoever measures throughput."""
+"""How much an operation worked on, for throughput figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from phaseloom.common.contract.operations import (
 
 
 def num_tokens(args: Args, result: Result | None) -> int:
-    """Prompts and new tokens of a `generate`, the batch's tokens else; 0 where it has none."""
+    """Tokens of an operation: prompts and new tokens of a `generate`, those of the batch else. 0
+    for operations without any."""
     match args, result:
         case Generate(), GenerateResult():
             new = sum(length(s.tokens) for group in result.sequences for s in group)

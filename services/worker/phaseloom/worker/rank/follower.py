@@ -21,7 +21,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
-from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareDone, ShareResult
 from phaseloom.worker.state.client import RankStateClient
 
@@ -33,7 +33,7 @@ class Follower:
     executor: Executor
     ranks: Ranks
     weights: RankWeights = field(init=False)
-    _brought: Brought | None = None
+    _fetched: FetchedVersion | None = None
     """Of a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
 
@@ -120,12 +120,12 @@ class Follower:
         self, args: PublishWeights | SyncWeights, permit: Permit
     ) -> PartWritten | None:
         """Raises: PhaseloomError: nothing has changed."""
-        self._brought = None
+        self._fetched = None
         if isinstance(args, PublishWeights):
             return PartWritten(await self.weights.write(self._published(permit)))
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        self._brought = await self.weights.bring(version, permit)
+        self._fetched = await self.weights.fetch(version, permit)
         return None
 
     def _published(self, permit: Permit) -> VersionKey:
@@ -133,12 +133,12 @@ class Follower:
         return VersionKey(self.settings.deployment, permit.operation.seq)
 
     async def _take(self, permit: Permit) -> None:
-        brought, self._brought = self._brought, None
-        assert brought is not None
-        await self.weights.take(brought)
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        await self.weights.take(fetched)
         assert permit.operation.seq is not None
-        if brought.is_whole:
-            await self.state.versions.hold(brought.version, permit.operation.seq)
+        if fetched.is_whole:
+            await self.state.versions.hold(fetched.version, permit.operation.seq)
 
 
 @dataclass(frozen=True, slots=True)

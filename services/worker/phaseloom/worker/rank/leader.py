@@ -57,7 +57,7 @@ from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
 from phaseloom.worker.rank.outcomes import Outcomes, Ran, content_type_for, decoded, failed, get_all
 from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
-from phaseloom.worker.rank.wire import Payload, RankConfig, RunPermits, RunsApart
+from phaseloom.worker.rank.wire import DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient
 
 log = logging.getLogger(__name__)
@@ -75,11 +75,11 @@ _PARTIAL = ErrorInfo(
 
 
 @dataclass(slots=True)
-class _Company:
+class _PermitBatch:
     """Permits that came together."""
 
     first: CommandId
-    here: set[OperationKey]
+    on_devices: set[OperationKey]
     """They need devices or state still."""
     has_saves: bool
 
@@ -124,9 +124,9 @@ class Leader:
         )
         traceparents = given.traceparents or [""] * len(operations)
         has_saves = any(permit.kind == "save_state" for permit in given.permits)
-        company = _Company(given.permits[0].id, set(operations), has_saves)
+        batch = _PermitBatch(given.permits[0].id, set(operations), has_saves)
         runs = [
-            self._run_one(permit, traceparent, done, payload, company)
+            self._run_one(permit, traceparent, done, payload, batch)
             for permit, traceparent, done, payload in zip(
                 given.permits, traceparents, dones, payloads, strict=True
             )
@@ -145,7 +145,7 @@ class Leader:
         traceparent: str,
         stored: Stored | None,
         payload: Stored | None,
-        company: _Company,
+        batch: _PermitBatch,
     ) -> None:
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
         # What is logged on the way belongs to the operation's trace.
@@ -154,9 +154,9 @@ class Leader:
                 is_save = permit.kind == "save_state"
                 async with self._saving if is_save else contextlib.nullcontext():
                     await self._run_permit(
-                        permit, traceparent, parent, stored, payload, company=company
+                        permit, traceparent, parent, stored, payload, batch=batch
                     )
-                await self._is_apart(permit.operation, company)
+                await self._note_free(permit.operation, batch)
             finally:
                 self._outcomes.unended.discard(permit.operation)
 
@@ -168,7 +168,7 @@ class Leader:
         stored: Stored | None,
         payload: Stored | None,
         *,
-        company: _Company,
+        batch: _PermitBatch,
     ) -> None:
         done = decoded(stored)
         if done is not None and not _is_to_run_again(permit, done):
@@ -179,7 +179,7 @@ class Leader:
         if is_reading:
             self._reading.add(permit.operation)
         try:
-            ran = await self._execute(permit, payload, traceparent, company)
+            ran = await self._execute(permit, payload, traceparent, batch)
         except NotNow as later:
             await self._outcomes.give_back(permit, later.error)
             return
@@ -235,19 +235,19 @@ class Leader:
     # --- running --------------------------------------------------------------------------------
 
     async def _execute(
-        self, permit: Permit, payload: Stored | None, traceparent: str, company: _Company
+        self, permit: Permit, payload: Stored | None, traceparent: str, batch: _PermitBatch
     ) -> Ran:
         started_s, clock_s = time.time(), time.perf_counter()
         try:
             call = self._call(permit, payload, traceparent)
         except PhaseloomError as error:
             return Ran(failed(permit, error.info), started_s, time.perf_counter() - clock_s)
-        ran = await self._outcome(call, company)
+        ran = await self._outcome(call, batch)
         if not ran.duration_s:
             ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
         return ran
 
-    async def _outcome(self, call: Call, company: _Company) -> Ran:
+    async def _outcome(self, call: Call, batch: _PermitBatch) -> Ran:
         permit, args = call.permit, call.operation.args
         is_mutating = permit.kind in MUTATING_KINDS
 
@@ -260,7 +260,7 @@ class Leader:
                 share = replace(share_of(call), zero_gradients=True)
                 await self.ranks.everywhere(self.executor.backend.zero_gradients, share)
                 return ended(failed(permit, _PARTIAL))
-            result = await self._run(call, company)
+            result = await self._run(call, batch)
         except (NotNow, GroupLost):
             raise
         except Refused as refused:
@@ -292,7 +292,7 @@ class Leader:
         raw = Payload(permit.operation, payload.payload, content_type)
         return Call(permit, operation, raw, traceparent)
 
-    async def _run(self, call: Call, company: _Company) -> Result | None:
+    async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
         match call.operation.args:
             case PublishWeights() as args:
                 self.executor.check(args)
@@ -305,7 +305,7 @@ class Leader:
                 if self.queue.is_cancelled(call.key):
                     return None
                 return await self._moving.save(
-                    call, args, lambda: self._let_go(call.permit, company)
+                    call, args, lambda: self._free_devices(call.permit, batch)
                 )
             case LoadState() as args:
                 self.executor.check(args)
@@ -313,7 +313,7 @@ class Leader:
             case _:
                 return await self.queue.run(call)
 
-    async def _let_go(self, permit: Permit, company: _Company) -> None:
+    async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
         """What is saved is apart from the devices now."""
         if permit.replay:
             return  # what follows is run again in order
@@ -322,15 +322,15 @@ class Leader:
         cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
         msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
         # First, so that whoever is permitted next finds the turn free.
-        await self._is_apart(permit.operation, company)
+        await self._note_free(permit.operation, batch)
         await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
 
-    async def _is_apart(self, operation: OperationKey, company: _Company) -> None:
+    async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
         """It needs neither devices nor state any more; the last one of those together says so."""
-        if operation in company.here:
-            company.here.remove(operation)
-            if company.has_saves and not company.here:
-                await self.ranks.agent.call(RunsApart(company.first))
+        if operation in batch.on_devices:
+            batch.on_devices.remove(operation)
+            if batch.has_saves and not batch.on_devices:
+                await self.ranks.agent.call(DevicesFreed(batch.first))
 
 
 def _is_to_run_again(permit: Permit, done: Completion) -> bool:

@@ -40,13 +40,13 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
-from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.005
+MAX_WAIT_S = 0.005
 """So long at most the word of an operation's end waits for that of others that run beside it."""
 
 MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
@@ -86,10 +86,10 @@ class Outcomes:
     bus: Bus
     unended: set[OperationKey] = field(default_factory=set)
     """Permitted, and about to end or to run for long."""
-    _finished: Gathering[_Finished, None] = field(init=False)
+    _finished: GroupCommit[_Finished, None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._finished = Gathering(self._append, lambda: bool(self.unended), GATHER_S)
+        self._finished = GroupCommit(self._append, lambda: bool(self.unended), MAX_WAIT_S)
 
     async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
         """Nothing has changed: it is to be permitted again."""

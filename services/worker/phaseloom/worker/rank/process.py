@@ -158,7 +158,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
         settings.num_ranks,
         store_address=told.address,
         store_fd=fds[0] if fds else -1,
-        life=f"{settings.deployment}/{settings.incarnation}",
+        store_prefix=f"{settings.deployment}/{settings.incarnation}",
     )
 
 

@@ -41,7 +41,7 @@ from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.outcomes import Outcomes
-from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.versions import VersionCopy
@@ -148,37 +148,37 @@ class StateOperations:
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
         try:
-            brought = await self._read_version(call, version)
+            fetched = await self._read_version(call, version)
         except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise NotNow(error.info) from error
             raise Refused(error.info) from error
         assert call.key.seq is not None
         # The weights are others now: where this fails, the life is not what it was before either.
-        if brought.is_whole:
+        if fetched.is_whole:
             await self.state.versions.hold(version, call.key.seq)
-        before, self._synced = self._synced, SyncWeightsResult(args.version, brought.digest)
-        if before is not None and before.digest == brought.digest:
+        before, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
+        if before is not None and before.digest == fetched.digest:
             why = f"version {args.version} has the weights of version {before.version}"
             await self.outcomes.notice("sync changed nothing", why, call.key)
         return self._synced
 
-    async def _read_version(self, call: Call, version: VersionKey) -> Brought:
+    async def _read_version(self, call: Call, version: VersionKey) -> FetchedVersion:
         """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
         weights, permit = self.weights, call.permit
         if self.ranks.is_alone:
             return await weights.load(version, permit)
-        brought, _ = await self._prepared(weights.bring(version, permit), call)
-        await self.ranks.together(weights.take(brought), share_of(call))
-        return brought
+        fetched, _ = await self._prepared(weights.fetch(version, permit), call)
+        await self.ranks.together(weights.take(fetched), share_of(call))
+        return fetched
 
     async def save(
-        self, call: Call, args: SaveState, let_go: Callable[[], Awaitable[None]]
+        self, call: Call, args: SaveState, free_devices: Callable[[], Awaitable[None]]
     ) -> SaveStateResult:
         """The state is cut while the devices wait; it is written while they go on. Of a WPG over
         several nodes each node's state manager does so, and this one's makes a whole of it.
 
-        Args:   let_go: called in between.
+        Args:   free_devices: called in between.
         Raises: Refused: the state was read only.
         """
         permit, operation = call.permit, call.operation.id
@@ -189,7 +189,7 @@ class StateOperations:
                 self.state.cut_state(operation, args.name, self.executor.applied), call
             )
             call.duration_s = time.perf_counter() - clock_s
-            await let_go()
+            await free_devices()
             if self.settings.is_over_nodes:
                 await self._answered(asyncio.sleep(0), share_of(call))
             sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)

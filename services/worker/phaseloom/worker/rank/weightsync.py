@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class FetchedVersion:
     """What a rank needs of a version, verified, in host memory."""
 
     version: VersionKey
@@ -114,34 +114,34 @@ class RankWeights:
 
     # --- syncing ---------------------------------------------------------------------------------
 
-    async def load(self, version: VersionKey, permit: Permit) -> Brought:
+    async def load(self, version: VersionKey, permit: Permit) -> FetchedVersion:
         """Where this rank is alone: bring a version, and replace the weights by it.
 
         Raises: PhaseloomError: nothing has changed.
         """
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            brought = await self._bring_parts(version, opened, permit)
-            await self.take(brought)
-            return brought
+            fetched = await self._fetch_parts(version, opened, permit)
+            await self.take(fetched)
+            return fetched
         await self.versions.load(opened, self.executor.weight_slots)
-        return Brought(version, opened.described.digest, [], is_whole=True)
+        return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
-    async def bring(self, version: VersionKey, permit: Permit) -> Brought:
+    async def fetch(self, version: VersionKey, permit: Permit) -> FetchedVersion:
         """What this rank needs, to be copied later. Raises: PhaseloomError: it cannot be had."""
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            return await self._bring_parts(version, opened, permit)
+            return await self._fetch_parts(version, opened, permit)
         backend = self.executor.backend
         tensors = opened.table.tensors
         paired(tensors, backend.version_slots)
         opened = await self.versions.verified(opened)
         pieces = [(opened.memory, from_part(tensors, self._of_whole, self._reader))]
-        return Brought(version, opened.described.digest, pieces, is_whole=True)
+        return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
 
-    async def take(self, brought: Brought) -> None:
+    async def take(self, fetched: FetchedVersion) -> None:
         """Replace this rank's weights. Raises: they may be neither now."""
-        await self.versions.scatter(brought.pieces)
+        await self.versions.scatter(fetched.pieces)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -155,7 +155,9 @@ class RankWeights:
     def _of_whole(self) -> list[Fetch]:
         return fetches_of_whole(self._reader)
 
-    async def _bring_parts(self, version: VersionKey, opened: Opened, permit: Permit) -> Brought:
+    async def _fetch_parts(
+        self, version: VersionKey, opened: Opened, permit: Permit
+    ) -> FetchedVersion:
         opened = await self.versions.verified(opened)
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self._model:
@@ -169,16 +171,16 @@ class RankWeights:
             for part, fetches in needed.wholes.items()
         ]
 
-        async def bring(number: int) -> tuple[memoryview, Runs]:
+        async def fetch_part(number: int) -> tuple[memoryview, Runs]:
             part, fetches, endpoints = wanted[number]
             came = await self._part(version, part, endpoints, permit)
             return came.memory, from_part(came.table.tensors, fetches, self._reader)
 
-        pieces = await _some_at_once([bring(number) for number in range(len(wanted))])
+        pieces = await _some_at_once([fetch_part(number) for number in range(len(wanted))])
         if needed.slices:
             held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
             pieces.append(await self._slices(version, needed, held, permit))
-        return Brought(version, opened.described.digest, pieces, is_whole=False)
+        return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
 
     def _needs(self, manifest: VersionParts) -> Needs:
         """The same for every version of one policy."""

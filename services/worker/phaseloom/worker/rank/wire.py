@@ -100,7 +100,7 @@ class RunPermits(Message, frozen=True):
     """Of each permit; an empty list: none of them is traced."""
 
 
-class RunsApart(Message, frozen=True):
+class DevicesFreed(Message, frozen=True):
     """leader → agent: of the permits of this `RunPermits` each has ended, or needs neither devices
     nor state any more. Others may go on before it is answered. Answer: Done."""
 
@@ -179,7 +179,7 @@ RankMessage = (
     | RankUp
     | RankFailed
     | RunPermits
-    | RunsApart
+    | DevicesFreed
     | CancelRun
     | RunShare
     | ShareDone

@@ -31,7 +31,6 @@ from phaseloom.common.contract.state_rank import (
     CutTaken,
     Done,
     HeapRegistered,
-    LetGo,
     PruneCheckpoints,
     RankHello,
     RankResume,
@@ -39,6 +38,7 @@ from phaseloom.common.contract.state_rank import (
     RegisterHeap,
     StateMessage,
     StillMapped,
+    Unmap,
     Unpin,
     WriteCheckpoint,
 )
@@ -254,9 +254,9 @@ class RankStateClient:
             return await self._run(lambda: self._copies.copy_apart(body, fds)), ()
         close_fds(fds)
         match body:
-            case LetGo():
+            case Unmap():
                 await self._run(self._copies.drop_source)
-                return StillMapped(self.versions.let_go()), ()
+                return StillMapped(self.versions.unmap_unused()), ()
             case CopyOut(release=release):
                 return await self._run(lambda: self._copies.copy_out(release=release)), ()
             case CopyIn(digest=digest):

@@ -119,7 +119,7 @@ class MappedVersions:
                 older.append(identity)
         return older
 
-    def let_go(self) -> list[VersionKey]:
+    def unmap_unused(self) -> list[VersionKey]:
         """Unmap what nothing refers to. Returns what the others hold."""
         self._close(list(self._mappings))
         return list(self._keys.values())

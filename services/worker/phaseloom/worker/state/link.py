@@ -30,16 +30,16 @@ Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
 """Says who this is on a new connection. Raises what the answer says."""
 
 
-def _future() -> asyncio.Future[_Life]:
+def _future() -> asyncio.Future[_Connection]:
     return asyncio.get_running_loop().create_future()
 
 
 @dataclass(slots=True)
-class _Life:
+class _Connection:
     """One connection, and the one after it."""
 
     peer: Peer[StateMessage]
-    following: asyncio.Future[_Life] = field(default_factory=_future)
+    following: asyncio.Future[_Connection] = field(default_factory=_future)
 
 
 class StateLink:
@@ -58,12 +58,12 @@ class StateLink:
         self._reconnect_s = reconnect_s
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the state manager is gone for good; its result says why. Never fails."""
-        self._life: _Life
+        self._connection: _Connection
         self._keeper: asyncio.Task[None]
 
     async def connect(self) -> None:
         """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
-        self._life = _Life(await self._connected())
+        self._connection = _Connection(await self._connected())
         self._keeper = asyncio.create_task(self._keep())
 
     async def call(
@@ -73,14 +73,14 @@ class StateLink:
 
         Raises: what the answer says. ResourceError: gone for good.
         """
-        life = self._life
+        connection = self._connection
         while True:
             try:
-                return await life.peer.call(body, fds)
+                return await connection.peer.call(body, fds)
             except ResourceError:
-                if not life.peer.closed.done():
+                if not connection.peer.closed.done():
                     raise
-            life = await asyncio.shield(life.following)
+            connection = await asyncio.shield(connection.following)
 
     async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
         """The answer to a call that brings no descriptors."""
@@ -91,38 +91,38 @@ class StateLink:
     async def close(self) -> None:
         """Leave; handlers at work end first."""
         await lifecycle.end([self._keeper])
-        await self._life.peer.close()
-        self._end(self._life, "closed by this end")
+        await self._connection.peer.close()
+        self._end(self._connection, "closed by this end")
 
-    def _end(self, life: _Life, reason: str) -> None:
+    def _end(self, connection: _Connection, reason: str) -> None:
         if not self.closed.done():
             self.closed.set_result(reason)
-        if not life.following.done():
-            life.following.set_exception(
+        if not connection.following.done():
+            connection.following.set_exception(
                 ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
             )
             # Nobody may be waiting for it.
-            life.following.exception()
+            connection.following.exception()
 
     async def _keep(self) -> None:
         while True:
-            life = self._life
-            reason = await asyncio.shield(life.peer.closed)
+            connection = self._connection
+            reason = await asyncio.shield(connection.peer.closed)
             log.warning("the state manager's connection ended: %s", reason)
             # What it asked of this end is done whole before anything is said about it.
-            await life.peer.finish()
+            await connection.peer.finish()
             try:
                 async with asyncio.timeout(self._reconnect_s):
                     peer = await self._reconnected()
             except TimeoutError:
-                self._end(life, f"{reason}; not back within {self._reconnect_s:.0f} s")
+                self._end(connection, f"{reason}; not back within {self._reconnect_s:.0f} s")
                 return
             except PhaseloomError as error:
-                self._end(life, f"{reason}; {error}")
+                self._end(connection, f"{reason}; {error}")
                 return
             log.info("connected to the state manager again")
-            self._life = _Life(peer)
-            life.following.set_result(self._life)
+            self._connection = _Connection(peer)
+            connection.following.set_result(self._connection)
 
     async def _reconnected(self) -> Peer[StateMessage]:
         """Raises: PhaseloomError: it refuses to have this one back."""

@@ -95,9 +95,9 @@ class RankVersions:
         self._on_loaded = on_loaded
         self._mapped = MappedVersions()
 
-    def let_go(self) -> list[VersionKey]:
+    def unmap_unused(self) -> list[VersionKey]:
         """Unmap what is only kept for reuse. Returns: the versions that are in use."""
-        return self._mapped.let_go()
+        return self._mapped.unmap_unused()
 
     async def create(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
         """Cut a weights version from these slots of the heap. Idempotent by key.
