@@ -128,7 +128,7 @@ def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: R
 
 
 def from_slices(slices: Sequence[Slice], fetches: Sequence[Fetch], reader: Reader) -> Runs:
-    """Byte runs that this rank copies out of the memory that the tensor slices were fetched into."""
+    """Byte runs that this rank copies out of the memory into which tensor slices were fetched."""
     places = {id(fetch): each for fetch, each in zip(fetches, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []

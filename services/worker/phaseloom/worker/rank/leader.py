@@ -2,11 +2,12 @@
 
 Normal order of an operation: check (incarnation, `prev`, DONE absent) → read the payload from the
 operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
-outcome; everything after it may be done again. Dedup of effects is by (incarnation, seq): in one
-life a mutating operation runs once, because the scheduler permits it once and `prev` must match.
+outcome; everything after it may be done again. Effects are deduplicated by (incarnation, seq): in
+one incarnation a mutating operation runs once, because the scheduler permits it once and `prev`
+must match.
 
 Reading operations are permitted side by side and wait in the `DeviceQueue`; a mutating one comes
-alone. What the bus does not answer is asked again: a restart of its server costs time only.
+alone. Calls on the bus are repeated until it answers: a restart of its server costs time only.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from phaseloom.worker.state.client import RankStateClient
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.5
-"""Between two reports of how far a `generate` is."""
+"""Time between two reports of how far a `generate` is."""
 
 _CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
 _PARTIAL = ErrorInfo(
@@ -76,11 +77,11 @@ _PARTIAL = ErrorInfo(
 
 @dataclass(slots=True)
 class _PermitBatch:
-    """Permits that came together."""
+    """Permits that came in one message."""
 
     first: CommandId
     on_devices: set[OperationKey]
-    """They need devices or state still."""
+    """Operations that still need devices or state."""
     has_saves: bool
 
 
@@ -97,8 +98,8 @@ class Leader:
     _outcomes: Outcomes = field(init=False)
     _moving: StateOperations = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One `save_state` at a time: each takes as much host memory as the state, and what the job
-    falls back to must be the last."""
+    """One `save_state` runs at a time: each takes as much host memory as the state, and the last
+    one must be what the job falls back to."""
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self.settings, self.bus)
@@ -107,10 +108,10 @@ class Leader:
         )
 
     async def run(self, given: RunPermits) -> None:
-        """Returns once every outcome is stored and in the decision log, or its permit's return is.
+        """Return once every outcome, or its permit's return, is in the decision log.
 
-        Raises: ResourceError: a permit is not for this rank's state, nothing happened; or the ranks
-                cannot go on, whatever is stored.
+        Raises: ResourceError: a permit is not for this rank's state, and nothing happened; or the
+                ranks cannot go on, whatever is stored.
         """
         operations = [permit.operation for permit in given.permits]
         self._outcomes.unended.update(operations)
@@ -212,7 +213,7 @@ class Leader:
             )
 
     async def tell_progress(self) -> None:
-        """Publish how far each running `generate` is, for ever; nothing is decided on it."""
+        """Publish how far each running `generate` is, for ever; no service decides by it."""
         told: dict[OperationKey, int] = {}
         while True:
             await asyncio.sleep(_PROGRESS_S)
@@ -314,7 +315,7 @@ class Leader:
                 return await self.queue.run(call)
 
     async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
-        """What is saved is apart from the devices now."""
+        """Let others use the devices: the state that is saved has been copied."""
         if permit.replay:
             return  # what follows is run again in order
         self._reading.discard(permit.operation)
@@ -326,7 +327,8 @@ class Leader:
         await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
 
     async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
-        """It needs neither devices nor state any more; the last one of those together says so."""
+        """Note that an operation needs no devices any more; tell the agent after the batch's last
+        one."""
         if operation in batch.on_devices:
             batch.on_devices.remove(operation)
             if batch.has_saves and not batch.on_devices:
@@ -334,7 +336,7 @@ class Leader:
 
 
 def _is_to_run_again(permit: Permit, done: Completion) -> bool:
-    """Rebuilding: what took effect, and what dropped gradients, must do so again."""
+    """Whether a rebuild must run it again: it took effect, or it dropped gradients."""
     return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 
