@@ -11,10 +11,37 @@ REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
 	philly llmd-replay
 
+# Which tests `make test-SUBJECT` runs; each test file is in one of these.
+ON := tests/integration/test_
+TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
+	observability.py node_example.py compose.py)
+TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
+	contract_on_mesh.py fuzz.py)
+TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py leases.py \
+	natsclient.py natsserver.py service_stops.py telemetry.py)
+TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
+TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
+TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
+TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
+	live_policies.py recorder.py)
+TESTS_simulator := tests/unit/simulator
+TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
+TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)version_*.py $(ON)slices_*.py) \
+	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
+TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
+TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
+TESTS_mesh := $(addprefix $(ON),checkpoints_on_mesh.py end_to_end.py layouts_on_mesh.py \
+	nodes_on_mesh.py sharing_on_mesh.py)
+SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
+	recovery mesh
+
+# Two processes, and the same examples of property tests each time.
+PYTEST = $(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=same -m "not slow"
+
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test test-slow lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
+.PHONY: demo up test $(SUBJECTS:%=test-%) test-slow lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -26,7 +53,11 @@ up: $(VENV)/.demo
 
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=same -m "not slow" $(ARGS)
+	$(PYTEST) $(ARGS)
+
+## test-SUBJECT: the tests of one: see SUBJECTS
+$(SUBJECTS:%=test-%): test-%: $(VENV)/.test
+	$(PYTEST) $(TESTS_$*) $(ARGS)
 
 ## test-slow: what takes longer
 test-slow: $(VENV)/.test

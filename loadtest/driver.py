@@ -25,7 +25,7 @@ CYCLE = 4
 """Operations after which a job's kinds repeat: two `forward_backward`, `optim_step`, `forward`."""
 _PROGRESS_S = 1.0
 _NUM_TOKENS = 16
-_PATIENCE_S = 300.0
+_ANSWER_TIMEOUT_S = 300.0
 
 
 class Driver(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Loop:
     async def run(self) -> None:
         settings = self._settings
         async with connect(
-            settings.url, settings.tenant, settings.password, patience_s=_PATIENCE_S
+            settings.url, settings.tenant, settings.password, answer_timeout_s=_ANSWER_TIMEOUT_S
         ) as mesh:
             async with asyncio.TaskGroup() as group:
                 starting = [

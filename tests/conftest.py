@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import EmbeddedServer
+from tests.support.directories import short_directory
 
 TENANTS = ("acme", "globex")
 
@@ -26,9 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A directory whose name is short enough for Unix sockets, unlike `tmp_path`'s."""
-    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
-        yield Path(directory)
+    """See `short_directory`."""
+    with short_directory() as directory:
+        yield directory
 
 
 @pytest.fixture

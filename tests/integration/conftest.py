@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
 from tests.support.jobs import TASKS, oracle, short
 from tests.support.node import TestNode, running_node
+from tests.support.processes import without_torch
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +33,10 @@ async def node(shared_node: TestNode) -> AsyncIterator[TestNode]:
     """The module's, with nothing of the tests before. For tests of `loop_scope="module"`."""
     async with shared_node.fresh():
         yield shared_node
+
+
+@pytest.fixture
+def noop_nodes() -> Iterator[None]:
+    """The nodes of the test's meshes run `noop` alone: see `without_torch`."""
+    with without_torch():
+        yield

@@ -26,6 +26,7 @@ def shown(call: object, *args: object, **kwargs: object) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with Mesh(MeshConfig(), run) as mesh:
@@ -65,6 +66,7 @@ async def test_jobs_are_listed_and_waiting_operations_explained(tmp_path: Path) 
                     call("demo.nobody.policy", run=run)
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_job_that_may_not_wait_is_refused_and_a_place_is_told_in_words(
     tmp_path: Path,
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.transport.services import call_api
+from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TENANT, Log, Wire, running_mesh, tenant
 from tests.support.node import exploding, policy_spec
 
@@ -53,8 +53,8 @@ GENERATE = Generate([Prompt([1, 2])], SamplingParams(2))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh_and_log() -> AsyncIterator[tuple[Mesh, Log]]:
     config = MeshConfig(tenants=[TENANT, OTHER], seal_every=0)
-    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
-        async with running_mesh(config, Path(directory)) as both:
+    with short_directory() as directory:
+        async with running_mesh(config, directory) as both:
             yield both
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from nats.aio.client import Client
@@ -67,9 +65,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 from phaseloom.common.transport.bus import Bus, connect
 from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-BATCHES, BATCH = 400, 25
+BATCH = 25
 JOB = "storm"
 INBOX = f"_INBOX_{TENANT}.fuzz"
 DATUM = Datum([1, 2], [2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
@@ -242,16 +238,16 @@ class Ears:
             await self.heard.wait_for(lambda: len(self.answers) >= number)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh_and_log() -> AsyncIterator[tuple[Mesh, Log]]:
+@pytest.fixture
+async def mesh_and_log(short_dir: Path, noop_nodes: None) -> AsyncIterator[tuple[Mesh, Log]]:
     config = MeshConfig(tenants=[TENANT], seal_every=0)
-    with tempfile.TemporaryDirectory(prefix="pl-") as directory:
-        async with running_mesh(config, Path(directory)) as both:
-            yield both
+    async with running_mesh(config, short_dir) as both:
+        yield both
 
 
+@pytest.mark.parametrize("batches", [60, pytest.param(400, marks=pytest.mark.slow)])
 async def test_storm_of_messages_ends_no_service_and_sticks_no_job(
-    mesh_and_log: tuple[Mesh, Log],
+    mesh_and_log: tuple[Mesh, Log], batches: int
 ) -> None:
     mesh, log = mesh_and_log
     pids = sorted(mesh.pids())
@@ -263,7 +259,7 @@ async def test_storm_of_messages_ends_no_service_and_sticks_no_job(
         wire = await _connected(mesh, ears)
 
         @settings(
-            max_examples=BATCHES,
+            max_examples=batches,
             deadline=None,
             derandomize=True,
             database=None,
@@ -278,7 +274,7 @@ async def test_storm_of_messages_ends_no_service_and_sticks_no_job(
 
         steps = [sound.deployment("policy").optim_step(AdamParams(1e-3)) for _ in range(50)]
         await asyncio.to_thread(blow)
-        assert sent["messages"] >= BATCHES * BATCH
+        assert sent["messages"] >= batches * BATCH
         await ears.until_answered(sent["calls"])
         await _until_routed(mesh)
         for step in [*steps, sound.deployment("policy").optim_step(AdamParams(1e-3))]:

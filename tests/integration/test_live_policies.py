@@ -53,6 +53,7 @@ def explained(mesh: Mesh, job: str) -> str:
     return text.getvalue()
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_slo_that_cannot_be_kept_is_refused_in_numbers_or_waited_for(
     short_dir: Path,
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from phaseloom.common.contract.specs import Durability, Layout
 from phaseloom.common.process import config as configuration
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.services import call_node_api
+from tests.support.directories import short_directory
 from tests.support.jobs import Log, running_mesh, tenant
 from tests.support.node import lesson, policy_spec
 
@@ -126,12 +126,12 @@ def specs_with_roots(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world() -> AsyncIterator[World]:
     with (
-        tempfile.TemporaryDirectory(prefix="pl-") as directory,
+        short_directory() as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         patched = partial(specs_with_roots, specs=supervisor.child_specs)
         patch.setattr(supervisor, "child_specs", patched)
-        async with running_mesh(MESH, Path(directory)) as (mesh, log), tenant(mesh) as connection:
+        async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
             bus = await Bus.open(mesh.credentials.bus, "operator")
             job = await connection.submit_job("one", [ON_ONE])
             await learn(job, range(STEPS))

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -33,6 +31,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.common.process import config as configuration
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.services import call_node_api
+from tests.support.directories import short_directory
 from tests.support.jobs import TENANT, Log, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
 
@@ -112,12 +111,12 @@ class World:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world() -> AsyncIterator[World]:
     with (
-        tempfile.TemporaryDirectory(prefix="pl-") as directory,
+        short_directory() as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         # A slow machine, where the bus is away for longer, costs no life either.
         patch.setenv(f"{configuration.PREFIX}WORKER_LEASE_TTL_S", "6")
-        async with running_mesh(MESH, Path(directory)) as (mesh, log), tenant(mesh) as connection:
+        async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
             job = await connection.submit_job("one", specs(1))
             expected = await learn(job)
             await job.finish()

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -32,7 +30,9 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Kind
 from phaseloom.common.transport.bus import connect
 from phaseloom.common.transport.services import pub_ack
+from tests.support.directories import short_directory
 from tests.support.otlp import Span, receiver
+from tests.support.processes import without_torch
 
 PHASELOOM = str(Path(sys.executable).with_name("phaseloom"))
 NODE = "train-0"
@@ -133,11 +133,8 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Seen]:
-    run_dir = Path(tempfile.mkdtemp(prefix="pl-"))
-    try:
+    with short_directory() as run_dir, without_torch():
         yield asyncio.run(_observed(run_dir))
-    finally:
-        shutil.rmtree(run_dir)
 
 
 async def _observed(run_dir: Path) -> Seen:

@@ -161,6 +161,7 @@ async def until_sealed(log: Log, job: str) -> None:
     await log.until(lambda e: isinstance(e, SealCommitted) and e.deployment.job == job)
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_version_that_was_lost_before_it_was_synced_is_cut_again(short_dir: Path) -> None:
     """Its only copy was in the memory of the policy's node; the sync waits until it is back."""
     async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
 from phaseloom.common.contract.codec import decode
@@ -60,6 +62,7 @@ async def take_step(deployment: Deployment, log: Log) -> None:
     await log.until_finished(step.key.removeprefix(f"{TENANT}."))
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
     short_dir: Path,
 ) -> None:

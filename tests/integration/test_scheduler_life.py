@@ -622,6 +622,7 @@ async def kill_until_another_leads(mesh: Mesh) -> None:
         await bus.close()
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_services_that_were_frozen_go_on_by_themselves(short_dir: Path) -> None:
     """As by a machine that has far too much to do."""
     services = ("scheduler", "router", "profiler", "statemgr")
@@ -664,6 +665,7 @@ async def leader(bus: Bus) -> tuple[str, int]:
 STEP = OptimStep(AdamParams(1e-3))
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_life_of_jobs_and_operations_as_a_controller_sees_it(short_dir: Path) -> None:
     async with running_mesh(MeshConfig(), short_dir) as (mesh, log), tenant(mesh) as controller:
         job = await controller.submit_job("noop", NOOP)
@@ -713,6 +715,7 @@ async def why_of_ended(wire: Wire) -> None:
         await wire.call("operation.explain", unknown, Explanation)
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_deployments_come_and_go_and_the_job_drains(short_dir: Path) -> None:
     async with running_mesh(MeshConfig(), short_dir) as (mesh, log), tenant(mesh) as controller:
         job = await controller.submit_job("noop", NOOP)

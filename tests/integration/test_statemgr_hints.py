@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import CloseActivation, PrefetchState
 from phaseloom.common.contract.ids import DeploymentKey
@@ -25,6 +27,7 @@ async def spilled(node: TestNode) -> set[DeploymentKey]:
     return {state.deployment for state in deployments if state.nvme_bytes}
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_hint_of_the_scheduler_brings_a_state_up() -> None:
     """Host memory for two states of a page, and three deployments."""
     async with running_node(host_memory_bytes=2 * PAGE, host_spare=0) as node, node.fresh():

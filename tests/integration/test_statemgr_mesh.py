@@ -60,6 +60,7 @@ async def test_killed_state_managers_cost_two_sharing_jobs_nothing(
                 assert len(log.starts(f"{task}.{name}")) == 1, f"{task}.{name} started again"
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_version_that_only_memory_holds_survives_the_state_manager(short_dir: Path) -> None:
     async with running_mesh(MeshConfig(seal_every=0), short_dir) as (mesh, log), tenant(mesh) as t:
         job = await t.submit_job("noop", NOOP)
@@ -75,6 +76,7 @@ async def test_version_that_only_memory_holds_survives_the_state_manager(short_d
         assert len(log.starts("noop.policy")) == 1
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_killed(
     short_dir: Path,
 ) -> None:
@@ -93,6 +95,7 @@ async def test_deployment_with_two_ranks_goes_on_after_the_state_manager_is_kill
         assert len(log.starts("noop.policy")) == 1
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Path) -> None:
     """It begins again from its seal and the log, whoever has the device meanwhile."""
     train = NodeConfig("train-0", "train", [4096])  # each of these states takes one page
@@ -115,6 +118,7 @@ async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Pa
         assert [len(log.starts(f"{job.name}.policy")) for job in jobs] == [2, 1]
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_bit_that_flips_in_a_version_before_it_is_sealed_costs_the_job_nothing(
     short_dir: Path,
 ) -> None:
@@ -137,6 +141,7 @@ async def test_bit_that_flips_in_a_version_before_it_is_sealed_costs_the_job_not
         assert len(log.starts("noop.sampler")) == 1
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_version_that_a_seal_finds_bad_is_made_again_and_sealed(short_dir: Path) -> None:
     """Nobody has read it: who is to put it on disk verifies it, too."""
     train = NodeConfig("train-0", "train", [16 * MiB])
@@ -199,6 +204,7 @@ async def test_seal_that_finds_no_room_fails_alone_and_the_next_one_is_made(
         assert len(log.starts(f"{A}.policy")) == 1
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_more_jobs_than_host_memory_holds_take_turns_through_nvme(short_dir: Path) -> None:
     """Each of these states takes one page: two fit, three train."""
     train = NodeConfig("train-0", "train", [16 * MiB], host_memory_bytes=2 * 4096)
@@ -215,6 +221,7 @@ async def test_more_jobs_than_host_memory_holds_take_turns_through_nvme(short_di
             await job.finish()
 
 
+@pytest.mark.usefixtures("noop_nodes")
 async def test_full_host_memory_fails_the_move_that_needs_it_and_nobody_else(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

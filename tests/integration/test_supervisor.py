@@ -21,6 +21,8 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import Credentials
 from tests.support.processes import descendant_pids, gone, until_gone
 
+pytestmark = pytest.mark.usefixtures("noop_nodes")
+
 SERVICES = {
     "scheduler",
     "router-0",

@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -63,6 +62,7 @@ from phaseloom.common.process import config as configuration
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import EmbeddedServer
+from tests.support.directories import short_directory
 from tests.support.jobs import Log
 from tests.support.processes import child_pids, until_gone
 from tests.support.tinymodel import VOCAB, config
@@ -418,8 +418,7 @@ async def running_node(
         f"{configuration.PREFIX}STATEMGR_PEER_TIMEOUT_S": str(peer_timeout_s),
         f"{configuration.PREFIX}STATEMGR_HOST_SPARE": str(host_spare),
     }
-    with tempfile.TemporaryDirectory(prefix="pl-") as name:
-        directory = Path(name)
+    with short_directory() as directory:
         async with EmbeddedServer(directory / "nats", [TENANT]) as server:
             bus = await Bus.open(server.credentials.bus, "test")
             try:

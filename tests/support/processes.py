@@ -7,13 +7,23 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from phaseloom.common.process.config import inherited
+import pytest
+
+from phaseloom.common.process.config import PREFIX, inherited
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.transport.natsserver import EmbeddedServer
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Nodes that start meanwhile import no torch, which takes seconds and `noop` does not need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(f"{PREFIX}WORKER_PRELOAD", "false")
+        yield
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ WITHOUT_TORCH = [
     "phaseloom.profiler.main",
     "phaseloom.statemgr.main",
     "phaseloom.worker.main",
+    "phaseloom.worker.rank.process",
     "phaseloom.client",
     "phaseloom.cli.main",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core import ordering, placement
 from phaseloom.simulator.engine import simulate

@@ -11,7 +11,6 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.books import (
     Books,
-    ContentBook,
     books_of,
     content_of,
     encode_record,
@@ -20,7 +19,6 @@ from phaseloom.statemgr.core.books import (
 from phaseloom.statemgr.core.contents import Contents
 from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.pieces import Piece, Pieces
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Version, Versions
 
@@ -113,25 +111,3 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     )
     (version,) = books.versions
     assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)
-
-
-def test_what_lies_in_pieces_is_found_again_and_described_once() -> None:
-    """The books are kept before each answer: what has many pieces costs a copy of bytes there."""
-    residency, contents = Residency([100]), Contents({})
-    residency.register(["frozen"], FROZEN, 1, [0], 0)
-    rank = residency.authenticate("frozen")
-    residency.register_heap(rank, 24, [SLOT], 9)
-    residency.fill(rank, 2, "its digest")
-    contents.attach(rank, content := contents.add(rank, 9))
-    pieces = Pieces([Piece(4, 8, 16), Piece(9, 0, 8)])
-    contents.compose(content, pieces, [])
-
-    def book() -> ContentBook:
-        return books_of(residency, Versions(), contents, Cuts(), HostSeals(), "").contents[0]
-
-    encoded = pieces.encoded
-    assert bytes(book().pieces) == encoded
-    assert pieces.encoded is encoded
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(book()), type=ContentBook)
-    found = content_of(read)
-    assert (found.pieces, found.is_composed) == (pieces, True)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import partial
-from types import FrameType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +10,6 @@ from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.core.contents import Content, Contents, bases_of
-from phaseloom.statemgr.core.pieces import Piece, Pieces
 from phaseloom.statemgr.core.residency import Rank, Residency, State, Step
 
 SIZE = 64
@@ -139,49 +133,6 @@ def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more()
     assert later.twin(newcomer) is None
 
 
-def num_calls(work: Callable[[], object]) -> int:
-    """Of functions, until it is done."""
-    count = 0
-
-    def on_event(_frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(on_event)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize("look", ["who leans on it", "whether one does", "what they free"])
-def test_hundreds_that_refer_to_one_are_each_looked_at_once(look: str) -> None:
-    calls = []
-    for number in (20, 40):
-        world = World()
-        base = world.hold(world.rank("a"), PRIVATE)
-        assert base.extent is not None
-        for which in range(number):
-            content = world.hold(world.rank("a"), f"{which:064x}")
-            assert content.extent is not None
-            own = Piece(content.extent, 0, SIZE // 2)
-            pieces = Pieces([Piece(base.extent, 0, SIZE // 2), own])
-            world.contents.compose(content, pieces, [base])
-            content.is_compared = True
-        whole = world.hold(world.rank("a"), "d" * 64)
-        leaning = world.contents.leaning(whole)
-        assert len(leaning) == number
-        assert world.contents.may_lean(leaning[0], whole)
-        look_at: dict[str, Callable[[], object]] = {
-            "who leans on it": partial(world.contents.leaning, whole),
-            "whether one does": partial(world.contents.may_lean, leaning[0], whole),
-            "what they free": partial(world.contents.freed_by, leaning, lambda _: 1),
-        }
-        calls.append(num_calls(look_at[look]))
-    assert calls[1] < 2.5 * calls[0]
-
-
 def test_jobs_share_nothing_that_one_of_them_can_write() -> None:
     world = World()
     content = world.hold(world.rank("a", "one"), PRIVATE, is_immutable=False)
@@ -198,7 +149,7 @@ def test_memory_of_a_version_is_found() -> None:
     world.contents.attach(rank, content)
     assert world.contents.of_version(version, 5) is content
     assert world.contents.of_version(version, 6) is None
-    assert world.contents.states({})[0].version == version
+    assert world.contents.states()[0].version == version
 
 
 def test_content_stays_while_a_user_needs_it() -> None:
@@ -229,7 +180,7 @@ def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
     world.contents.step(content, Step.SPILL_VERIFIED)
     assert content.state is State.SPILLED
     assert world.contents.nvme_used_bytes() == SIZE
-    assert world.contents.states({})[0].on_nvme
+    assert world.contents.states()[0].on_nvme
 
 
 class Storm(World):

@@ -18,7 +18,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, WriteSeal
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.blockhash import Source, digest_of
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.residency import Rank, State, Step, Wpg
 from phaseloom.statemgr.core.statefile import Place, StateHeader
 from phaseloom.statemgr.disk.disk import Cancelled
@@ -57,7 +57,7 @@ class GatedDirectory(StateDirectory):
         self,
         path: Path,
         header: StateHeader,
-        memories: Sequence[Source],
+        memories: Sequence[memoryview],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         self._wait(cancelled)

@@ -21,7 +21,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
-from phaseloom.common.tensors.blockhash import Source, digest_of
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.core.books import (
@@ -37,7 +37,6 @@ from phaseloom.statemgr.core.books import (
 )
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.hostseals import HostSeal
-from phaseloom.statemgr.core.pieces import NOWHERE
 from phaseloom.statemgr.core.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.node.keeping import INDEX_HANDLES
@@ -62,8 +61,6 @@ class Adoption:
         self._lost: list[DeploymentKey] = []
         self._contents: dict[int, Content] = {}
         """Those that are whole."""
-        self._open: dict[int, list[int]] = {}
-        """By number: extents of it of which tenants share something."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
         """Raises: CallerError: not one descriptor for each handle, or a handle twice."""
@@ -166,7 +163,7 @@ class Adoption:
         rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
         if content is not None:
             if not contents.is_known(content):
-                contents.adopt(content, self._open.get(content.number, []))
+                contents.adopt(content)
             contents.attach(rank, content)
         self._missing.add(rank)
         return True
@@ -175,45 +172,27 @@ class Adoption:
         """Where it is whole. A kill in the middle of a move leaves either place."""
         content, memory = content_of(book), self._node.memory
         is_above = book.state not in ON_NVME
-        if is_above and self._adopt_extents(content):
-            if await _has(memory.read(content.pieces), content.digest):
+        extent = content.extent
+        name = str(content)
+        if is_above and extent and self._adopt_extent(extent, content.num_bytes, name):
+            if await _has(self._node.content_memory(content), content.digest):
                 content.state = State.HOST
-                content.is_immutable = all(memory[each].is_frozen for each in content.extents)
+                content.is_immutable = memory[extent].is_frozen
                 self._contents[content.number] = content
-                self._open[content.number] = book.open_extents
                 return
-            self._free(content)
-        content.unplace()
+            memory.free(extent)
+        content.extent = None
         content.state = State.SPILLED
         if await asyncio.to_thread(self._hierarchy.contents.is_spilled, content):
             self._contents[content.number] = content
         else:
             log.error("%s cannot be taken over", content)
 
-    def _adopt_extents(self, content: Content) -> bool:
-        """All that it lies in; False: it has nothing then."""
-        memory, adopted = self._node.memory, list[int]()
-        for extent in content.extents:
-            if not self._adopt_extent(extent, None, str(content)):
-                break
-            adopted.append(extent)
-        is_all = content.pieces != NOWHERE and len(adopted) == len(content.extents)
-        sizes = {extent: memory.arena.size_of(extent) for extent in adopted}
-        if is_all and all(p.start + p.num_bytes <= sizes[p.extent] for p in content.pieces):
-            return True
-        for extent in adopted:
-            memory.free(extent)
-        return False
-
-    def _free(self, content: Content) -> None:
-        for extent in content.extents:
-            self._node.memory.free(extent)
-
     def _drop_unused_contents(self) -> None:
         """Of lives that are lost."""
         for content in self._contents.values():
             if not self._node.contents.is_known(content):
-                self._free(content)
+                self._node.vacate_content(content)
 
     def _restore_seal(self, seal: HostSeal) -> None:
         """Its blocks are verified when it is read."""
@@ -435,5 +414,5 @@ async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
             tasks.create_task(work)
 
 
-async def _has(memory: Source, digest: str) -> bool:
+async def _has(memory: memoryview, digest: str) -> bool:
     return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest

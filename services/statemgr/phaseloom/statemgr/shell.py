@@ -450,22 +450,20 @@ class StateManager:
         node = self._node
         node.validate()
         budgets = node.residency.device_budget_bytes
-        account = node.contents.account()
-        owned_bytes, held_bytes = node.owned_bytes(account.saved_bytes)
-        in_part = {number: each.num_bytes for number, each in account.shared.items()}
+        owned_bytes, held_bytes = node.owned_bytes()
         return StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
             host_budget_bytes=node.memory.arena.budget_bytes,
             host_used_bytes=node.memory.arena.used_bytes,
-            deployments=node.residency.deployments(in_part),
+            deployments=node.residency.deployments(),
             versions=node.versions.committed(),
             endpoint=node.endpoint,
             disk=self._disk,
             nvme_budget_bytes=self._hierarchy.nvme_budget_bytes,
             nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
-            contents=node.contents.states(account.shared),
+            contents=node.contents.states(),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
             can_move=True,

@@ -33,6 +33,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """How long the node counts as alive without a renewal."""
     start_timeout_s: float = 120.0
     """A rank that is not up after this time is killed."""
+    preload: bool = True
+    """Whether torch is imported once, when the node starts, so that ranks start in a fraction of a
+    second. False saves the memory on a node that runs `noop` alone; any other rank then imports
+    torch itself."""
     rank_host: str = "127.0.0.1"
     """Name or address at which ranks of other nodes reach those of this one, through a port of rank
     0's node. Their traffic is the backends' own (gloo, NCCL), neither encrypted nor authenticated:

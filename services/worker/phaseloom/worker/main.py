@@ -55,7 +55,7 @@ async def serve(stop: asyncio.Event) -> None:
                 revision=lease.revision,
                 bus=bus,
                 state=state,
-                forks=fork_server(),
+                forks=fork_server(with_torch=settings.preload),
                 agent_socket=agent_socket,
                 tasks=tasks,
             )

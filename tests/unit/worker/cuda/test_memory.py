@@ -6,7 +6,6 @@ What a real device does with the same calls, `make gpu-check` proves on a machin
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import subprocess
@@ -83,20 +82,6 @@ def test_memory_comes_back_bit_by_bit_at_the_same_address(
     assert devicememory.resident_bytes(memory) >= SIZE
     assert _bytes(memory).data_ptr() == address
     assert bytes(tensor.numpy()) == content
-
-
-def test_pieces_come_in_one_after_another(memory: devicememory.DeviceMemory) -> None:
-    content = os.urandom(SIZE)
-    cuts = [0, 1, 5000, 5000, GRANULARITY_BYTES + 7, SIZE]
-    sources = [extent(b"x" * 9 + content[a:b])[9:] for a, b in itertools.pairwise(cuts)]
-    memory.release()
-    assert devicememory.copy_pieces_in(sources, memory) == hashed(extent(content))
-    assert bytes(_bytes(memory).cpu().numpy().tobytes()) == content
-
-
-def test_pieces_of_another_size_are_refused(driver: EmulatedDriver) -> None:
-    with pytest.raises(ValueError, match="bytes of host memory for"):
-        CudaHeap(SIZE, driver).begin_copy_pieces_in([extent(bytes(SIZE)), extent(b"x")])
 
 
 def test_tensors_are_gathered_and_scattered(memory: devicememory.DeviceMemory) -> None:

@@ -36,17 +36,6 @@ def random_memory(num_bytes: int) -> memoryview:
     return memoryview(bytearray(os.urandom(num_bytes)))
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.sampled_from([0, 1, 63, PAGE_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES]), max_size=6))
-def test_pieces_are_copied_one_after_another_and_hashed_as_a_whole(sizes: list[int]) -> None:
-    sources = [random_memory(size + 1)[1:] for size in sizes]
-    target = random_memory(sum(sizes))
-    whole = b"".join(sources)
-    assert copying.copy_pieces_hashed(sources, target) == digest_of(memoryview(whole))
-    assert bytes(target) == whole
-    assert copying.hashed_pieces(sources) == digest_of(memoryview(whole))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_tensors_come_to_their_places_and_what_is_between_is_zeroes(data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""A frozen heap whose host copy lies in several places."""
+"""A frozen heap, whose host copy comes with each order to load it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
-from phaseloom.common.contract.state_rank import CopyIn, HeapPiece
+from phaseloom.common.contract.state_rank import CopyIn
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.worker.state.heap import Heap
 from phaseloom.worker.state.hostcopies import HostCopies
@@ -28,60 +28,41 @@ def copies() -> HostCopies:
     return copies
 
 
-def load(copies: HostCopies, contents: list[bytes], pieces: list[HeapPiece], digest: str) -> bytes:
-    copies.copy_frozen(CopyIn(digest, pieces), [memfd(content) for content in contents])
+def load(copies: HostCopies, contents: list[bytes], digest: str) -> bytes:
+    copies.copy_frozen(CopyIn(digest), [memfd(content) for content in contents])
     assert isinstance(copies.heap, Heap)
     return bytes(copies.heap.buffer)
 
 
-def test_heap_is_put_together_from_all_of_them(copies: HostCopies) -> None:
-    first, second = os.urandom(SIZE), os.urandom(5000)
-    whole = first[100:4000] + second[1:4001] + first[8000:] + second[:100]
-    whole += first[: SIZE - len(whole)]
-    pieces = [HeapPiece(0, 100, 3900), HeapPiece(1, 1, 4000), HeapPiece(0, 8000, SIZE - 8000)]
-    pieces += [HeapPiece(1, 0, 100), HeapPiece(0, 0, SIZE - sum(p.num_bytes for p in pieces) - 100)]
-    digest = digest_of(memoryview(whole))
-    for _ in range(2):
-        assert load(copies, [first, second], pieces, digest) == whole
-    assert len(copies._sources) == 2  # those of the first load went with it
+def test_heap_is_the_beginning_of_what_comes_and_the_mapping_is_kept(copies: HostCopies) -> None:
+    first, second = os.urandom(SIZE), os.urandom(SIZE + 4096)
+    for content in (first, second):
+        whole = content[:SIZE]
+        assert load(copies, [content], digest_of(memoryview(whole))) == whole
+    assert copies._source is not None
     copies.drop_source()
-    assert not copies._sources
+    assert copies._source is None
 
 
-def test_bad_bit_in_a_piece_is_never_loaded(copies: HostCopies) -> None:
-    first, second = os.urandom(SIZE), os.urandom(4096)
-    pieces = [HeapPiece(0, 0, SIZE - 4096), HeapPiece(1, 0, 4096)]
-    digest = digest_of(memoryview(first[: SIZE - 4096] + second))
-    bad = second[:77] + bytes([second[77] ^ 1]) + second[78:]
+def test_bad_bit_is_never_loaded(copies: HostCopies) -> None:
+    whole = os.urandom(SIZE)
+    digest = digest_of(memoryview(whole))
+    bad = whole[:77] + bytes([whole[77] ^ 1]) + whole[78:]
     with pytest.raises(ResourceError) as caught:
-        load(copies, [first, bad], pieces, digest)
+        load(copies, [bad], digest)
     assert caught.value.info.code is Code.DATA_LOSS
     assert not copies.is_resident
     assert isinstance(copies.heap, Heap)
     assert copies.heap.resident_bytes() == 0
-    assert load(copies, [first, second], pieces, digest)
+    assert load(copies, [whole], digest)
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [HeapPiece(1, 0, SIZE)],
-        [HeapPiece(-1, 0, SIZE)],
-        [HeapPiece(0, 1, SIZE)],
-        [HeapPiece(0, -1, SIZE)],
-        [HeapPiece(0, 0, SIZE), HeapPiece(0, 0, 1)],
-        [HeapPiece(0, 0, SIZE + 1), HeapPiece(0, SIZE, -1)],
-        [HeapPiece(0, 0, SIZE - 1)],
-    ],
-)
-def test_place_that_there_is_not_is_refused(copies: HostCopies, pieces: list[HeapPiece]) -> None:
+@pytest.mark.parametrize("sizes", [[], [SIZE - 4096], [SIZE, SIZE]])
+def test_load_from_anything_but_one_whole_extent_is_refused(
+    copies: HostCopies, sizes: list[int]
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(InternalError):
-        load(copies, [bytes(SIZE)], pieces, "")
+        load(copies, [bytes(size) for size in sizes], "")
     copies.drop_source()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_load_from_nothing_is_refused(copies: HostCopies) -> None:
-    with pytest.raises(InternalError):
-        load(copies, [], [], "")

@@ -241,10 +241,6 @@ class ContentState(msgspec.Struct, frozen=True):
     on_nvme: bool
     model: str = ""
     """What the first user's model is; see `RegisterHeap.model`."""
-    shared_bytes: int = 0
-    """Of these, what other contents hold too: it is there once, and counted at each of them."""
-    shared_with: list[str] = []
-    """Deployments that refer to those, each once."""
 
 
 class VersionState(msgspec.Struct, frozen=True):

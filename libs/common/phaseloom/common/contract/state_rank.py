@@ -323,25 +323,10 @@ class StillMapped(Message, frozen=True):
     """Those that the rank uses."""
 
 
-MAX_PIECE_SOURCES = 8
-"""Descriptors that come with one message."""
-
-
-class HeapPiece(msgspec.Struct, frozen=True, array_like=True):
-    source: int
-    """Which of the memfds beside, from 0."""
-    start: int
-    """Where in that."""
-    num_bytes: int
-
-
 class CopyIn(Message, frozen=True):
     """Copy the extent to the heap and verify. Answer: Copied, or DATA_LOSS."""
 
     digest: str
-    pieces: list[HeapPiece] = msgspec.field(default_factory=list)
-    """Of a frozen heap, one after another, where it lies in several places of up to
-    `MAX_PIECE_SOURCES` memfds; empty: it is the beginning of the one that comes."""
 
 
 class CopyAside(Message, frozen=True):

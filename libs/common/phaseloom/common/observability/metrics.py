@@ -396,7 +396,7 @@ UNFORESEEN = Metric(
     ("part",),
     "statemgr",
     "Failures that nobody foresaw, contained and logged with a traceback; part is `request`, "
-    "`peer`, `move`, `comparison` or `checkpoint`",
+    "`peer`, `move` or `checkpoint`",
 )
 
 TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))

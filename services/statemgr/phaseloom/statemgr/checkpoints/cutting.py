@@ -6,7 +6,7 @@ import asyncio
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_rank import CopyAside, CutState
-from phaseloom.common.tensors.blockhash import Source, digest_of
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.core.cuts import Cut, CutPart
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
@@ -92,7 +92,7 @@ async def _check_copied(rank: Rank, target: memoryview) -> None:
         )
 
 
-def _copy(source: Source, target: memoryview) -> None:
+def _copy(source: memoryview, target: memoryview) -> None:
     """In steps: each holds the interpreter."""
     for start in range(0, len(source), _STEP_BYTES):
         target[start : start + _STEP_BYTES] = source[start : start + _STEP_BYTES]

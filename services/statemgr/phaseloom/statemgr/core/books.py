@@ -20,11 +20,10 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cut, CutPart, Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.pieces import NOWHERE, Pieces
 from phaseloom.statemgr.core.residency import Residency, State
 from phaseloom.statemgr.core.versions import Versions
 
-MAGIC = b"PLBOOKS3"
+MAGIC = b"PLBOOKS4"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -85,12 +84,6 @@ class ContentBook(msgspec.Struct, frozen=True, array_like=True):
     hash: str
     is_base: bool
     state: State
-    pieces: msgspec.Raw = msgspec.Raw(NOWHERE.encoded)
-    """`Pieces.encoded`, where it lies in several places, or not at the beginning; else `extent` is
-    all of it."""
-    is_composed: bool = False
-    open_extents: list[int] = []
-    """Of these, those of which tenants share something."""
 
 
 class CutPartBook(msgspec.Struct, frozen=True, array_like=True):
@@ -186,7 +179,7 @@ def books_of(  # noqa: PLR0917 - all that a node has
             for version in versions.known()
             if version.extent is not None
         ],
-        contents=[_book_of(each, contents.open_of(each)) for each in contents.all()],
+        contents=[_book_of(each) for each in contents.all()],
         cuts=[_book_of_cut(cut) for cut in cuts.every()],
         seals=[SealBook(s.key, s.seq, s.extent, s.num_bytes) for s in seals.every()],
     )
@@ -226,7 +219,7 @@ def cut_of(book: CutBook) -> Cut:
     )
 
 
-def _book_of(content: Content, open_extents: list[int]) -> ContentBook:
+def _book_of(content: Content) -> ContentBook:
     return ContentBook(
         number=content.number,
         owner=content.owner,
@@ -240,15 +233,11 @@ def _book_of(content: Content, open_extents: list[int]) -> ContentBook:
         hash=content.hash,
         is_base=content.is_base,
         state=content.state,
-        pieces=msgspec.Raw((NOWHERE if content.extent is not None else content.pieces).encoded),
-        is_composed=content.is_composed,
-        open_extents=open_extents,
     )
 
 
 def content_of(book: ContentBook) -> Content:
     """As it was, without its users."""
-    extent, num_bytes = book.extent, book.num_bytes
     return Content(
         number=book.number,
         owner=book.owner,
@@ -256,12 +245,11 @@ def content_of(book: ContentBook) -> Content:
         num_bytes=book.num_bytes,
         table=TensorTable.read(book.tensors),
         digest=book.digest,
-        pieces=Pieces.decoded(book.pieces) if extent is None else Pieces.whole(extent, num_bytes),
+        extent=book.extent,
         is_immutable=book.is_immutable,
         version=book.version,
         hash=book.hash,
         is_base=book.is_base,
-        is_composed=book.is_composed,
         state=book.state,
     )
 

@@ -10,7 +10,6 @@ has no memory; all ranks of a life are lost together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
@@ -504,9 +503,7 @@ class Residency:
             if rank.device == device
         )
 
-    def deployments(self, in_part: Mapping[int, int] | None = None) -> list[DeploymentState]:
-        """Args: in_part: by number of a content: the bytes of it that others hold, too."""
-        in_part = in_part or {}
+    def deployments(self) -> list[DeploymentState]:
         return [
             DeploymentState(
                 deployment=wpg.key,
@@ -519,7 +516,7 @@ class Residency:
                 nvme_bytes=sum(r.extent_bytes for r in wpg.ranks if r.copy_state in ON_NVME),
                 host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
                 host_bytes=sum(rank.bytes_above for rank in wpg.ranks),
-                shared_bytes=sum(_shared_bytes(rank, in_part) for rank in wpg.ranks),
+                shared_bytes=sum(rank.extent_bytes * rank.shares for rank in wpg.ranks),
                 dirty_bytes=sum(
                     rank.extent_bytes
                     for rank in wpg.ranks
@@ -587,12 +584,6 @@ class Residency:
         budget = self.device_budget_bytes[device]
         if used_bytes + needed_bytes > budget:
             raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
-
-
-def _shared_bytes(rank: Rank, in_part: Mapping[int, int]) -> int:
-    if rank.content is None or rank.shares:
-        return rank.extent_bytes * rank.shares
-    return in_part.get(rank.content.number, 0)
 
 
 def _or_never(next_use_s: float | None) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.statemgr.core.statefile import PREFIX_BYTES, Section, StateHeader, num_blocks
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Base:
         is_like = sizes == [part.num_bytes for part in self.before.parts]
         return is_like and self.before.block_bytes == BLOCK_BYTES
 
-    def has_some(self, header: StateHeader, memories: Sequence[Source]) -> bool:
+    def has_some(self, header: StateHeader, memories: Sequence[memoryview]) -> bool:
         """Whether it looks as if some block has stayed what it was."""
         return any(
             (part.digest and part.digest == before.digest) or _has_sample(before, memory)
@@ -98,7 +98,7 @@ def worth_referring(before: StateHeader, source: int, file: StateHeader) -> bool
     return 2 * before.bytes_from(source) >= file.bytes_from(0)
 
 
-def _has_sample(before: Section, memory: Source) -> bool:
+def _has_sample(before: Section, memory: memoryview) -> bool:
     number = num_blocks(before.num_bytes, BLOCK_BYTES)
     for block in {number * i // _NUM_SAMPLES for i in range(_NUM_SAMPLES)} if number else set():
         start = block * BLOCK_BYTES

@@ -17,7 +17,7 @@ import xxhash
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskPath
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
 from phaseloom.statemgr.disk.blockfile import BlockFile
@@ -58,7 +58,7 @@ class Disk:
         self,
         file: BlockFile,
         offset: int,
-        memory: Source,
+        memory: memoryview,
         num_bytes: int,
         *,
         cancelled: threading.Event,
@@ -78,7 +78,7 @@ class Disk:
         self,
         file: BlockFile,
         offset: int,
-        memory: Source,
+        memory: memoryview,
         num_bytes: int,
         *,
         cancelled: threading.Event,

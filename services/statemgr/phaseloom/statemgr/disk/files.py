@@ -23,7 +23,7 @@ from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, Source, combined
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.core.statefile import (
     PREFIX_BYTES,
@@ -139,7 +139,7 @@ class StateDirectory:
         self,
         path: Path,
         header: StateHeader,
-        memories: Sequence[Source],
+        memories: Sequence[memoryview],
         cancelled: threading.Event = NEVER,
     ) -> StateHeader:
         """Put a file in place, whole and fsynced.
@@ -202,7 +202,7 @@ class StateDirectory:
             yield files
 
     def write_seal(
-        self, path: Path, header: StateHeader, memories: Sequence[Source], before: Path | None
+        self, path: Path, header: StateHeader, memories: Sequence[memoryview], before: Path | None
     ) -> tuple[StateHeader, int]:
         """As `write`, but for what the seal `before` holds already.
 
@@ -229,7 +229,9 @@ class StateDirectory:
             raise unwritable(path, header, error) from error
         return written, written.bytes_from(0)
 
-    def _base(self, header: StateHeader, memories: Sequence[Source], before: Path) -> Base | None:
+    def _base(
+        self, header: StateHeader, memories: Sequence[memoryview], before: Path
+    ) -> Base | None:
         """What the new file may refer to; None: write it whole."""
         base = self.base_before(header, before)
         return base if base is not None and base.has_some(header, memories) else None
@@ -279,7 +281,7 @@ class StateDirectory:
         self,
         half_written: Path,
         header: StateHeader,
-        memories: Sequence[Source],
+        memories: Sequence[memoryview],
         path: Path,
         cancelled: threading.Event,
         *,
@@ -316,7 +318,7 @@ class StateDirectory:
         self,
         file: BlockFile,
         place: Place,
-        memory: Source,
+        memory: memoryview,
         cancelled: threading.Event,
         base: Base | None,
     ) -> bytes:

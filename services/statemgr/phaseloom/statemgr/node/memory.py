@@ -12,17 +12,12 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.tensors.blockhash import Source
 from phaseloom.common.tensors.hugepages import map_file, place_file
 from phaseloom.statemgr.core.arena import Arena, rounded
-from phaseloom.statemgr.core.pieces import Pieces
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _MAX_NAME = 200
 """The kernel takes 249 bytes; names are only shown in /proc."""
 
@@ -108,32 +103,6 @@ class Extent:
         self._map = self._read_only_map = None
 
 
-class Scattered:
-    """Bytes in several pieces, to read in slices; one that lies in several is copied together."""
-
-    def __init__(self, pieces: Pieces, views: Mapping[int, memoryview]) -> None:
-        """Args: views: of the pieces' extents."""
-        self._pieces = pieces
-        self._views = views
-
-    def __len__(self) -> int:
-        return self._pieces.num_bytes
-
-    def __getitem__(self, place: slice) -> memoryview:
-        start, end, _ = place.indices(len(self))
-        pieces = list(self._pieces.of(start, max(0, end - start)))
-        views = [self._views[p.extent][p.start : p.start + p.num_bytes] for p in pieces]
-        if len(views) == 1:
-            return views[0]
-        # In whole pages: a disk takes it as it lies.
-        gathered = memoryview(mmap.mmap(-1, rounded(end - start)))[: max(0, end - start)]
-        at = 0
-        for view in views:
-            copy(gathered[at : at + len(view)], view)
-            at += len(view)
-        return gathered
-
-
 class HostMemory:
     """The arena's book-keeping together with its memory."""
 
@@ -166,14 +135,6 @@ class HostMemory:
                     remedy="lower the node's host memory budget, or free memory on its machine",
                 ) from error
         return grant.extent
-
-    def read(self, pieces: Pieces) -> Source:
-        """What lies there, to read only; no copy where it is one piece."""
-        views = {e: self._extents[e].readable(self.arena.size_of(e)) for e in pieces.extents}
-        if len(pieces) == 1:
-            (piece,) = pieces
-            return views[piece.extent][piece.start : piece.start + piece.num_bytes]
-        return Scattered(pieces, views)
 
     def vacate(self, extent: int) -> None:
         """What was in it is elsewhere."""
@@ -249,12 +210,6 @@ def copy(target: memoryview, source: memoryview) -> None:
     """Long: run it in a thread; it releases the interpreter, which slice assignment does not."""
     assert len(target) == len(source)
     ctypes.memmove(_address(target), _address(source), len(source))
-
-
-def is_same(one: memoryview, other: memoryview) -> bool:
-    """Whether they have the same bytes; as long as `copy` where they have."""
-    assert len(one) == len(other)
-    return not len(one) or _memcmp(_address(one), _address(other), len(one)) == 0
 
 
 def _address(view: memoryview) -> int:

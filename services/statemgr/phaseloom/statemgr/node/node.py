@@ -24,14 +24,12 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
-from phaseloom.common.tensors.blockhash import Source
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.core.books import books_of
 from phaseloom.statemgr.core.contents import Content, Contents
 from phaseloom.statemgr.core.cuts import Cuts
 from phaseloom.statemgr.core.hostseals import HostSeals
 from phaseloom.statemgr.core.layout import Layouts
-from phaseloom.statemgr.core.pieces import Pieces
 from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
 from phaseloom.statemgr.core.versions import Version, Versions
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
@@ -92,10 +90,6 @@ class Node:
         """Called with a content that is new, or in host memory again."""
         self.on_content_gone: Callable[[Content], None] = lambda content: None
         """Called as a content's last user leaves."""
-        self.on_pieces_left: Callable[[list[int]], None] = lambda extents: None
-        """Called with extents that one of several contents has left."""
-        self.on_doubt: Callable[[list[Content]], None] = lambda contents: None
-        """Called with contents that have memory in common with one that proved bad."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -228,12 +222,17 @@ class Node:
                 self.leave_content(rank)
         self.announce()
 
-    def copy_of(self, rank: Rank) -> Source:
+    def copy_of(self, rank: Rank) -> memoryview:
         """Its host copy, which is in host memory; to read only."""
         if rank.content is not None:
-            return self.memory.read(rank.content.pieces)
+            return self.content_memory(rank.content)
         assert rank.extent is not None
         return self.memory[rank.extent].view(rank.extent_bytes)
+
+    def content_memory(self, content: Content) -> memoryview:
+        """The bytes of a content that is in host memory; to read only."""
+        assert content.extent is not None
+        return self.memory[content.extent].readable(content.num_bytes)
 
     def leave_content(self, rank: Rank) -> None:
         """It refers to its content no more; with its last user the content goes."""
@@ -243,26 +242,19 @@ class Node:
 
     def free_content(self, content: Content) -> None:
         """What it held, now that it is gone from the books."""
-        self.free_pieces(content.unplace())
+        self.vacate_content(content)
         self.on_content_gone(content)
 
-    def free_pieces(self, pieces: Pieces) -> None:
-        """What a content lay in, and lies in no more."""
-        for extent in pieces.extents:
+    def vacate_content(self, content: Content) -> None:
+        """It is in host memory no more."""
+        if content.extent is not None:
+            extent, content.extent = content.extent, None
             self.memory.free(extent)
-        in_use = self.memory.arena.extents_in_use()
-        left = [extent for extent in pieces.extents if extent in in_use]
-        if left:
-            self.on_pieces_left(left)
 
     def lose_content(self, content: Content, why: str) -> None:
-        """What nobody has whole any more takes all who refer to it with it, and casts a doubt on
-        what has memory in common with it."""
-        beside = self.contents.beside(content)
+        """What nobody has whole any more takes all who refer to it with it."""
         for wpg in content.wpgs:
             self.retire(wpg, why)
-        if beside:
-            self.on_doubt(beside)
 
     def announce(self) -> None:
         """Something changed that somebody may wait for."""
@@ -335,15 +327,12 @@ class Node:
         """By host copies that are on NVMe instead of in host memory."""
         return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
 
-    def owned_bytes(self, saved_bytes: int) -> tuple[int, int]:
-        """Host copies and versions, in host memory and below: at each owner, and what they take.
-
-        Args: saved_bytes: as `Contents.account` says.
-        """
+    def owned_bytes(self) -> tuple[int, int]:
+        """Host copies and versions, in host memory and below: at each owner, and what they take."""
         owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
-        return owned, owned - twice - saved_bytes
+        return owned, owned - twice
 
     def _num_owners(self, content: Content) -> int:
         version = self.versions.find(content.version) if content.version else None

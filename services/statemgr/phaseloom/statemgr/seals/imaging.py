@@ -11,7 +11,6 @@ from functools import partial
 from phaseloom.common.tensors.blockhash import (
     BLOCK_BYTES,
     CHECKSUM_BYTES,
-    Source,
     checksum,
     combined,
     each_part,
@@ -35,7 +34,9 @@ def image_bytes(header: StateHeader) -> int:
     return _layout(header)[1]
 
 
-def write_image(image: memoryview, header: StateHeader, memories: Sequence[Source]) -> StateHeader:
+def write_image(
+    image: memoryview, header: StateHeader, memories: Sequence[memoryview]
+) -> StateHeader:
     """Copy every part, and take its checksums on the way.
 
     Args:    header: where it has a digest, the memory must have that.
@@ -60,7 +61,7 @@ def write_image(image: memoryview, header: StateHeader, memories: Sequence[Sourc
     return written
 
 
-def _copy_block(target: memoryview, source: Source, start: int, end: int) -> bytes:
+def _copy_block(target: memoryview, source: memoryview, start: int, end: int) -> bytes:
     copy(target[start:end], source[start:end])
     return checksum(target[start:end])
 

@@ -14,7 +14,6 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.common.tensors.blockhash import Source
 from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (
@@ -251,7 +250,7 @@ class Sealer:
         on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
         return self._directory.seal(key, max(on_disk)) if on_disk else None
 
-    def _sealed(self, rank: Rank) -> Source:
+    def _sealed(self, rank: Rank) -> memoryview:
         """The host copy as it was when the seal was prepared."""
         if rank.snapshot is None:
             return self._node.copy_of(rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -42,19 +42,14 @@ class ContentMoves:
 
         Args: after_s: as of `Residency.spillable`.
         """
-        contents = self._node.contents
-        able = [c for c in contents.spillable(after_s) if self.moves.end_of(c) is None]
-        below = [content for content in contents.all() if content.state is State.SPILLING]
-        freed = self._freed_by([*able, *below])
-        # What it shares with one that stays is there all the same.
-        return [content for content in able if not freed.isdisjoint(content.extents)]
-
-    def room_bytes(self, contents: Iterable[Content]) -> int:
-        """How much host memory is free once all of these are down."""
-        return sum(map(self._node.memory.arena.size_of, self._freed_by(contents)))
-
-    def _freed_by(self, contents: Iterable[Content]) -> set[int]:
-        return self._node.contents.freed_by(contents, self._node.memory.arena.num_holders)
+        num_holders = self._node.memory.arena.num_holders
+        return [
+            content
+            for content in self._node.contents.spillable(after_s)
+            if self.moves.end_of(content) is None
+            and content.extent is not None
+            and num_holders(content.extent) == 1
+        ]
 
     async def spill(self, content: Content) -> None:
         """Raises: ResourceError: it stays in host memory."""
@@ -83,13 +78,13 @@ class ContentMoves:
 
     async def _spill(self, move: Move[Content]) -> None:
         node, content = self._node, move.what
-        if not content.pieces:
+        if content.extent is None:
             raise ResourceError(f"{content} is not needed any more")
         header = StateHeader(
             *("content", content.owner, content.applied, content.num_bytes),
             *(content.tensors, content.digest),
         )
-        memory = node.memory.read(content.pieces)
+        memory = node.content_memory(content)
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 await asyncio.to_thread(
@@ -100,8 +95,6 @@ class ContentMoves:
                 node.lose_content(content, "its host copy is bad")
             elif node.contents.is_known(content):
                 node.contents.step(content, Step.SPILL_FAILED)
-                # Others may have looked for it meanwhile.
-                content.is_compared = False
                 node.on_content(content)
             raise
         finally:
@@ -113,7 +106,7 @@ class ContentMoves:
         # Its descriptor, which the agent has too, goes only after the books say where it is.
         await node.keeper.record()
         await sharing.let_go(node, list(content.users))
-        node.free_pieces(content.unplace())
+        node.vacate_content(content)
         await node.keeper.record()
 
     async def _lift(self, reserve: Reserve, move: Move[Content]) -> None:
@@ -122,7 +115,7 @@ class ContentMoves:
         if move.cancelled.is_set() or not node.contents.is_known(content):
             node.memory.free(extent)
             raise ResourceError(f"{content} is not wanted any more", code=Code.ABORTED)
-        node.contents.place(content, extent)
+        content.extent = extent
         node.contents.step(content, Step.LIFT_BEGUN)
         try:
             with contained(metrics.UNFORESEEN, "move"):
@@ -132,7 +125,7 @@ class ContentMoves:
                 node.lose_content(content, f"its state on NVMe is bad: {error}")
             elif node.contents.is_known(content):
                 node.contents.step(content, Step.LIFT_FAILED)
-                node.free_pieces(content.unplace())
+                node.vacate_content(content)
             raise
         if not node.contents.is_known(content):
             raise ResourceError(f"{content} is not needed any more")

@@ -227,7 +227,7 @@ class Hierarchy:
                 refusal = error
             below = [victim for victim in self._victims(after_s) if victim not in failed]
             going = self._going_down()
-            room_bytes = self._room_bytes([*below, *going])
+            room_bytes = sum(rounded(_num_bytes(each)) for each in [*below, *going])
             if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
@@ -240,13 +240,6 @@ class Hierarchy:
             except PhaseloomError as error:
                 log.warning("%s stays in host memory: %s", victim, error)
                 failed.add(victim)
-
-    def _room_bytes(self, victims: list[Victim]) -> int:
-        """How much host memory is free once all of these are down."""
-        contents = [each for each in victims if isinstance(each, Content)]
-        others = [each for each in victims if not isinstance(each, Content)]
-        own_bytes = sum(rounded(_num_bytes(each)) for each in others)
-        return own_bytes + self.contents.room_bytes(contents)
 
     def _victims(self, after_s: float | None) -> list[Victim]:
         """What may go: first what goes at once, then what is needed last.
@@ -410,7 +403,7 @@ class Hierarchy:
         return self._directory.spill(rank.wpg.key, rank.wpg.incarnation, rank.index)
 
 
-def _num_bytes(victim: Rank | Version) -> int:
+def _num_bytes(victim: Victim) -> int:
     return victim.num_bytes if isinstance(victim, Version) else victim.extent_bytes
 
 

@@ -2,8 +2,7 @@
 
 A frozen rank's heap changes by `load_state` and `sync_weights` only. As long as its seq is that of
 its host copy there is nothing to copy out; what it has written goes to memory of its own, which
-becomes another content. Contents are hashed in the background; equal ones become one, and those
-that are equal in part hold that part once.
+becomes another content. Contents are hashed in the background; equal ones become one.
 
 Nothing here overwrites a content: whoever refers to it may be reading.
 """
@@ -13,27 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
-    InternalError,
     PhaseloomError,
     ResourceError,
 )
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_rank import Copied, CopyOut, HeapPiece
-from phaseloom.common.tensors.blockhash import Source, digest_of
+from phaseloom.common.contract.state_rank import Copied, CopyOut
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.core.contents import Content
 from phaseloom.statemgr.core.residency import ON_NVME, Rank, State
 from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.composing import Composing, digest_unless
 
 log = logging.getLogger(__name__)
 
@@ -130,19 +126,13 @@ async def _copied_out(node: Node, rank: Rank, *, release: bool) -> Copied:
     return copied
 
 
-def source_of(node: Node, rank: Rank) -> tuple[list[HeapPiece], list[int]]:
-    """What an order to copy in brings where the rank keeps nothing mapped: the descriptors to read
-    from, and where in these the heap lies, unless that is the beginning of one."""
+def source_of(node: Node, rank: Rank) -> list[int]:
+    """The descriptor that an order to copy in brings where the rank keeps nothing mapped."""
     if not rank.frozen:
-        return [], []
+        return []
     assert rank.content is not None
-    pieces = rank.content.pieces
-    sources = {extent: index for index, extent in enumerate(pieces.extents)}
-    placed = [] if pieces.extent is not None else list(pieces)
-    return (
-        [HeapPiece(sources[piece.extent], piece.start, piece.num_bytes) for piece in placed],
-        [node.memory[extent].read_only_fd for extent in sources],
-    )
+    assert rank.content.extent is not None
+    return [node.memory[rank.content.extent].read_only_fd]
 
 
 def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
@@ -196,23 +186,18 @@ async def let_go(node: Node, ranks: Iterable[Rank]) -> None:
 
 
 class Sharing:
-    """Finds contents that are equal, whole or in part. `start` it in a task group."""
+    """Finds contents that are equal. `start` it in a task group."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._one_at_a_time = asyncio.Lock()
         """Hashing is nobody's hurry: it takes one core at most."""
         self._tasks: asyncio.TaskGroup
-        self._to_pack: set[int] = set()
-        """Extents that are, once it is their turn and there is room."""
         self._stopped = threading.Event()
-        self._composing = Composing(node, self._stopped)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         self._node.on_content = self._identify_later
-        self._node.on_pieces_left = self._pack_later
-        self._node.on_doubt = self._verify_later
 
     def stop(self) -> None:
         self._stopped.set()
@@ -233,116 +218,13 @@ class Sharing:
             if content.hash and not self._stopped.is_set():
                 content = await self._merge(content)
         await self._node.keeper.record()
-        if not content.is_compared and self._is_above(content):
-            await self._compare(content)
-        await self._pack(list(content.extents))
-
-    async def _compare(self, content: Content) -> None:
-        """With those that are here; those that come later compare themselves."""
-        # First: should it go down meanwhile, it is compared again as it comes up.
-        content.is_compared = True
-        await self._refer(content, partial(self._composing.compose, content), [content])
-        for other in self._node.contents.leaning(content):
-            if other.is_composed:
-                refer = partial(self._composing.lean, other, content)
-            else:
-                refer = partial(self._composing.compose, other, content)
-            await self._refer(other, refer, [content, other])
-
-    async def _refer(
-        self, content: Content, refer: Callable[[], Awaitable[bool]], compared: list[Content]
-    ) -> None:
-        """Args: compared: it is of no use where one of these is not here any more."""
-        before = list(content.extents)
-
-        def is_needed() -> bool:
-            return all(c.is_compared and self._node.contents.is_known(c) for c in compared)
-
-        if await self._once_there_is_room(refer, is_needed):
-            await self._node.keeper.record()
-            await let_go(self._node, list(content.users))
-            await self._pack(before)
-
-    async def _once_there_is_room(
-        self, save: Callable[[], Awaitable[bool]], is_needed: Callable[[], bool]
-    ) -> bool:
-        """What saves memory takes some first: where there is none, it waits for others to go."""
-        arena, needed = self._node.memory.arena, 0
-
-        def is_over() -> bool:
-            return self._stopped.is_set() or not is_needed()
-
-        def is_time(num_bytes: int) -> bool:
-            return is_over() or arena.free_bytes >= num_bytes
-
-        while True:
-            await self._node.until(partial(is_time, needed))
-            if is_over():
-                return False
-            try:
-                async with self._one_at_a_time:
-                    return await save()
-            except InternalError:
-                return False  # everything is held as it was
-            except ResourceError as error:
-                log.info("not now: %s", error)
-                needed = int(error.info.details.get("needed_bytes", 0)) or arena.budget_bytes
-
-    def _pack_later(self, extents: list[int]) -> None:
-        if not self._stopped.is_set():
-            self._tasks.create_task(self._pack(extents))
-
-    async def _pack(self, extents: list[int]) -> None:
-        for extent in extents:
-            await self._pack_one(extent)
-
-    async def _pack_one(self, extent: int) -> None:
-        def holders() -> list[Content]:
-            return self._node.contents.holders(extent)
-
-        async def pack() -> bool:
-            # What leaves it from now on may not be seen any more.
-            self._to_pack.discard(extent)
-            try:
-                return await self._composing.pack(extent)
-            except ResourceError:
-                self._to_pack.add(extent)
-                raise
-
-        if extent in self._to_pack:
-            return
-        self._to_pack.add(extent)
-        users = [user for content in holders() for user in content.users]
-        try:
-            is_packed = await self._once_there_is_room(pack, lambda: bool(holders()))
-        finally:
-            self._to_pack.discard(extent)
-        if is_packed:
-            await self._node.keeper.record()
-            await let_go(self._node, users)
-
-    def _verify_later(self, contents: list[Content]) -> None:
-        if not self._stopped.is_set():
-            self._tasks.create_task(self._verify(contents))
-
-    async def _verify(self, contents: list[Content]) -> None:
-        """Every load would find out, too, but lives that nothing can load are over."""
-        for content in contents:
-            async with self._one_at_a_time:
-                if not self._is_above(content):
-                    continue
-                memory = self._node.memory.read(content.pieces)
-                found = await asyncio.to_thread(digest_unless, memory, self._is_running)
-                if found not in {"", content.digest}:
-                    for wpg in content.wpgs:
-                        self._node.retire(wpg, "its host copy is bad")
 
     async def _freeze(self, content: Content) -> bool:
         """Only what can never change any more has a hash."""
         for _ in range(_FREEZE_TRIES):
             if not self._is_above(content) or content.is_immutable:
                 return True
-            assert content.extent is not None, "composed is what is immutable"
+            assert content.extent is not None
             content.is_immutable = self._node.memory[content.extent].freeze()
             if not content.is_immutable:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
@@ -350,7 +232,7 @@ class Sharing:
 
     async def _take_hash(self, content: Content) -> None:
         if self._is_above(content) and content.is_immutable:
-            memory = self._node.memory.read(content.pieces)
+            memory = self._node.content_memory(content)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
             # What a rank said of it is verified before others come to depend on it.
             if known and await asyncio.to_thread(digest_of, memory) != content.digest:
@@ -358,9 +240,6 @@ class Sharing:
                     self._node.retire(wpg, "its host copy is not what its digest says")
             else:
                 content.hash = known
-
-    def _is_running(self) -> bool:
-        return not self._stopped.is_set()
 
     def _is_above(self, content: Content) -> bool:
         return self._node.contents.is_known(content) and content.state not in ON_NVME
@@ -389,7 +268,7 @@ def _is_moving(node: Node, contents: tuple[Content, ...]) -> bool:
     return any(c.state in _MOVING and node.contents.is_known(c) for c in contents)
 
 
-def _hash(memory: Source, stopped: threading.Event) -> str:
+def _hash(memory: memoryview, stopped: threading.Event) -> str:
     """Empty: stopped."""
     taken = blake3()
     for start in range(0, len(memory), _HASHED_BYTES):

@@ -178,8 +178,7 @@ async def _copy_in(node: Node, rank: Rank) -> float:
     digest = rank.digest
     assert digest, "nothing is loaded that cannot be verified"
     try:
-        pieces, sources = sharing.source_of(node, rank)
-        copied = await node.ask(rank, CopyIn(digest, pieces), sources)
+        copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
         if copied.digest != digest:
             # Its memory holds something else than was asked for, and it did not notice.
             node.retire(rank.wpg, "it loaded another content than it was told to")

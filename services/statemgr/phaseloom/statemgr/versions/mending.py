@@ -43,7 +43,7 @@ class BadCopy:
                 continue
             self.node.memory.hold(mended.extent)
             self.node.memory.free(self.extent)
-            self.node.contents.place(content, mended.extent)
+            content.extent = mended.extent
 
     def give_up(self) -> list[Version] | None:
         """It is to be had nowhere.

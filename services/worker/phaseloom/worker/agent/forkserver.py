@@ -10,10 +10,11 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 
-def fork_server() -> ForkServerContext:
+def fork_server(*, with_torch: bool) -> ForkServerContext:
     """The context whose processes fork from a preloaded server, which begins to import now."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["phaseloom.worker.agent.preload"])
+    imported = "phaseloom.worker.agent.preload" if with_torch else "phaseloom.worker.rank.process"
+    context.set_forkserver_preload([imported])
     forkserver.ensure_running()
     return context
 

@@ -220,20 +220,6 @@ class CudaHeap:
             self._range.populate()
         self._begin_parts(source, [(0, 0, self.num_bytes)])
 
-    def begin_copy_pieces_in(self, sources: Sequence[memoryview]) -> None:
-        """As `begin_copy_in`, of these one after another."""
-        num_bytes = sum(source.nbytes for source in sources)
-        if num_bytes != self.num_bytes:
-            raise ValueError(f"{num_bytes} bytes of host memory for {self.num_bytes}")
-        if not self._range.is_populated:
-            self._range.populate()
-        self._driver.order(DEFAULT_STREAM, self._stream)
-        address = self.address
-        for source in sources:
-            self._driver.copy_in(address, host_address(source), source.nbytes, self._stream)
-            address += source.nbytes
-        self._driver.order(self._stream, DEFAULT_STREAM)
-
     def finish(self) -> None:
         """Wait until the copies that were begun are done."""
         self._driver.synchronize(self._stream)

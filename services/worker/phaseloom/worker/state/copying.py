@@ -11,10 +11,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import xxhash
@@ -163,55 +161,6 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
         return bytes(taken.digest())
 
     return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
-
-
-def copy_pieces_hashed(sources: Sequence[memoryview], target: memoryview) -> str:
-    """Copy these one after another over `target`, all of it; the digest of what was written."""
-    target_address = _address(target)
-    addresses = [_address(source) for source in sources]
-
-    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
-        to = target_address + at
-        for index, start, num_bytes in parts:
-            ctypes.memmove(to, addresses[index] + start, num_bytes)
-            to += num_bytes
-        return [target[at : to - target_address]]
-
-    return _hashed_pieces(sources, chunk)
-
-
-def hashed_pieces(sources: Sequence[memoryview]) -> str:
-    """The digest of these, one after another."""
-
-    def chunk(at: int, parts: Iterable[tuple[int, int, int]]) -> list[memoryview]:
-        return [sources[index][start : start + num_bytes] for index, start, num_bytes in parts]
-
-    return _hashed_pieces(sources, chunk)
-
-
-def _hashed_pieces(
-    sources: Sequence[memoryview],
-    chunk: Callable[[int, Iterable[tuple[int, int, int]]], list[memoryview]],
-) -> str:
-    """Args: chunk: what is to be hashed at a place of the whole: parts of sources, each its index,
-    where in it, how many bytes."""
-    ends = list(accumulate(map(len, sources)))
-
-    def parts(at: int, end: int) -> Iterator[tuple[int, int, int]]:
-        index = bisect_right(ends, at)
-        while at < end:
-            until = min(ends[index], end)
-            yield index, at - ends[index] + len(sources[index]), until - at
-            at, index = until, index + 1
-
-    def block(start: int, end: int) -> bytes:
-        taken = xxhash.xxh3_64()
-        for at in range(start, end, _CHUNK_BYTES):
-            for memory in chunk(at, parts(at, min(at + _CHUNK_BYTES, end))):
-                taken.update(memory)
-        return bytes(taken.digest())
-
-    return combined(b"".join(each_part(ends[-1] if ends else 0, BLOCK_BYTES, block)))
 
 
 def hashed(memory: memoryview) -> str:

@@ -7,7 +7,6 @@ a budget) and for a GPU (`cuda`). torch is imported for the view as a tensor onl
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phaseloom.common.contract.errors import Code, ResourceError
@@ -21,7 +20,6 @@ from phaseloom.worker.state.copying import (
     copy,
     copy_hashed,
     hashed,
-    hashed_pieces,
     runs,
 )
 from phaseloom.worker.state.heap import Heap
@@ -86,17 +84,6 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
     memory.begin_copy_in(extent[: memory.num_bytes])
     try:
         return hashed(extent)
-    finally:
-        memory.finish()
-
-
-def copy_pieces_in(sources: Sequence[memoryview], memory: DeviceMemory) -> str:
-    """These one after another over all of it. Returns: the digest of what was copied."""
-    if isinstance(memory, Heap):
-        return copying.copy_pieces_hashed(sources, memory.buffer)
-    memory.begin_copy_pieces_in(sources)
-    try:
-        return hashed_pieces(sources)
     finally:
         memory.finish()
 

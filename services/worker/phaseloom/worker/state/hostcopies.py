@@ -22,7 +22,6 @@ from phaseloom.common.contract.state_rank import (
     CopyFrom,
     CopyIn,
     CopyOut,
-    HeapPiece,
 )
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state import devicememory
@@ -40,7 +39,7 @@ class HostCopies:
         self.host_bytes = 0
         """Of state that lives in `host_memory` alone."""
         self.extent: Mapping | None = None
-        self._sources: dict[tuple[int, int], Mapping] = {}
+        self._source: tuple[tuple[int, int], Mapping] | None = None
         """Of a frozen heap: the extents that were loaded last, by device and inode."""
         self.is_frozen = False
         self.is_filled = False
@@ -78,7 +77,7 @@ class HostCopies:
         """From or to the extent that came along; nobody has it mapped writable afterwards."""
         heap = self.registered_heap()
         if isinstance(order, CopyIn):
-            return self._copy_in_frozen(heap, order, self._mapped(fds))
+            return self._copy_in_frozen(heap, order, fds)
         if len(fds) > 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one copy")
@@ -126,43 +125,32 @@ class HostCopies:
         self._on_loaded()
         return digest
 
-    def _copy_in_frozen(
-        self, heap: DeviceMemory, order: CopyIn, sources: list[memoryview]
-    ) -> Copied:
-        """From where the heap lies. Raises: InternalError: it does not lie there."""
-        pieces = order.pieces or [HeapPiece(0, 0, heap.num_bytes)]
-        parts = [_part(sources, piece) for piece in pieces]
-        if sum(map(len, parts)) != heap.num_bytes:
-            raise InternalError(f"{sum(map(len, parts))} bytes for a heap of {heap.num_bytes}")
-        if len(parts) == 1:
-            return self._load(heap, order.digest, lambda: devicememory.copy_in(parts[0], heap))
-        return self._load(heap, order.digest, lambda: devicememory.copy_pieces_in(parts, heap))
+    def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
+        """From the extent that came along. Raises: InternalError: it is none, or too short."""
+        source = self._mapped(fds)[: heap.num_bytes]
+        if len(source) != heap.num_bytes:
+            raise InternalError(f"{len(source)} bytes for a heap of {heap.num_bytes}")
+        return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
 
-    def _mapped(self, fds: list[int]) -> list[memoryview]:
-        """What the host copy is read from. Takes `fds`. Kept for the next load, for mapping it
-        takes a third of the time that copying does; `drop_source` gives it up."""
-        before, self._sources = self._sources, {}
-        buffers = []
+    def _mapped(self, fds: list[int]) -> memoryview:
+        """The host copy that `fds`, which this takes, names. It stays mapped for the next load,
+        because mapping takes a third of the time that copying does; `drop_source` unmaps it."""
         try:
-            while fds:
-                status = os.fstat(fds[0])
-                identity = (status.st_dev, status.st_ino)
-                mapping = before.pop(identity, None) or self._sources.get(identity)
-                if mapping is None:
-                    mapping = Mapping(fds.pop(0), status.st_size, writable=False)
-                else:
-                    close_fds([fds.pop(0)])
-                self._sources[identity] = mapping
-                buffers.append(mapping.buffer)
+            if len(fds) != 1:
+                raise InternalError(f"{len(fds)} extents came for one copy")
+            status = os.fstat(fds[0])
+            identity = (status.st_dev, status.st_ino)
+            if self._source is None or self._source[0] != identity:
+                self.drop_source()
+                self._source = (identity, Mapping(fds.pop(), status.st_size, writable=False))
+            return self._source[1].buffer
         finally:
             close_fds(fds)
-            for unused in before.values():
-                unused.close()
-        return buffers
 
     def drop_source(self) -> None:
-        while self._sources:
-            self._sources.popitem()[1].close()
+        if self._source is not None:
+            self._source[1].close()
+            self._source = None
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
         """Nothing is copied where the host copy has all that the heap has."""
@@ -235,13 +223,3 @@ class HostCopies:
         if self.heap is None:
             raise CallerError("no heap is registered", code=Code.FAILED_PRECONDITION)
         return self.heap
-
-
-def _part(sources: list[memoryview], piece: HeapPiece) -> memoryview:
-    """Raises: InternalError: there is no such place."""
-    if not 0 <= piece.source < len(sources):
-        raise InternalError(f"piece of source {piece.source} of {len(sources)}")
-    end = piece.start + piece.num_bytes
-    if not 0 <= piece.start <= end <= len(sources[piece.source]):
-        raise InternalError(f"piece {piece.start} to {end} of {len(sources[piece.source])} bytes")
-    return sources[piece.source][piece.start : end]
