@@ -1,6 +1,6 @@
-"""What was worked out of layouts, kept: a deployment has the same few in every step of its life.
+"""A cache of what follows from layouts: a deployment has the same few in every step.
 
-Of tens of thousands of tensors it takes tens of milliseconds to pack a table, to read one, and to
+With tens of thousands of tensors it takes tens of milliseconds to pack a table, to read one, and to
 find for each tensor of one layout its place in the other.
 """
 
@@ -15,24 +15,25 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.state.copying import packed, paired
 
 _NUM_KEPT = 4
-"""Of each kind: what a rank registers, what it publishes, what it reads, and one more."""
+"""Entries of each kind: what a rank registers, publishes and reads, and one more."""
 
 Value = TypeVar("Value")
 Pairs = list[tuple[TensorSlot, TensorSlot]]
 
 
 class _Newest(Generic[Value]):
-    """What was made last of which slots, and of which table besides.
+    """Values made last, by the slots, and the table, that they were made of.
 
-    Slots are the same when they are the same objects: to compare them by value takes half as long
-    as to make most of it again.
+    Slots are the same when they are the same objects: comparing them by value takes half as long as
+    making most values again.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[list[TensorSlot], bytes, Value]] = []
 
     def get(self, slots: Sequence[TensorSlot], of: bytes, make: Callable[[], Value]) -> Value:
-        """Raises: what `make` does, and keeps nothing then."""
+        """The value kept for these slots, or a new one. Raises: what `make` does,
+        keeping nothing."""
         for entry in self._kept:
             if len(entry[0]) == len(slots) and all(map(is_, entry[0], slots)) and entry[1] == of:
                 return entry[2]
@@ -42,7 +43,7 @@ class _Newest(Generic[Value]):
 
 
 class Layouts:
-    """Nobody may change the lists that it gives."""
+    """Values made of layouts. Nobody may change the lists that it returns."""
 
     def __init__(self) -> None:
         self._tables: _Newest[TensorTable] = _Newest()
@@ -54,11 +55,11 @@ class Layouts:
         return self._tables.get(slots, b"", lambda: TensorTable.of(slots))
 
     def read(self, packed_tensors: bytes) -> TensorTable:
-        """Raises: CallerError: it is no table."""
+        """A table from its packed form. Raises: CallerError: it is no table."""
         return self._read.get((), packed_tensors, lambda: TensorTable.read(packed_tensors))
 
     def cut(self, slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], Pairs]:
-        """Places in a version of these slots alone, and each slot with its own."""
+        """Places of these slots alone in a version, and each slot with its place."""
 
         def make() -> tuple[list[TensorSlot], Pairs]:
             places, _ = packed(slots)
@@ -69,6 +70,6 @@ class Layouts:
     def paired(self, table: TensorTable, slots: Sequence[TensorSlot]) -> Pairs:
         """Each slot with the table's tensor of its name.
 
-        Raises: CallerError: it is not the same model.
+        Raises: CallerError: they are not of the same model.
         """
         return self._paired.get(slots, table.packed, lambda: paired(table.tensors, slots))

@@ -1,8 +1,8 @@
 """A connection to the state manager that outlives the daemon's process.
 
 When it ends it is made again: the daemon is restarted, and what it held is handed over to it. Calls
-under way wait for that and are asked again, for all of them are idempotent. Invariant: `closed` is
-done exactly when there will be no connection any more; then every call fails.
+under way wait for that and are asked again, since all of them are idempotent. Invariant: `closed`
+is done exactly when there will be no connection any more; every call fails then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from phaseloom.common.transport.framing import Handler, Peer, close_fds
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""How long a restart of the state manager may take, what it takes over included."""
+"""Longest time that a restart of the state manager may take, its handover included."""
 _PAUSE_S = 0.05
 
 Kind = TypeVar("Kind")
 Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
-"""Says who this is on a new connection. Raises what the answer says."""
+"""Coroutine that says who this is on a new connection; raises what the answer says."""
 
 
 def _future() -> asyncio.Future[_Connection]:
@@ -36,14 +36,15 @@ def _future() -> asyncio.Future[_Connection]:
 
 @dataclass(slots=True)
 class _Connection:
-    """One connection, and the one after it."""
+    """One connection, and a future for the one after it."""
 
     peer: Peer[StateMessage]
     following: asyncio.Future[_Connection] = field(default_factory=_future)
 
 
 class StateLink:
-    """`connect`, then `call`; `close` at the end."""
+    """A connection that is made again when it ends: `connect`, then `call`, and `close`
+    at the end."""
 
     def __init__(
         self,
@@ -57,21 +58,24 @@ class StateLink:
         self._handler = handler
         self._reconnect_s = reconnect_s
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the state manager is gone for good; its result says why. Never fails."""
+        """Done when the state manager is gone for good; its result says why. It never fails."""
         self._connection: _Connection
         self._keeper: asyncio.Task[None]
 
     async def connect(self) -> None:
-        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
+        """Connect for the first time.
+
+        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        """
         self._connection = _Connection(await self._connected())
         self._keeper = asyncio.create_task(self._keep())
 
     async def call(
         self, body: StateMessage, fds: Sequence[int] = ()
     ) -> tuple[StateMessage, list[int]]:
-        """As `Peer.call`, across restarts of the other end.
+        """Call the state manager, across restarts of it.
 
-        Raises: what the answer says. ResourceError: gone for good.
+        Raises: what the answer says. ResourceError: it is gone for good.
         """
         connection = self._connection
         while True:
@@ -83,7 +87,7 @@ class StateLink:
             connection = await asyncio.shield(connection.following)
 
     async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
-        """The answer to a call that brings no descriptors."""
+        """Answer to a call that brings no descriptors."""
         answer, fds = await self.call(body)
         close_fds(fds)
         return expect(answer, kind)
@@ -125,7 +129,8 @@ class StateLink:
             connection.following.set_result(self._connection)
 
     async def _reconnected(self) -> Peer[StateMessage]:
-        """Raises: PhaseloomError: it refuses to have this one back."""
+        """Connect again. Raises: PhaseloomError: the state manager refuses to have this
+        one back."""
         while True:
             try:
                 return await self._connected()
@@ -152,7 +157,7 @@ class StateLink:
 
 
 class ConnectionLost(ResourceError):
-    """Nobody listens, or the connection ended, or was refused for now, before it was of use."""
+    """The connection cannot be used now: nobody listens, it ended, or was refused for now."""
 
 
 def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
@@ -162,7 +167,7 @@ def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
 
 
 async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
-    """On one connection. Raises: what the answer says, or that the connection ended."""
+    """Ask on one connection. Raises: what the answer says, or that the connection ended."""
     answer, fds = await peer.call(body)
     close_fds(fds)
     return expect(answer, kind)
