@@ -33,7 +33,7 @@ _CONNECT_TRIES = 600
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
-    # Ranks are forked from a child: what agents prove themselves by is not theirs.
+    # Ranks are forked from a child and must not have the secret of agents.
     config.keep_from_children("worker", "state_secret")
     bus_config = config.load(BusConfig, "bus")
     opening = Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
@@ -46,7 +46,7 @@ async def serve(stop: asyncio.Event) -> None:
         lease = await lifecycle.unless_stopped(stop, acquiring)
         remove_old_stores(settings)
         node = NodeId(settings.node)
-        # Before anybody is told that this node is there.
+        # Before the node is announced.
         await serve_state(bus, node, state)
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:

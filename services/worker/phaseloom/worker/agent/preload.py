@@ -13,7 +13,7 @@ from phaseloom.worker.cuda.driver import QUIET_CHECK
 
 os.environ.setdefault(*QUIET_CHECK)
 
-# The fork server watches its agent only after these imports, which take seconds.
+# Before the imports, which take seconds: the fork server watches its agent only after them.
 lifecycle.die_with_parent()
 
 for _module in (

@@ -205,7 +205,9 @@ class Agent:
             command = Permits(command.id, command.node, command.revision, [command], [traceparent])
         fresh = self._take_fresh(command) if command.revision == self._revision else None
         if fresh is None:
-            log.info("dropping %s %s of another life or taken before", type(command), command.id)
+            log.info(
+                "dropping %s %s of another incarnation or taken before", type(command), command.id
+            )
             self._tasks.create_task(message.ack())
             return
         self._tasks.create_task(self._handle(message, fresh))
@@ -272,7 +274,7 @@ class Agent:
         try:
             await self._state.prefetch(command.deployment, command.incarnation, command.in_s)
         except PhaseloomError as error:
-            # Only a hint; it may come after the life that it speaks of.
+            # Only a hint, which may come after the incarnation has ended.
             log.info("no prefetch of %s: %s", command.deployment, error)
 
     async def _start(self, command: StartWpg) -> None:
@@ -302,7 +304,7 @@ class Agent:
                 await self._report_lost(key, command.incarnation, error.info)
                 return
             if self._is_to_stop(command):
-                # Where the ranks would meet on another node, they might wait for those in vain.
+                # Ranks that meet on another node might wait there in vain.
                 wpg.abandon()
                 return
             self._wpgs[key] = wpg
@@ -362,7 +364,7 @@ class Agent:
         if command.forget and lock.is_unused:
             self._locks.pop(command.deployment, None)
         if not was_alive:
-            # Nobody watches it: this is the confirmation that the scheduler waits for.
+            # Nobody watches these ranks: the scheduler waits for this confirmation.
             await self._report_lost(command.deployment, command.incarnation, stopped)
 
     # --- activations ----------------------------------------------------------------------------
@@ -450,7 +452,7 @@ class Agent:
             if all(permit.kind != "save_state" for permit in command.permits):
                 await _run(wpg, given)
                 return True
-            # What is saved gives its turn up before it has ended.
+            # A `save_state` gives the lock up before it has ended.
             running = self._tasks.create_task(_run(wpg, given))
             await wpg.until_devices_freed(given, running)
         await running
@@ -504,7 +506,7 @@ class Agent:
         """
         permit, lock = share.permit, self._locks[wpg.deployment]
         if permit.kind == "save_state" and not share.prepares:
-            # What is cut is written beside whatever runs.
+            # State that was copied is written beside whatever runs.
             return await wpg.share_here(await with_payloads(self._bus, share))
         await wpg.until_sealed(permit.sealing)
         is_mutating = permit.kind in MUTATING_KINDS

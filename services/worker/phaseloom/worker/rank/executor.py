@@ -122,7 +122,7 @@ class Executor:
             case OptimStep():
                 return self.backend.optim_step(args.adam)
             case LoadState():
-                # By now it is loaded: this shows what is in the heaps.
+                # The checkpoint is loaded by now: the digest shows what is in the heaps.
                 return LoadStateResult(self.backend.weights_sha256())
             case _:
                 raise AssertionError(f"{kind_of(args)} goes another way")

@@ -69,7 +69,7 @@ class Ranks:
                 part.exception() for part in (here, others) if part.done() and part.exception()
             ]
             if failures:
-                # Not answered where the reason is that one of them died.
+                # The agent does not answer where a rank has died.
                 await self.agent.call(RollCall())
                 raise _end_of(failures[0]) from failures[0]
         finally:

@@ -322,7 +322,7 @@ class Leader:
         self._outcomes.unended.discard(permit.operation)
         cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
         msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
-        # First, so that whoever is permitted next finds the turn free.
+        # First, so that the next permit finds the lock free.
         await self._note_free(permit.operation, batch)
         await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
 

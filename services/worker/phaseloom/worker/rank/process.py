@@ -152,7 +152,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
     if not settings.is_over_nodes:
         return RankGroup(settings.rank, settings.num_ranks, settings.store_path)
     if settings.interface:
-        # What gloo and NCCL go by; they are told in no other way.
+        # gloo and NCCL can be told in no other way.
         os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
     told, fds = await agent.call(MeetRanks(settings.token))
     assert isinstance(told, MeetAt), told

@@ -165,7 +165,7 @@ class StateOperations:
                 raise NotNow(error.info) from error
             raise Refused(error.info) from error
         assert call.key.seq is not None
-        # The weights are others now: where this fails, the life is not what it was before either.
+        # The weights are replaced now: where this fails, the incarnation is not what it was either.
         if fetched.is_whole:
             await self.state.versions.hold(version, call.key.seq)
         before, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
@@ -249,7 +249,7 @@ class StateOperations:
         except PhaseloomError as error:
             raise Refused(error.info) from error
         self._loaded.add(args.name)
-        # Here it is replaced already: where another node fails, nobody has a state any more.
+        # The state is replaced here already: where another node fails, nobody has the old one.
         await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))
         assert isinstance(loaded, LoadStateResult)

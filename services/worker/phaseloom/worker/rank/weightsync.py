@@ -170,7 +170,7 @@ class RankWeights:
         needed = self._needs(manifest)
         known = {part.part: part for part in manifest.parts}
         sources = {each.part: each.endpoints for each in opened.described.sources}
-        # Of those that are here nobody says who has them too: all are asked, should it be bad.
+        # Who else has the parts that are here is not known: should one be bad, all are asked.
         wanted = [
             (known[part], fetches, sources.get(part, permit.sources))
             for part, fetches in needed.wholes.items()

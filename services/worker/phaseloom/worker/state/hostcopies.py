@@ -180,7 +180,7 @@ class HostCopies:
         if release:
             heap.release()
             self.is_resident = False
-        # The state manager takes the digest, when the device has the next one to do.
+        # The state manager takes the digest while the device already works for the next one.
         self.copied = (applied, "")
         return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
 

@@ -113,7 +113,7 @@ class StateLink:
             connection = self._connection
             reason = await asyncio.shield(connection.peer.closed)
             log.warning("the state manager's connection ended: %s", reason)
-            # What it asked of this end is done whole before anything is said about it.
+            # Orders of the old connection are done before anything is said on the new one.
             await connection.peer.finish()
             try:
                 async with asyncio.timeout(self._reconnect_s):

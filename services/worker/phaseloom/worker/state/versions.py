@@ -33,7 +33,7 @@ from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import MappedVersions, hashed, verify
+from phaseloom.worker.state.copying import MappedVersions, verify
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.hostcopies import HostCopies
 from phaseloom.worker.state.layouts import Layouts
@@ -110,7 +110,7 @@ class RankVersions:
         if isinstance(target, VersionCopy):
             return target
         digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
-        copy = await self._commit(key, target, digest)
+        copy = await self.commit(key, target, digest)
         if devicememory.can_share(heap) and not self._copies.is_frozen and not key.part:
             await self._share_on_device(key, len(target), pairs)
         return copy
@@ -169,12 +169,8 @@ class RankVersions:
         await self._run(lambda: make_huge(memory))
         return memory
 
-    async def commit(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
+    async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
         """Commit what `begin` gave, which is written: it is immutable from now on."""
-        digest = await self._run(lambda: hashed(buffer))
-        return await self._commit(key, buffer, digest)
-
-    async def _commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
 
