@@ -16,8 +16,7 @@ from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
-from phaseloom.scheduler.core import ordering as ordering_policies
-from phaseloom.scheduler.core import placement as placement_policies
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -108,8 +107,8 @@ def with_policies(settings: MeshConfig, placement: str | None, ordering: str | N
         placement=placement or settings.placement,
         ordering=ordering or settings.ordering,
     )
-    _check(settings.placement, placement_policies.POLICIES, "placement")
-    _check(settings.ordering, ordering_policies.POLICIES, "ordering")
+    _check(settings.placement, PLACEMENT, "placement")
+    _check(settings.ordering, ORDERING, "ordering")
     return settings
 
 
