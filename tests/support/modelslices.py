@@ -30,7 +30,8 @@ from phaseloom.common.tensors.resharding import (
     source_parts,
 )
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import hashed, packed
+from phaseloom.worker.state.copying import hashed
+from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, tensors
 from tests.support.statedaemon import Daemon
 

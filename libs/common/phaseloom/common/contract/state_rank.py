@@ -291,7 +291,7 @@ class CopyOut(Message, frozen=True):
 
 
 class Unpin(Message, frozen=True):
-    """The extent's pages are about to be given back: let go of them. Answer: Done.
+    """The extent's pages are about to be given back: unpin them. Answer: Done.
 
     The mapping stays; whoever copies next may pin what it then holds.
     """

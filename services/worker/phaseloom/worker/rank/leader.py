@@ -52,11 +52,18 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Stored
-from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
-from phaseloom.worker.rank.outcomes import Outcomes, Ran, content_type_for, decoded, failed, get_all
+from phaseloom.worker.rank.outcomes import (
+    Outcomes,
+    Ran,
+    content_type_for,
+    decoded,
+    failed,
+    get_all,
+    num_tokens,
+)
 from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
 from phaseloom.worker.rank.wire import DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient

@@ -35,7 +35,7 @@ from phaseloom.worker.core.reading import (
 )
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.wire import RankConfig
-from phaseloom.worker.state.copying import packed, paired
+from phaseloom.worker.state.layouts import packed, paired
 from phaseloom.worker.state.versions import Opened, RankVersions
 
 _PARTS_AT_ONCE = 4

@@ -12,19 +12,18 @@ import ctypes
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-import msgspec
 import xxhash
 
-from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import VersionExtent
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, each_part
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.framing import close_fds
-from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 512 * 1024
 """Bytes that are still in the cache when they are hashed after the copy."""
@@ -265,41 +264,3 @@ def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, 
         start, to, num_bytes = place.offset, slot.offset, slot.num_bytes
     if num_bytes:
         yield start, to, num_bytes
-
-
-def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
-    """The same tensors one after another from offset 0, and the bytes that they take."""
-    places = []
-    end = 0
-    for slot in slots:
-        places.append(msgspec.structs.replace(slot, offset=end))
-        end = align(end + slot.num_bytes)
-    return places, end
-
-
-def paired(
-    tensors: list[TensorSlot], slots: Sequence[TensorSlot]
-) -> list[tuple[TensorSlot, TensorSlot]]:
-    """Each slot with the version's tensor of its name.
-
-    Raises: CallerError: they are not of the same model.
-    """
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if by_name.keys() != {slot.name for slot in slots}:
-        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
-        raise CallerError(
-            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
-            code=Code.FAILED_PRECONDITION,
-            remedy="sync between deployments of one model only",
-        )
-    pairs = [(by_name[slot.name], slot) for slot in slots]
-    for tensor, slot in pairs:
-        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
-        if there != (slot.dtype, slot.shape, slot.num_bytes):
-            raise CallerError(
-                f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
-                f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
-                code=Code.FAILED_PRECONDITION,
-                remedy="sync between deployments of one model only",
-            )
-    return pairs

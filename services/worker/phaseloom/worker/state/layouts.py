@@ -1,4 +1,6 @@
-"""A cache of what follows from layouts: a deployment has the same few in every step.
+"""Layouts of tensors in memory, and a cache of what follows from them.
+
+A deployment has the same few layouts in every step.
 
 With tens of thousands of tensors it takes tens of milliseconds to pack a table, to read one, and to
 find for each tensor of one layout its place in the other.
@@ -10,9 +12,12 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Generic, TypeVar
 
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.worker.state.copying import packed, paired
+from phaseloom.worker.state.heap import align
 
 _NUM_KEPT = 4
 """Entries of each kind: what a rank registers, publishes and reads, and one more."""
@@ -73,3 +78,41 @@ class Layouts:
         Raises: CallerError: they are not of the same model.
         """
         return self._paired.get(slots, table.packed, lambda: paired(table.tensors, slots))
+
+
+def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
+    """The same tensors one after another from offset 0, and the bytes that they take."""
+    places = []
+    end = 0
+    for slot in slots:
+        places.append(msgspec.structs.replace(slot, offset=end))
+        end = align(end + slot.num_bytes)
+    return places, end
+
+
+def paired(
+    tensors: list[TensorSlot], slots: Sequence[TensorSlot]
+) -> list[tuple[TensorSlot, TensorSlot]]:
+    """Each slot with the version's tensor of its name.
+
+    Raises: CallerError: they are not of the same model.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if by_name.keys() != {slot.name for slot in slots}:
+        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
+        raise CallerError(
+            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
+            code=Code.FAILED_PRECONDITION,
+            remedy="sync between deployments of one model only",
+        )
+    pairs = [(by_name[slot.name], slot) for slot in slots]
+    for tensor, slot in pairs:
+        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
+        if there != (slot.dtype, slot.shape, slot.num_bytes):
+            raise CallerError(
+                f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
+                f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
+                code=Code.FAILED_PRECONDITION,
+                remedy="sync between deployments of one model only",
+            )
+    return pairs
