@@ -21,7 +21,8 @@ from phaseloom.common.contract.events import (
     SessionOpened,
 )
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, After
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import After
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.draws import Draws
 from phaseloom.simulator.jobs import SimJob, Submission, deployment_of, period_s, spec_of

@@ -26,7 +26,8 @@ from phaseloom.common.contract.commands import (
 )
 from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
-from phaseloom.common.contract.operations import READING_KINDS, Completion, checkpoints_of
+from phaseloom.common.contract.kinds import READING_KINDS
+from phaseloom.common.contract.operations import Completion, checkpoints_of
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process.retry import ATTEMPT_S, until_done

@@ -10,6 +10,10 @@ called on all ranks of the WPG alike, in the same order, each with its own share
 (`phaseloom.common.tensors.layouts.split`), which may be empty. It returns the share's result, and
 raises `GroupBroken` where another rank does not take part. The `check_…` methods are given the
 whole operation, before it is split.
+
+A backend does an operation of a kind that it names in `kinds` by two methods named after the kind,
+`check_<kind>(args)` and `<kind>(args)`. The protocol lists today's kinds; a kind that only one
+backend can do need not be in it. Kinds that move state are done without the backend.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from typing import Any, Protocol
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -140,11 +144,11 @@ class Backend(Protocol):
         """
         ...
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         """Check an `optim_step`; touches no state. Raises: CallerError: what could not be done."""
         ...
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Take a step and zero the gradients. Collective. Raises: CallerError, with nothing
         changed."""
         ...

@@ -35,8 +35,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.events import StateCut
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
     Completion,
     LoadState,
     Operation,
@@ -62,7 +62,6 @@ from phaseloom.worker.rank.outcomes import (
     decoded,
     failed,
     get_all,
-    num_tokens,
 )
 from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
 from phaseloom.worker.rank.wire import DevicesFreed, Payload, RankConfig, RunPermits
@@ -286,7 +285,7 @@ class Leader:
             self.executor.applied = permit.operation.seq
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
-            num_tokens=num_tokens(args, result),
+            num_tokens=kind_for(args).num_tokens_done(args, result),
             saved=args if isinstance(args, SaveState) else None,
         )
 

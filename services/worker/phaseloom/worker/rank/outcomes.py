@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from opentelemetry.context import Context
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.arrays import as_lists, length
 from phaseloom.common.contract.codec import (
     CONTENT_TYPE,
     JSON,
@@ -30,19 +29,8 @@ from phaseloom.common.contract.events import (
     PermitReturned,
 )
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
-    Args,
-    Completion,
-    Forward,
-    ForwardBackward,
-    Generate,
-    GenerateResult,
-    Outcome,
-    Result,
-    SaveState,
-    checkpoints_of,
-)
+from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
+from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
@@ -248,16 +236,3 @@ def decoded(stored: Stored | None) -> Completion | None:
 
 def failed(permit: Permit, error: ErrorInfo) -> Completion:
     return Completion(permit.operation_id, Outcome.FAILED, error=error)
-
-
-def num_tokens(args: Args, result: Result | None) -> int:
-    """Tokens of an operation: prompts and new tokens of a `generate`, those of the batch else. 0
-    for operations without any."""
-    match args, result:
-        case Generate(), GenerateResult():
-            new = sum(length(s.tokens) for group in result.sequences for s in group)
-            return new + sum(length(prompt.tokens) for prompt in args.prompts)
-        case ((Forward() | ForwardBackward()), _):
-            return sum(length(datum.tokens) for datum in args.batch)
-        case _:
-            return 0
