@@ -7,8 +7,8 @@ import pytest
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import AlreadyStored, Conflict
+from phaseloom.common.transport.retry import until_done
 
 
 def not_stored(cause: Exception | None, code: Code = Code.UNAVAILABLE) -> ResourceError:

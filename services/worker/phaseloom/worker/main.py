@@ -12,10 +12,10 @@ from phaseloom.common.contract.events import NodeUp
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.forkserver import fork_server
 from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.shell import Agent

@@ -47,8 +47,8 @@ from phaseloom.common.contract.errors import (
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subject
 from phaseloom.common.process import lifecycle
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.group import SharesOfOthers
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 

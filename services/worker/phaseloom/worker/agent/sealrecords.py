@@ -15,8 +15,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import SealCommitted, SealRecord
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.retry import until_done
 
 
 class SealRecords:

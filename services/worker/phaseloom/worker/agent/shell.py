@@ -70,9 +70,9 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.state_agent import BringState
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.sealrecords import SealRecords

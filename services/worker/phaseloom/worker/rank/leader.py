@@ -50,8 +50,8 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Stored
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks

@@ -32,9 +32,9 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
 from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
 from phaseloom.common.transport.groupcommit import GroupCommit
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
 

@@ -35,8 +35,8 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
