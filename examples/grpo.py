@@ -2,10 +2,11 @@
 
     python examples/grpo.py --task chain_sum
 
-Three deployments: `policy` learns on the train pool; `sampler` and `reference` run on the rollout
-pool. Calls return at once, so that a step's operations are all on their way before the first has
-run; `await` is for what the program itself needs to know. Every random choice comes from the seed.
-With `--checkpoint-every`, a program that was killed goes on where it is started again.
+The job has three deployments: `policy` learns on the train pool; `sampler` and `reference` run on
+the rollout pool. Calls return at once, so that all operations of a step are on their way before the
+first has run; the program awaits only the results that it needs itself. Every random choice comes
+from the seed. With `--checkpoint-every`, a program that was killed and is started again goes on
+from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from phaseloom.client import (
 
 BEFORE_WARM_UP = -1
 SETTABLE = ("steps", "prompts", "micro_batches", "warmup_steps", "seed", "checkpoint_every")
-"""Of the settings, by options."""
+"""The settings that options of the command line can change."""
 
 Report = Callable[..., None]
 Barrier = Callable[[str], Awaitable[None]]
@@ -67,7 +68,7 @@ def deployments(settings: Settings) -> list[DeploymentSpec]:
 
 
 def declared(rollout_s: float, train_s: float) -> Cycle:
-    """A step as it goes alone: who tells it is not profiled first."""
+    """The cycle of a step that runs alone. A job that declares it need not be profiled first."""
     segments = [Segment("rollout", 0.0, rollout_s), Segment("train", rollout_s, train_s)]
     return Cycle(rollout_s + train_s, segments)
 
@@ -77,15 +78,15 @@ class Memory:
     """All that a new controller must know beside the settings; checkpoints carry it."""
 
     step: int = BEFORE_WARM_UP
-    """The last one done."""
+    """The last step that is done."""
     reward_start: float = 0.0
     start_t: float = 0.0
     reference: str = ""
-    """Checkpoint of the reference, which keeps the weights of the warm-up."""
+    """The checkpoint of the reference, which keeps the weights of the warm-up."""
 
 
 def save(job: Job, memory: Memory) -> OperationHandle[SaveStateResult]:
-    """A checkpoint of the policy as it is now, and of what goes on from there beside it."""
+    """Save the policy as it is now, with this program's memory and the reference's checkpoint."""
     return job.deployment("policy").save_state(
         f"{job.session}-{memory.step}",
         controller_blob=json.dumps(asdict(memory)).encode(),
@@ -105,7 +106,7 @@ async def train(  # noqa: PLR0915 - one story, told in its order
 ) -> None:
     """Warm up, evaluate, train, evaluate again; each event is reported as it happens.
 
-    `last` is the checkpoint to go on from, where an earlier life of this program left one.
+    `last` is the checkpoint to go on from, where an earlier run of this program left one.
     """
     policy, sampler, reference = map(job.deployment, ("policy", "sampler", "reference"))
     task = Task(name, settings.seed)
@@ -124,7 +125,7 @@ async def train(  # noqa: PLR0915 - one story, told in its order
 
     memory = Memory()
     if last is not None:
-        # Behind whatever that life left open: from here on everything is as it was saved.
+        # This comes behind the operations that the earlier run left open, and replaces all state.
         memory = Memory(**json.loads(last.controller_blob))
         policy.load_state(last.checkpoints["policy"])
         report("resumed", step=memory.step)
@@ -165,13 +166,13 @@ async def train(  # noqa: PLR0915 - one story, told in its order
     for number in range(memory.step + 1, settings.steps + 1):
         groups = (await rollout).sequences
         rewards = [[task.reward(asked[i], answer(s)) for s in g] for i, g in enumerate(groups)]
-        # A group whose answers are all as good teaches nothing: train on those that differ most.
+        # A group whose answers are equally good teaches nothing: train on those that differ most.
         chosen = most_varied(rewards, settings.train_groups)
         answers = [(asked[i], sample) for i in chosen for sample in groups[i]]
         referred = (await reference.forward([scored(p, s) for p, s in answers])).logprobs
         batch = with_advantages(answers, [rewards[i] for i in chosen], referred, settings.kl)
 
-        # The whole update at once, then the next rollout, which waits for the new weights.
+        # Submit the whole update at once, then the next rollout, which waits for the new weights.
         size = -(-len(batch) // settings.micro_batches)
         gradients = [
             policy.forward_backward(batch[first : first + size], settings.loss)
@@ -215,7 +216,7 @@ def answer(sample: Sequence) -> str:
 
 
 def worked(problems: list[Problem]) -> list[Datum]:
-    """Worked answers; the mean over their tokens is what is minimised."""
+    """A batch of worked answers, weighted so that the mean over their tokens is minimised."""
     total = sum(len(problem.worked_answer) + 1 for problem in problems)
     batch = []
     for problem in problems:
@@ -232,7 +233,10 @@ def with_advantages(
     reference: Iterable[Float32s],
     kl: float,
 ) -> list[Datum]:
-    """Each reward against its group's, less the drift from the reference; mean over all tokens."""
+    """A batch with advantages: each reward against its group's, less the drift from the reference.
+
+    The loss is the mean over all tokens.
+    """
     advantages = chain.from_iterable(map(normalised, rewards))
     total = sum(len(int32s(sample.tokens)) for _, sample in answers)
     batch = []
@@ -250,19 +254,19 @@ def normalised(rewards: list[float]) -> list[float]:
 
 
 def spread(rewards: list[float]) -> float:
-    """Standard deviation in floats; `statistics.pstdev` reckons with exact fractions."""
+    """The standard deviation, in floats; `statistics.pstdev` would compute exact fractions."""
     mean = statistics.fmean(rewards)
     return math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards]))
 
 
 def most_varied(rewards: list[list[float]], count: int) -> list[int]:
-    """Indices of the `count` groups with the largest spread, in their own order."""
+    """The indices of the `count` groups with the largest spread, in ascending order."""
     ranked = sorted(range(len(rewards)), key=lambda i: -spread(rewards[i]))
     return sorted(ranked[:count])
 
 
 def scored(problem: Problem, sample: Sequence, advantages: list[float] | None = None) -> Datum:
-    """Position i predicts token i + 1; what belongs to the prompt counts nothing."""
+    """A sample to train on: position i predicts token i + 1, and the prompt counts nothing."""
     tokens = encode(problem.prompt) + int32s(sample.tokens)
     logprobs = [0.0] * (len(problem.prompt) - 1) + float32s(sample.logprobs)
     return Datum(tokens[:-1], tokens[1:], logprobs=logprobs, advantages=advantages)
@@ -317,14 +321,14 @@ async def main() -> None:
         except CallerError as error:
             if error.info.code is not Code.ALREADY_EXISTS or not settings.checkpoint_every:
                 raise
-            job = await mesh.attach(name)  # an earlier life of this program began it
+            job = await mesh.attach(name)  # an earlier run of this program began it
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
         failed = True
         try:
             await train(job, options.task, settings, report_line, barrier, last=job.checkpoint)
             failed = False
         finally:
-            # With checkpoints, who starts this program again goes on from the last one.
+            # With checkpoints, the program can be started again and goes on from the last one.
             if not (failed and settings.checkpoint_every):
                 await job.finish(failed=failed)
 

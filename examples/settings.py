@@ -1,4 +1,4 @@
-"""What the two example jobs are tuned to: one `Settings` a task."""
+"""The settings that the two example jobs are tuned to: one `Settings` for each task."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from phaseloom.client import Loss
 
 @dataclass(frozen=True)
 class Settings:
-    """Constants of one run; two runs of equal settings give the same weights, bit for bit."""
+    """The constants of one run. Two runs of equal settings give the same weights, bit for bit."""
 
     steps: int
     prompts: int
-    """Problems a step; each is answered `group` times."""
+    """The problems of a step; each is answered `group` times."""
     train_groups: int
-    """Of those, how many are trained on: the ones whose answers differ most in reward."""
+    """The number of problems that are trained on: those whose answers differ most in reward."""
     micro_batches: int
     max_tokens: int
-    """Of an answer, its end included."""
+    """The most tokens of an answer, its end included."""
     warmup_steps: int
     group: int = 16
     seed: int = 0
@@ -28,14 +28,16 @@ class Settings:
     warmup_rate: float = 1e-3
     learning_rate: float = 1e-4
     kl: float = 0.01
-    """Weight of the drift from the reference, in nats a token."""
+    """The weight of the drift from the reference, in nats a token."""
     grad_clip: float = 1.0
     loss: Loss = Loss.PPO
     eval_prompts: int = 256
     checkpoint_every: int = 0
-    """Steps between two checkpoints that a new controller can go on from; 0: none."""
+    """The number of steps between two checkpoints, from which a new controller can go on; 0: there
+    are no checkpoints."""
     eval_seed: int = 1_000_000_007
-    """Item i of a dataset is drawn from its seed + i: far from every item trained on."""
+    """The seed of the held-out dataset, whose item i is drawn from seed + i: far from every item
+    that is trained on."""
 
 
 SETTINGS = {
@@ -46,8 +48,8 @@ SETTINGS = {
         steps=90, prompts=30, train_groups=16, micro_batches=2, max_tokens=20, warmup_steps=50
     ),
 }
-"""Chosen so that a step's rollout takes about as long as its training, and both jobs' steps about
-as long as each other's: then two jobs leave the least of two devices idle."""
+"""The settings of each task. A step's rollout takes about as long as its training, and the steps of
+both jobs take about the same time: so two jobs leave the least of two devices idle."""
 
 MODEL: dict[str, object] = {
     "model_type": "qwen3",
@@ -63,4 +65,5 @@ MODEL: dict[str, object] = {
     "bos_token_id": None,
     "eos_token_id": STOP,
 }
-"""About 0.8 million parameters; what `Qwen3Config.to_dict()` gives, where it is not the default."""
+"""The model, of about 0.8 million parameters: the values of `Qwen3Config.to_dict()` that are not
+the default."""

@@ -12,13 +12,13 @@ from typing import Any
 
 MAX_PROMPT_CHARS = 17
 _SIZE = 10_000_000
-"""Items are made when they are asked for: more than any run needs."""
+"""The size of a dataset, more than any run needs: items are made when they are asked for."""
 ALPHABET = "\n=+- .:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 STOP = ALPHABET.index("\n")
 
 
 def encode(text: str) -> list[int]:
-    """One token a character; the newline ends an answer."""
+    """The tokens of a text, one for each character; the newline ends an answer."""
     return [ALPHABET.index(char) for char in text]
 
 
@@ -30,7 +30,7 @@ def decode(tokens: list[int]) -> str:
 class Problem:
     prompt: str
     worked_answer: str
-    """What the warm-up teaches: the answer, or the way to it with the answer as last word."""
+    """The text that the warm-up teaches: the answer, or the way to it with the answer last."""
     item: dict[str, Any]
 
 
@@ -41,7 +41,7 @@ class Task:
         import_reasoning_gym()
         import reasoning_gym
 
-        # It brings very many objects, and a full collection would pause a step for them all.
+        # The package brings very many objects: a full collection of them would pause a step.
         gc.freeze()
 
         options = {
@@ -52,7 +52,7 @@ class Task:
         self._dataset = reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **options)
 
     def problems(self) -> Iterator[Problem]:
-        """In the dataset's order; without the items that are too long or not in the alphabet."""
+        """The problems in the dataset's order, without those too long or outside the alphabet."""
         for item in self._dataset:
             problem = _PROBLEMS[self.name](item)
             if len(problem.prompt) <= MAX_PROMPT_CHARS and set(problem.prompt) <= set(ALPHABET):

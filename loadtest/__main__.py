@@ -23,8 +23,7 @@ from loadtest import (
     roundtrip,
     state_bench,
 )
-from loadtest.machine import describe
-from loadtest.records import LATEST, Record, record, write
+from loadtest.records import LATEST, Record, describe, record, write
 
 app = cyclopts.App(name="loadtest", help=__doc__)
 _RUNS = LATEST.parent
@@ -46,13 +45,13 @@ def bench(
     rounds
         How often the meshes and the raw chain take turns.
     operations
-        Of each side with one in flight, over all rounds.
+        Operations of each side with one in flight, over all rounds.
     file
         Where the figures are merged by name.
     state
-        Measure what `state` does, too: into state.json beside the file.
+        Run `state` too, into state.json beside the file.
     hidden
-        Measure what `hidden` does, too: into hidden.json beside the file.
+        Run `hidden` too, into hidden.json beside the file.
     """
     directory = _work_directory(file)
     figures = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
@@ -74,18 +73,18 @@ def load_test(
     clients: int = 2,
     file: Path = _RUNS / "load.json",
 ) -> None:
-    """Run many jobs at once with no-op workers; report, picture beside the file.
+    """Run many jobs at once with no-op workers. The picture is drawn beside the file.
 
     Parameters
     ----------
     jobs
-        At once, each with a device of its own.
+        Jobs at once, each with a device of its own.
     ops
         Operations of each job.
     in_flight
-        Of each job at once.
+        Operations of each job under way at once.
     nodes
-        That the devices are on.
+        Nodes that the devices are on.
     clients
         Processes of the jobs' controllers.
     file
@@ -120,7 +119,7 @@ def peers(
     rounds
         How often the systems take turns.
     operations
-        Of each with one in flight, over all rounds.
+        Operations of each system with one in flight, over all rounds.
     file
         Where the report is written.
     """
@@ -141,14 +140,16 @@ def peers(
 
 @app.command(name="chaos")
 def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.json") -> int:
-    """Run the two example jobs under kill -9; exit code 1: other weights, or a job is stuck.
+    """Run the two example jobs under kill -9.
+
+    The exit code is 1 where a job ends with other weights or is stuck.
 
     Parameters
     ----------
     kills
-        In all.
+        Kills in all.
     seed
-        Of the order and the moments of the kills.
+        Seed of the order and the moments of the kills.
     file
         Where the report is written.
     """
@@ -186,7 +187,7 @@ def state_test(
     rounds
         How often the sides take turns.
     directory
-        On the disk that is measured; default: beside the file.
+        A directory on the disk that is measured; default: beside the file.
     file
         Where the figures are merged by name.
     """
@@ -212,11 +213,11 @@ def hidden_test(
     rounds
         How often it all runs; the run with the median share is reported.
     steps
-        Of each of the two jobs.
+        Steps of each of the two jobs.
     state_mib
         Size of each deployment's state.
     seed
-        Of the jobs' pauses.
+        Seed of the jobs' pauses.
     file
         Where the report is written.
     """
@@ -235,7 +236,7 @@ def hidden_test(
 
 @app.command
 def publish() -> None:
-    """Copy what was measured into docs/measured, and its tables and picture into docs."""
+    """Copy the measurements into docs/measured, and their tables and picture into docs."""
     for file in publishing.publish(_RUNS):
         Console().print(str(file))
 

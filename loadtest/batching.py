@@ -1,7 +1,7 @@
-"""What decoding operations together saves: sixteen one-prompt `generate` in flight against one.
+"""The gain of decoding operations together: sixteen one-prompt `generate` in flight against one.
 
-On the sampler itself, a small model on one emulated device, through the whole mesh. Alone, sixteen
-take sixteen times as long as one; batched they may take at most six times.
+It is measured on the sampler itself, a small model on one emulated device, through the whole mesh.
+Alone, sixteen take sixteen times as long as one; batched they may take at most six times as long.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LIMIT = f"one of these operations, of {MAX_TOKENS} new tokens"
 
 
 async def measure(directory: Path, num_rounds: int) -> list[Record]:
-    """Medians over rounds of: one operation, sixteen at once.
+    """Measure one operation and sixteen at once, and record the medians over rounds.
 
-    Args: directory: exists; for the mesh's store and logs.
+    Args: directory: an existing directory for the mesh's store and logs.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     mesh_config = MeshConfig(

@@ -2,9 +2,9 @@
 
 One process after another is killed at random moments: ranks, agents, state managers, routers,
 schedulers (two run), the profiler, controllers, nats-server. The next kill waits until an operation
-of every job went all the way since the last one, so that each recovery is seen whole; then jobs run
-on for a random time. Jobs that end are followed by new ones, until there were as many kills as
-asked for. All must end with the weights of the undisturbed run, bit for bit.
+of every job was submitted and completed since the last one, so that each recovery is seen whole;
+then the jobs run on for a random time. New jobs follow those that end, until there were as many
+kills as asked for. All jobs must end with the weights of the undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from statistics import median
 
 import msgspec
 
-from loadtest.machine import Machine, describe
 from loadtest.processes import children
+from loadtest.records import Machine, describe
 from phaseloom.cli.controllers import find_example
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation
@@ -63,17 +63,17 @@ _SERVICES = {
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What is run and how it is disturbed."""
+    """The jobs of a run, and how they are disturbed."""
 
     kills: int = 20
     seed: int = 0
     steps: int = 24
-    """Of each job; more give more room for kills in one life of it."""
+    """The steps of each job; with more of them, more kills meet the same job."""
     prompts: int = 24
     warmup_steps: int = 10
     checkpoint_every: int = 2
     max_pause_s: float = 1.5
-    """Jobs run on for a random time up to this between a recovery and the next kill."""
+    """The longest time that jobs run on between a recovery and the next kill; it is random."""
     stuck_s: float = 120.0
     """A job that completes nothing for so long counts as stuck."""
 
@@ -81,9 +81,9 @@ class Settings(msgspec.Struct, frozen=True):
 class Kill(msgspec.Struct, frozen=True):
     victim: Victim
     at_s: float
-    """Since the run began."""
+    """Seconds since the run began."""
     recovery_s: float
-    """Until an operation of every job had gone all the way, from its submission on."""
+    """Seconds until an operation of every job had been submitted and completed since the kill."""
 
 
 class JobEnd(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class JobEnd(msgspec.Struct, frozen=True):
     task: str
     weights_sha256: str
     is_same: bool
-    """As of the undisturbed run."""
+    """Whether the weights are those of the undisturbed run."""
     controller_starts: int
 
 
@@ -107,12 +107,12 @@ class ChaosReport(msgspec.Struct, frozen=True):
     settings: Settings
     wall_s: float
     reference: dict[str, str]
-    """Task → SHA-256 of the weights of an undisturbed run."""
+    """The SHA-256 of the weights of each task's undisturbed run."""
     jobs: list[JobEnd]
     victims: list[VictimSummary]
     kills: list[Kill]
     stuck: str = ""
-    """Why the run was given up; empty: it was not."""
+    """Why the run was given up; empty: it went to its end."""
 
     @property
     def has_failed(self) -> bool:
@@ -120,12 +120,12 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
 
 class Stuck(Exception):
-    """A job does not go on."""
+    """A job has completed nothing for too long."""
 
 
 @dataclass
 class _Job:
-    """One job and whatever process its controller is now."""
+    """One job, and the process that is its controller now."""
 
     name: str
     task: str
@@ -133,9 +133,9 @@ class _Job:
     starts: int = 0
     weights_sha256: str = ""
     queued_s: dict[OperationKey, float] = field(default_factory=dict)
-    """When operations that are open were queued."""
+    """When each open operation was queued."""
     through_s: float = field(default_factory=time.monotonic)
-    """When the newest of its completed operations was queued."""
+    """When the newest of the job's completed operations was queued."""
     is_over: bool = False
 
 
@@ -153,7 +153,7 @@ class _Run:
         return [job for job in self.jobs.values() if not job.is_over]
 
     async def follow(self, bus: Bus) -> None:
-        """Note which operations of the jobs are queued and completed, until cancelled."""
+        """Follow which operations of the jobs are queued and completed, until cancelled."""
         async with aclosing(bus.read_log()) as entries:
             async for entry in entries:
                 match entry.event:
@@ -216,7 +216,7 @@ class _Run:
     # --- killing --------------------------------------------------------------------------------
 
     def candidates(self, victim: Victim) -> list[int]:
-        """Pids of which one may be killed."""
+        """The processes of this kind, of which one may be killed."""
         match victim:
             case Victim.RANK:
                 # An agent's fork server is its child, and the ranks are the fork server's.
@@ -229,9 +229,9 @@ class _Run:
                 return self.mesh.pids(_SERVICES[victim])
 
     async def recovered(self, since_s: float) -> None:
-        """Returns once an operation of every job that is not over went all the way since.
+        """Wait until an operation of every open job was submitted and completed since this time.
 
-        Raises: Stuck.
+        Raises: Stuck: that took longer than `stuck_s`.
         """
         while waiting := [job for job in self.open_jobs if job.through_s <= since_s]:
             if time.monotonic() - since_s > self.settings.stuck_s:
@@ -241,10 +241,10 @@ class _Run:
 
 
 async def run(settings: Settings, directory: Path, told: Callable[[str], None]) -> ChaosReport:
-    """The undisturbed run, then the disturbed one.
+    """Run the jobs undisturbed, then under kills.
 
-    Args: directory: exists; for the meshes' stores and logs.
-          told: called with a line on each thing that happens.
+    Args: directory: an existing directory for the meshes' stores and logs.
+          told: called with a line about each thing that happens.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     started_s = time.monotonic()
@@ -285,7 +285,7 @@ async def _disturb(
     ends: list[JobEnd],
     told: Callable[[str], None],
 ) -> None:
-    """Rounds of both jobs, until there were enough kills; all that began end."""
+    """Run rounds of both jobs until there were enough kills; jobs that began run to their end."""
     rng = random.Random(running.settings.seed)
     order = victims_in_order(rng, running.settings.kills)
     began_s = time.monotonic()
@@ -317,7 +317,7 @@ async def _disturb(
 
 
 def victims_in_order(rng: random.Random, count: int) -> list[Victim]:
-    """Every victim as often as every other, in random order."""
+    """A random order of victims in which each kind comes as often as every other."""
     order: list[Victim] = []
     while len(order) < count:
         order += rng.sample(list(Victim), len(Victim))
@@ -362,7 +362,7 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 async def _weights(process: asyncio.subprocess.Process) -> str:
-    """What the controller says at its end; empty where it did not come so far."""
+    """The weights' SHA-256 that a controller writes at its end; empty where it was killed."""
     assert process.stdout is not None
     async for line in process.stdout:
         with suppress(msgspec.DecodeError):  # half a line of one that was killed

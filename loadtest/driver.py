@@ -1,8 +1,8 @@
 """One client process of the load test: some jobs, each a closed loop of operations.
 
-`python -m loadtest.driver <settings as JSON> <parent pid>` says `{"event": "ready"}` when its jobs
-are up, waits for a line on its standard input, says `{"event": "progress"}` every second and
-`{"event": "done"}` with its round trips at the end: one JSON object a line.
+`python -m loadtest.driver <settings as JSON> <parent pid>` writes one JSON object a line:
+`{"event": "ready"}` when its jobs are up. Then it waits for a line on its standard input, and
+writes `{"event": "progress"}` every second and `{"event": "done"}` with its round trips at the end.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ CYCLE = 4
 """Operations after which a job's kinds repeat: two `forward_backward`, `optim_step`, `forward`."""
 _PROGRESS_S = 1.0
 _NUM_TOKENS = 16
-_PATIENCE_S = 300.0
+_ANSWER_TIMEOUT_S = 300.0
 
 
 class Driver(msgspec.Struct, frozen=True):
-    """What one process is to do."""
+    """The work of one client process."""
 
     url: str
     tenant: str
     password: str
     jobs: dict[str, str]
-    """Job → pool."""
+    """The pool of each job."""
     operations: int
-    """Of each job."""
+    """The number of operations of each job."""
     in_flight: int
-    """Of each job."""
+    """The number of operations of each job under way at once."""
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a driver."""
+class DriverLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line that a client process writes."""
 
     event: str
     """`ready`, `progress` or `done`."""
     done: int = 0
-    """Operations so far."""
+    """The number of operations that are done."""
     times_s: list[float] = []
-    """Round trips, at the end."""
+    """All round trips, in the last line."""
 
 
 class Loop:
@@ -63,14 +63,14 @@ class Loop:
     async def run(self) -> None:
         settings = self._settings
         async with connect(
-            settings.url, settings.tenant, settings.password, patience_s=_PATIENCE_S
+            settings.url, settings.tenant, settings.password, answer_timeout_s=_ANSWER_TIMEOUT_S
         ) as mesh:
             async with asyncio.TaskGroup() as group:
                 starting = [
                     group.create_task(self._submit(mesh, name, pool))
                     for name, pool in settings.jobs.items()
                 ]
-            say(Said("ready"))
+            say(DriverLine("ready"))
             await asyncio.to_thread(sys.stdin.readline)
             async with asyncio.TaskGroup() as group:
                 telling = group.create_task(self._tell())
@@ -78,8 +78,8 @@ class Loop:
                     for started in starting:
                         jobs.create_task(self._drive(started.result()))
                 telling.cancel()
-            say(Said("done", len(self._times_s), self._times_s))
-            # Until the jobs' end was looked at, they stay.
+            say(DriverLine("done", len(self._times_s), self._times_s))
+            # The jobs stay until somebody has looked at how they ended.
             await asyncio.to_thread(sys.stdin.readline)
             for name in settings.jobs:
                 await mesh.finish(name)
@@ -104,7 +104,7 @@ class Loop:
     async def _tell(self) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            say(Said("progress", len(self._times_s)))
+            say(DriverLine("progress", len(self._times_s)))
 
 
 async def _call(policy: Deployment, number: int) -> None:
@@ -117,7 +117,7 @@ async def _call(policy: Deployment, number: int) -> None:
             await policy.forward_backward([_DATUM], Loss.CROSS_ENTROPY)
 
 
-def say(said: Said) -> None:
+def say(said: DriverLine) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
     sys.stdout.flush()
 

@@ -1,9 +1,10 @@
-"""How much of switching is over before anybody waits for it, on devices that have idle time.
+"""The share of switching that is over before an operation waits for it, on devices with idle time.
 
 Two jobs share a rollout and a train device on a real mesh. Each generates, waits for its
 environment, trains, and waits again, with a seeded jitter. Workers only sleep as long as an
 operation is to take; their states have a real size and are really moved. Figures are those of a
-run's summary (`phaseloom.cli.report`): hidden is what of a switch no ready operation waited for.
+run's summary (`phaseloom.cli.report`): the part of a switch is hidden for which no ready operation
+waited.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.machine import Machine, describe
+from loadtest.records import Machine, describe
 from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.report import Execution, RunLog, Switch, figures, read_log, window_of
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
@@ -47,17 +48,17 @@ _DATUM = Datum(_TOKENS, _TOKENS, weights=pack_float32s([1.0] * 8))
 class Settings(msgspec.Struct, frozen=True):
     jobs: int = 2
     steps: int = 60
-    """Of each job."""
+    """The number of steps of each job."""
     state_mib: int = 64
-    """Of each deployment: two a job."""
+    """The size of each deployment's state; a job has two deployments."""
     generate_s: float = 0.5
     environment_s: float = 0.6
-    """Between the rollout and the training: tools, rewards."""
+    """The pause between the rollout and the training, for tools and rewards."""
     train_s: float = 0.4
     pause_s: float = 0.3
-    """Before the next rollout."""
+    """The pause before the next rollout."""
     jitter: float = 0.1
-    """Of each pause, up and down, uniformly."""
+    """The share by which each pause varies, up and down, uniformly."""
     seed: int = 0
 
 
@@ -67,21 +68,24 @@ class HidingReport(msgspec.Struct, frozen=True):
     seconds: float
     switches: int
     switch_seconds: float
-    """Over both devices."""
+    """The seconds of switching, over both devices."""
     hidden_seconds: float
     hidden_share: float
     hidden_share_settled: float
-    """Of switches in the second half: when cycles were known long since."""
+    """The hidden share of switches in the second half, when cycles have long been known."""
     idle_share: dict[str, float]
-    """Device → share of the time in which it neither ran an operation nor switched."""
+    """For each device, the share of the time in which it neither ran an operation nor switched."""
     unhidden_seconds: dict[str, float]
-    """Why → switch seconds for which an operation waited."""
+    """The switch seconds for which an operation waited, by reason."""
     hidden_shares: list[float] = []
-    """Of all runs, the least first; everything else is that of the middle one."""
+    """The hidden shares of all runs, the least first. All other figures are the middle run's."""
 
 
 async def run(settings: Settings, directory: Path) -> HidingReport:
-    """Args: directory: exists; for the mesh's store and logs."""
+    """Run the two jobs on a mesh, and report how much of their switches was hidden.
+
+    Args: directory: an existing directory for the mesh's store and logs.
+    """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     state_bytes = settings.state_mib * 2**20
     nodes = [
@@ -124,7 +128,7 @@ def _specs(settings: Settings) -> list[DeploymentSpec]:
 
 
 async def _control(settings: Settings, job: Job, seed: int) -> None:
-    """The controller of a job: what it waits for between its operations is no part of the mesh."""
+    """Control a job. Its pauses between operations stand for work outside the mesh."""
     draws = random.Random(seed)
     policy, sampler = job.deployment("policy"), job.deployment("sampler")
 
@@ -142,7 +146,7 @@ async def _control(settings: Settings, job: Job, seed: int) -> None:
 
 @asynccontextmanager
 async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
-    """The decision log, at the end all of it up to the last job's end."""
+    """A list that fills with the decision log; in the end it reaches to the last job's end."""
     entries: list[Recorded] = []
     ended: set[str] = set()
     bus = await Bus.open(mesh.credentials.bus, "bench")
@@ -167,7 +171,7 @@ async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
 
 
 def middle(reports: Sequence[HidingReport]) -> HidingReport:
-    """Of several runs that with the median hidden share; of an even number the lower one."""
+    """The run with the median hidden share; the lower of the two middle ones of an even number."""
     by_share = sorted(reports, key=lambda report: report.hidden_share)
     shares = [report.hidden_share for report in by_share]
     return msgspec.structs.replace(by_share[(len(by_share) - 1) // 2], hidden_shares=shares)
@@ -206,7 +210,7 @@ def _idle_share(log: RunLog, device: str) -> float:
 
 
 def _unhidden(log: RunLog) -> dict[str, float]:
-    """Switch seconds for which an operation waited, by the reason."""
+    """The switch seconds for which an operation waited, by reason."""
     found = {"behind another operation": 0.0, "begun too late": 0.0, "not foreseen": 0.0}
     for switch in log.switches:
         here = [e for e in log.executions if set(e.devices) & set(switch.devices)]
@@ -217,7 +221,10 @@ def _unhidden(log: RunLog) -> dict[str, float]:
 
 
 def _why(switch: Switch, executions: Iterable[Execution]) -> str:
-    """Args: executions: on its devices."""
+    """Why an operation waited for a switch.
+
+    Args: executions: the executions on the switch's devices.
+    """
     start_s, end_s = switch.interval
     waiting = [e for e in executions if e.ready_s < end_s and e.start_s > start_s]
     ready_s = min(e.ready_s for e in waiting)

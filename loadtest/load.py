@@ -1,8 +1,8 @@
 """Load: many jobs at once on a whole mesh whose workers do nothing, watched from outside.
 
-Each job has a device of its own, so that what is measured is the mesh and not who waits for whom on
-a device. Every service's memory, the lag of every stream's consumers and restarts are sampled all
-along. The raw chain runs just before and just after: what the machine gives on that day.
+Each job has a device of its own, so that the mesh is measured and not the waiting for a device.
+The memory of every service, the lag of every stream's consumers and restarts are sampled all along.
+The raw chain runs just before and just after, and shows what the machine gives on that day.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from statistics import median
 import msgspec
 from msgspec.structs import replace
 
-from loadtest.driver import Driver, Said
-from loadtest.machine import Machine, describe
+from loadtest.driver import Driver, DriverLine
 from loadtest.processes import idle_s
 from loadtest.rawchain import raw_chain
+from loadtest.records import Machine, describe, quantile
 from loadtest.roundtrip import payload, turn
-from loadtest.statistics import quantile
 from loadtest.watching import Sample, Watch, processor_s, services, step_seconds
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import connect
@@ -34,7 +33,7 @@ from phaseloom.common.transport.bus import Bus
 
 TENANT = "load"
 CLIENTS = "clients"
-"""The processes of the jobs' controllers."""
+"""The name of the group of the controllers' processes."""
 CHAIN_OPERATIONS = 5000
 _NODE_BYTES = 2**20
 _LINE_LIMIT_BYTES = 2**26
@@ -42,17 +41,17 @@ _READY_TIMEOUT_S = 600.0
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """One load test."""
+    """The size of one load test."""
 
     jobs: int = 100
     operations: int = 1000
-    """Of each job."""
+    """The number of operations of each job."""
     in_flight: int = 1
-    """Of each job at once."""
+    """The number of operations of each job under way at once."""
     nodes: int = 4
-    """The jobs are dealt out to them, each on a device of its own."""
+    """The number of nodes that the jobs are spread over, each on a device of its own."""
     clients: int = 2
-    """Processes that the jobs' controllers run in."""
+    """The number of processes that the jobs' controllers run in."""
     routers: int = 2
 
 
@@ -62,44 +61,44 @@ class LoadReport(msgspec.Struct, frozen=True):
     operations: int
     wall_s: float
     throughput: float
-    """Operations a second."""
+    """The throughput in operations a second."""
     p50_ms: float
     p99_ms: float
     step_p50_s: float
-    """Of the scheduler's decision on one event: upper bound of the histogram's bucket."""
+    """The median time of the scheduler's decision on an event, as the upper bound of a bucket."""
     step_p99_s: float
     restarts: list[str]
     """Services that were started again."""
     lost_wpgs: list[str]
     """Jobs whose deployment is not in its first incarnation."""
     growth_bytes: dict[str, int]
-    """Service → median memory in the last quarter less that in the second."""
+    """For each service, the median memory in the last quarter less that in the second."""
     max_lag: dict[str, int]
-    """Stream → messages."""
+    """The largest lag of each stream, in messages."""
     progress: list[tuple[float, int]]
-    """(seconds, operations done)."""
+    """The operations done over time, as (seconds, operations)."""
     samples: list[Sample]
     processor_ms: dict[str, float] = {}
-    """Service → processor time of its processes for an operation."""
+    """For each service, the processor time of its processes for one operation."""
     idle_share: float = 0.0
-    """Of the time of all cores; what others on the machine took is not idle."""
+    """The idle share of the time of all cores. Time that others on the machine took is not idle."""
     chain_throughput: list[float] = []
-    """Operations a second of the raw chain with as many in flight, just before and just after."""
+    """The operations a second of the raw chain with as many in flight, just before and after."""
 
 
 @dataclass(slots=True)
 class _Client:
-    """A driver process."""
+    """A client process, and how far it is."""
 
     process: asyncio.subprocess.Process
     done: int = 0
 
-    async def next(self) -> Said:
+    async def next(self) -> DriverLine:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"a client ended with {await self.process.wait()}")
-        return msgspec.json.decode(line, type=Said)
+        return msgspec.json.decode(line, type=DriverLine)
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -107,9 +106,9 @@ class _Client:
 
 
 async def run(settings: Settings, directory: Path) -> LoadReport:
-    """Raises: an error where an operation failed or a client ended.
+    """Run a load test; raises where an operation fails or a client ends.
 
-    Args: directory: exists; for the mesh's store and logs.
+    Args: directory: an existing directory for the mesh's store and logs.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     per_node = -(-settings.jobs // settings.nodes)
@@ -197,7 +196,7 @@ async def _drive(settings: Settings, mesh: Mesh, clients: list[_Client]) -> Load
 
 
 def growth(samples: list[Sample]) -> dict[str, int]:
-    """Median of the last quarter less that of the second: the first one is still filling up."""
+    """The median memory of the last quarter less that of the second: in the first it fills up."""
     quarter = max(1, len(samples) // 4)
     before, after = samples[quarter : 2 * quarter] or samples, samples[-quarter:]
     return {

@@ -1,8 +1,8 @@
-"""Round trips through the mesh beside the same in other systems, in turns.
+"""Round trips through the mesh beside the same round trips in other systems, in turns.
 
 The other systems live in an environment of their own (`make bench-peers`): see `loadtest.peers`.
-They do less than the mesh on the way, as each one's description says; the figures tell what the
-mesh costs over them, not which is better.
+They do less on the way than the mesh, as the description of each says. The figures tell what the
+mesh costs over them, and not which is better.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from statistics import median
 import msgspec
 
 from loadtest import roundtrip
-from loadtest.machine import Machine, describe
-from loadtest.statistics import quantile
+from loadtest.records import Machine, describe, quantile
 from phaseloom.common.process import config
 
 PROGRAMS = ("ray_actor", "redis_streams")
@@ -33,7 +32,7 @@ _LINE_LIMIT_BYTES = 2**24
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What a peer says of itself."""
+    """The description that a peer gives of itself."""
 
     name: str
     what: str
@@ -46,14 +45,14 @@ class PeerFigure(msgspec.Struct, frozen=True):
     p50_ms: float
     p99_ms: float
     throughput: float
-    """Operations a second."""
+    """The throughput in operations a second."""
 
 
 class PeerReport(msgspec.Struct, frozen=True):
     machine: Machine
     systems: list[Introduction]
     figures: list[PeerFigure]
-    """Medians over rounds."""
+    """The medians over rounds."""
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -76,8 +75,10 @@ class _Peer:
 
 
 async def compare(python: Path, directory: Path, num_rounds: int, per_round: int) -> PeerReport:
-    """Args: python: interpreter of the environment that the peers are installed in.
-    directory: exists; for the mesh's store and logs.
+    """Measure the mesh and its peers in turns.
+
+    Args: python: interpreter of the environment that the peers are installed in.
+          directory: an existing directory for the mesh's store and logs.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     async with AsyncExitStack() as stack:

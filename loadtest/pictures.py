@@ -19,7 +19,7 @@ _RATE_OVER_S = 5.0
 
 
 def draw_load(report: LoadReport, path: Path) -> None:
-    """To `path` (PNG)."""
+    """Draw the picture of a load test to `path` (PNG)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 9), layout="constrained")
@@ -42,7 +42,7 @@ def headline(report: LoadReport) -> str:
 
 
 def rates(progress: list[tuple[float, int]], over_s: float) -> list[tuple[float, float]]:
-    """(end, operations a second) of each stretch of at least `over_s`."""
+    """The throughput over time, as (end, operations a second) of stretches of at least `over_s`."""
     found = []
     start_s, start = 0.0, 0
     for at_s, done in progress:

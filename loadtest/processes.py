@@ -13,7 +13,7 @@ _IDLE, _WAITING = 4, 5
 
 
 def children(pid: int) -> list[int]:
-    """Of a process; none where it has just ended."""
+    """The children of a process; none where it has just ended."""
     try:
         texts = [f.read_text() for f in Path(f"/proc/{pid}/task").glob("*/children")]
     except (FileNotFoundError, ProcessLookupError):
@@ -31,7 +31,7 @@ def descendants(pids: list[int]) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size; 0 where the process has just ended."""
+    """The proportional set size of a process; 0 where it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +40,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time so far; 0 where the process has just ended."""
+    """The seconds of processor time that a process has used; 0 where it has just ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -50,6 +50,6 @@ def cpu_s(pid: int) -> float:
 
 
 def idle_s() -> float:
-    """Seconds that this machine's cores have done nothing, summed."""
+    """The seconds in which this machine's cores did nothing, summed over cores."""
     fields = Path("/proc/stat").read_text().split(maxsplit=_WAITING + 1)
     return _TICK_S * (int(fields[_IDLE]) + int(fields[_WAITING]))

@@ -1,4 +1,4 @@
-"""What was measured, for readers: JSON in docs/measured, tables in docs between markers.
+"""Measurements published for readers: JSON in docs/measured, tables in docs between markers.
 
 <!-- begin bench -->
 …
@@ -18,9 +18,8 @@ import msgspec
 from loadtest.chaos import ChaosReport
 from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
-from loadtest.machine import Machine
 from loadtest.peering import PeerReport
-from loadtest.records import Records
+from loadtest.records import Machine, Records
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 
@@ -31,7 +30,7 @@ _MEGABYTE = 2**20
 
 
 def publish(runs: Path, docs: Path = DOCS) -> list[Path]:
-    """Take over every report that there is in `runs`; returns the files written."""
+    """Publish every report that there is in `runs`; returns the files written."""
     written = []
     for name, (source, page, kind, table) in PUBLISHED.items():
         if not (runs / source).exists():
@@ -50,7 +49,7 @@ def publish(runs: Path, docs: Path = DOCS) -> list[Path]:
 
 
 def publish_simulations(runs: Path, docs: Path) -> list[Path]:
-    """Take over every scenario's report and picture; returns the files written."""
+    """Publish the report and the picture of every scenario; returns the files written."""
     written = []
     for name in SCENARIOS:
         source = runs / f"{name}.json"
@@ -68,7 +67,7 @@ def publish_simulations(runs: Path, docs: Path) -> list[Path]:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """The page with the table between the markers of this name.
+    """The page, with a new table between the markers of this name.
 
     Raises: ValueError: the page has no such markers.
     """
@@ -111,9 +110,9 @@ def load_table(report: LoadReport) -> str:
 
 
 def _machine_facts(report: LoadReport) -> list[tuple[str, str]]:
-    """What tells a slow mesh from a slow machine."""
+    """Lines by which a reader can tell a slow mesh from a slow machine."""
     if not report.chain_throughput:
-        return []  # it was not looked at
+        return []  # it was not measured
     before, after = report.chain_throughput
     ratio = report.throughput / mean(report.chain_throughput)
     processor = sorted(report.processor_ms.items(), key=lambda item: -item[1])
@@ -206,4 +205,5 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "state": ("state.json", "state.md", Records, bench_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
 }
-"""Name in docs/measured and of the markers → file in the runs, page, type, table."""
+"""The file in the runs, the page, the type and the table of each published name, which is the name
+in docs/measured and in the markers."""

@@ -1,7 +1,7 @@
 """The limit of an operation's round trip: the mesh's durable hops with nothing in between.
 
-The same streams on a server of the same kind, the same accounts, the same number of processes, each
-doing only what its hop cannot do without:
+The chain has the same streams on a server of the same kind, the same accounts and the same number
+of processes as the mesh. Each process does only what its hop cannot do without:
 
     controller  publishes on OPS, gets the republished `out`
     router      push consumer of OPS: appends to SCHED, acknowledges
@@ -11,9 +11,8 @@ doing only what its hop cannot do without:
 
 No message is decoded or checked; the operation's subject is all that travels. A hop does not wait
 for one message's acknowledgement before it takes the next. The client is nats-py as it comes.
-`python -m
-loadtest.rawchain <role> <socket> <parent pid>` is one of these processes; it says `ready` on its
-standard output.
+`python -m loadtest.rawchain <role> <socket> <parent pid>` is one of these processes; it writes
+`ready` to its standard output.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from phaseloom.common.transport.bus import Bus, BusConfig
 from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
 
 ROLES = ("rank", "agent", "scheduler", "router")
-"""In the order of their start: each finds what it hands over to."""
+"""The roles in the order of their start: each process finds the one that it hands over to."""
 TENANT = "demo"
 NODE = NodeId("raw-0")
 
@@ -60,7 +59,7 @@ _MSG_ID = "Nats-Msg-Id"
 
 
 class Controller:
-    """A tenant's end of the chain."""
+    """The controller's end of the chain."""
 
     def __init__(self, client: Client, payload: bytes) -> None:
         self._client = client
@@ -72,7 +71,7 @@ class Controller:
         self._outs.pop(message.subject).set_result(None)
 
     async def call(self) -> None:
-        """One operation: publish it, take its PubAck and its outcome."""
+        """Run one operation: publish it, and wait for its PubAck and its outcome."""
         self._seq += 1
         suffix = f"{TENANT}.raw.policy.{self._seq}"
         out = self._outs[_OUT + suffix] = asyncio.get_running_loop().create_future()
@@ -84,8 +83,8 @@ class Controller:
 async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller]:
     """A chain on a server of its own; everything ends with the block.
 
-    Args: directory: for the server's store.
-          payload: of every operation.
+    Args: directory: where the server's store lies.
+          payload: the payload of every operation.
     """
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(EmbeddedServer(directory / "nats", [TENANT]))

@@ -1,7 +1,7 @@
-"""What planning a weight sync costs: a model like Qwen3-235B, some 37,000 parameters.
+"""The cost of planning a weight sync for a model like Qwen3-235B, with some 37,000 parameters.
 
-From TP 8, PP 12, EP 8 and two replicas (192 ranks) to eight replicas of TP 4 (32 ranks) on another
-site. CPU seconds of one core, the median over rounds.
+The weights go from TP 8, PP 12, EP 8 and two replicas (192 ranks) to eight replicas of TP 4 (32
+ranks) on another site. Figures are CPU seconds of one core, the median over rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def topology() -> Topology:
 
 
 def measure(num_rounds: int) -> list[Record]:
-    """Planning the direct fetches, and the scatter and broadcast over the slow link from that."""
+    """Measure planning the direct fetches, and from them scatter and broadcast over a slow link."""
     model, nodes = parameters(), topology()
     direct = plan(model, SOURCE, TARGET, nodes)
     return [

@@ -1,12 +1,13 @@
 """Round trips of operations through the whole mesh, against a raw chain of the same hops.
 
-Client library → OPS → router → decision log → scheduler → PERMITS → agent → rank with the backend
-`noop` → DONE → `out` → client library, beside `rawchain`. A mesh with one router, one with two and
-the chain are up at the same time and are measured in short rounds in turns, so that whatever else
-the machine does meets all; a ratio is the median over rounds of that round's ratio.
+An operation goes from the client library by OPS, router, decision log, scheduler, PERMITS, agent, a
+rank with the backend `noop`, DONE and `out` back to the client library; `rawchain` is measured
+beside it. A mesh with one router, one with two and the chain are up at the same time and are
+measured in short rounds in turns, so that the machine's other work meets all of them. A ratio is
+the median over rounds of each round's ratio.
 
-One in flight is a mutating operation. Several are reading ones of one deployment, which the mesh
-permits side by side; of a deployment's mutating operations one runs at a time, whoever asks.
+With one operation in flight it is a mutating one. Several in flight are reading operations of one
+deployment, which the mesh permits side by side; its mutating operations run one at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from loadtest.rawchain import TENANT, raw_chain
-from loadtest.records import Record
-from loadtest.statistics import quantile
+from loadtest.records import Record, quantile
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Deployment, connect
 from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
@@ -35,11 +35,11 @@ Call = Callable[[], Awaitable[object]]
 ROUTERS = (1, 2)
 IN_FLIGHT = (1, 16, 256)
 WARM_UP = 200
-"""Operations before the first round, each side."""
+"""The number of operations on each side before the first round."""
 LIMIT = "raw JetStream chain of the same hops and processes"
 ONE_ROUTER = "the same with one router"
 _RAW = 0
-"""In the place of a mesh's number of routers."""
+"""The key of the raw chain, where a mesh has its number of routers."""
 _NUM_TOKENS = 16
 _POOL = "bench"
 _DEVICE_BYTES = 2**20
@@ -47,24 +47,24 @@ _DEVICE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side did in one round."""
+    """The measurement of one side in one round."""
 
     times_s: list[float]
-    """Round trips, sorted."""
+    """The round trips, sorted."""
     wall_s: float
 
     @property
     def rate(self) -> float:
-        """Operations a second."""
+        """The throughput in operations a second."""
         return len(self.times_s) / self.wall_s
 
 
 Round = dict[int, Turn]
-"""Number of routers → its turn; 0: the raw chain's."""
+"""The turn of each mesh by its number of routers; 0: the raw chain's."""
 
 
 def figures(in_flight: int, rounds: list[Round]) -> list[Record]:
-    """Medians over rounds, and medians of the rounds' ratios."""
+    """The medians over rounds, and the medians of the rounds' ratios."""
     records = []
     for routers in ROUTERS:
         name = f"{in_flight}_in_flight_{routers}_router{'s'[: routers - 1]}"
@@ -99,10 +99,10 @@ def _compared(
 
 
 async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Record]:
-    """All sides in rounds, at each number in flight; spans are sampled out.
+    """Measure all sides in rounds, at each number of operations in flight, without spans.
 
-    Args: directory: exists; for the servers' stores, logs and sockets.
-          per_round: operations of each side; more at more in flight, so that it is kept up.
+    Args: directory: an existing directory for the servers' stores, logs and sockets.
+          per_round: operations of each side in a round; there are more where many are in flight.
     """
     config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
     records = []
@@ -121,7 +121,7 @@ async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Reco
                 await turn(call, in_flight, max(WARM_UP, 2 * in_flight))
             rounds = []
             for number in range(num_rounds):
-                # Nobody is always the first: what drifts within a round meets all alike.
+                # The order changes each round, so that a drift within a round meets all alike.
                 order = [*calls][number % len(calls) :] + [*calls][: number % len(calls)]
                 count = max(per_round, 4 * in_flight)
                 rounds.append({side: await turn(calls[side], in_flight, count) for side in order})
@@ -130,7 +130,7 @@ async def measure(directory: Path, num_rounds: int, per_round: int) -> list[Reco
 
 
 async def turn(call: Call, in_flight: int, count: int) -> Turn:
-    """`count` operations, `in_flight` of them at any time."""
+    """Run `count` operations, with `in_flight` of them under way at any time."""
     times = []
     left = count
 
@@ -179,7 +179,7 @@ def call_of(policy: Deployment, in_flight: int) -> Call:
 
 
 def payload() -> bytes:
-    """Of every operation of the raw chain: as many bytes as the mesh's have."""
+    """The payload of each operation of the raw chain, as large as those of the mesh."""
     return encode(Operation("0" * 32, 1, ForwardBackward([_datum()], Loss.CROSS_ENTROPY)))
 
 

@@ -4,9 +4,8 @@ The state manager's own code writes and reads its own files (checksums, header, 
 included) beside fio with direct I/O of the same block size, depth, file system and preallocation,
 and an `fsync` at the end: fio with buffers of its own, as it comes, and fio with buffers on huge
 pages, which ours are. Where fio is not installed, a bare loop of ours does nothing but move the
-blocks. Switches go through a real daemon; the same
-bytes are copied plainly between them, once the digests of what went out are in. All sides take
-turns, nobody is always first.
+blocks. Switches go through a real daemon; the same bytes are copied plainly between two switches,
+once the digests of the offloaded state are in. All sides take turns, and none is always first.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _PATTERN_BYTES = 1024 * 1024
 
 @dataclass(slots=True)
 class Pairs:
-    """Seconds of one thing and of its limit, round by round, for the same bytes."""
+    """The seconds of one measured thing and of its limit, round by round, for the same bytes."""
 
     name: str
     num_bytes: int
@@ -62,7 +61,7 @@ class Pairs:
     limit_s: list[float] = field(default_factory=list)
 
     def speed(self) -> Record:
-        """In GB/s: the ratio is of speeds, so 1 is as fast as the limit."""
+        """A record in GB/s. The ratio is one of speeds, so 1 is as fast as the limit."""
         ratios = [bare / own for own, bare in zip(self.ours_s, self.limit_s, strict=True)]
         return Record(
             name=self.name,
@@ -75,7 +74,7 @@ class Pairs:
         )
 
     def time(self) -> Record:
-        """In milliseconds: the ratio is of times, so 1 takes as long as the limit."""
+        """A record in milliseconds. The ratio is one of times, so 1 takes as long as the limit."""
         ratios = [own / bare for own, bare in zip(self.ours_s, self.limit_s, strict=True)]
         return Record(
             name=self.name,
@@ -89,7 +88,11 @@ class Pairs:
 
 
 async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Args: directory: on the disk that is measured. num_bytes: of a state file."""
+    """Measure the disk, seals, switches and many tensors.
+
+    Args: directory: a directory on the disk that is measured.
+          num_bytes: the size of a state file.
+    """
     disk = await asyncio.to_thread(measure_disk, directory / "disk", num_bytes, num_rounds)
     seals = await asyncio.to_thread(measure_seals, directory / "seals", num_bytes, num_rounds)
     small = await measure_switches(directory / "small", 2**28, num_rounds)
@@ -102,9 +105,9 @@ async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Reco
 
 
 def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Writing a seal and reading it back, against the bare disk.
+    """Measure writing a seal and reading it back, against the bare disk.
 
-    Without an aim: against fio that has huge pages too, where the system gives any.
+    There is no aim against fio on huge pages, which is measured where the system gives any.
     """
     states = StateDirectory(directory)
     path = states.seal(_KEY, 1)
@@ -131,7 +134,7 @@ def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Recor
 
 
 def measure_seals(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """A seal of which a tenth of the blocks changed since the one before, against a whole one."""
+    """Measure a seal of which a tenth of the blocks has changed, against a whole one."""
     states = StateDirectory(directory)
     memory = _filled(Extent(num_bytes, "bench"), num_bytes)
     name = f"seal_a_tenth_changed_{num_bytes / 2**20:.0f}_mib"
@@ -154,7 +157,7 @@ def measure_seals(directory: Path, num_bytes: int, num_rounds: int) -> list[Reco
 
 
 def _against(bares: list[Bare], direction: str, num_bytes: int) -> list[Pairs]:
-    """One thing of ours against each of these."""
+    """The pairs of one direction of our state files with each bare disk."""
     name = f"nvme_{direction}_{num_bytes / 2**20:.0f}_mib"
     how = f"{BLOCK_BYTES // 2**20} MiB blocks, {DEPTH} in flight"
     return [
@@ -179,7 +182,7 @@ def _take_turns(
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """The disk alone. Both give seconds; `write` begins with a file that is not there."""
+    """The disk alone. `write` and `read` return seconds; `write` makes a new file."""
 
     name: str
     write: Callable[[], float]
@@ -239,7 +242,7 @@ def _fio(file: Path, num_bytes: int, direction: str, *options: str) -> float:
 
 
 def _loop(file: Path, num_bytes: int, memory: memoryview, *, is_write: bool) -> float:
-    """Blocks between one memory and a file, and nothing else."""
+    """A function that moves blocks between memory and a file, and does nothing else."""
     if is_write:
         file.unlink(missing_ok=True)
     move = os.pwritev if is_write else os.preadv
@@ -263,7 +266,7 @@ def _loop(file: Path, num_bytes: int, memory: memoryview, *, is_write: bool) -> 
 
 
 async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Two deployments of the same size take turns on a device that holds one of them."""
+    """Measure switches: two deployments take turns on a device that holds one of them."""
     size = f"{num_bytes / 2**20:.0f}_mib"
     offloads = Pairs(f"offload_{size}", num_bytes, "memcpy into touched memory", "≥ 0.80")
     loads = Pairs(f"load_{size}", num_bytes, "memcpy into fresh huge pages", "≥ 0.80")
@@ -284,7 +287,7 @@ async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> 
             copy_s = await asyncio.to_thread(_copy, plain, into)
             fresh_s = await asyncio.to_thread(_copy_fresh, plain)
             if number < 2:
-                # First touch of both extents: paid once, not at each switch.
+                # The first switches touch both extents for the first time, which later ones do not.
                 continue
             for pairs, own, bare in (
                 (offloads, switched.offload_s, copy_s),
@@ -299,7 +302,7 @@ async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> 
 
 
 async def _digested(agent: AgentStateClient) -> None:
-    """Nothing goes on beside what is measured next."""
+    """Wait until the state manager does nothing that would disturb the next measurement."""
     while any(state.dirty_bytes for state in (await agent.status()).deployments):
         pass
 
@@ -310,7 +313,7 @@ async def _digested(agent: AgentStateClient) -> None:
 async def measure_tensors(
     directory: Path, num_bytes: int, num_tensors: int, num_rounds: int
 ) -> list[Record]:
-    """What it costs that state is many tensors: beside the copies, and beside one large tensor."""
+    """Measure the cost of many tensors, against the copies and against one large tensor."""
     spent, of = "what its ranks spend copying", f"{num_tensors}_tensors"
     index = Pairs(f"index_{of}", num_bytes, spent, "≤ 0.05")
     switch = Pairs(f"switch_{of}", num_bytes, spent, "≤ 1.05")
@@ -346,7 +349,7 @@ async def measure_tensors(
 async def _publish(
     agent: AgentStateClient, policy: BenchRank, sampler: BenchRank, seq: int
 ) -> float:
-    """Seconds of cutting a version from one heap and copying it into another."""
+    """The seconds that it takes to cut a version from one heap and copy it into another."""
     key = VersionKey(policy.key, seq)
     started_s = time.perf_counter()
     await policy.client.versions.create(key, policy.slots)
@@ -379,7 +382,7 @@ def _copy_fresh(source: memoryview) -> float:
 async def _daemon(
     directory: Path, num_bytes: int, *, num_deployments: int = 1
 ) -> AsyncIterator[AgentStateClient]:
-    """A state manager whose one device holds so many deployments."""
+    """A state manager whose only device has room for `num_deployments` deployments."""
     await asyncio.to_thread(make_certificates, directory, ["bench"])
     settings = {
         "NODE": "bench",
@@ -420,7 +423,7 @@ class BenchRank:
     client: RankStateClient
     slots: list[TensorSlot]
     registered_s: float
-    """What it took until the state manager knew all its tensors."""
+    """The seconds until the state manager knew all tensors."""
 
 
 async def _start(
@@ -430,7 +433,10 @@ async def _start(
     num_bytes: int,
     slots: list[TensorSlot] | None = None,
 ) -> BenchRank:
-    """Args: slots: none: the whole heap is one tensor."""
+    """Start a rank with a heap.
+
+    Args: slots: the tensors of the heap; empty: the whole heap is one tensor.
+    """
     key = DeploymentKey("bench", "state", name)
     token = f"token of {key}"
     await agent.register_wpg([token], key, 1, [0], 0)
@@ -454,7 +460,7 @@ def _filled(extent: Extent, num_bytes: int) -> memoryview:
 
 
 def _fill(memory: memoryview) -> None:
-    """Bytes that neither a disk nor a hash has it easy with."""
+    """Fill memory with bytes that no disk or hash has a short cut for."""
     pattern = b"".join(
         xxhash.xxh3_128(number.to_bytes(8, "little")).digest()
         for number in range(_PATTERN_BYTES // 16)

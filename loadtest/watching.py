@@ -1,4 +1,4 @@
-"""What is looked at while a mesh works: memory, consumers' lag, restarts, the scheduler's steps."""
+"""Samples of a mesh at work: memory, consumers' lag, restarts, and the scheduler's steps."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from phaseloom.common.observability.metrics import STEP_DURATION
 from phaseloom.common.transport.bus import Bus
 
 RANKS = "ranks"
-"""All processes that agents started, together."""
+"""The name of the group of all processes that agents started."""
 _EVERY_S = 2.0
 _SCRAPE_TIMEOUT_S = 10.0
 _BUCKET = re.compile(r'_bucket{[^}]*le="([^"]+)"[^}]*} ([0-9.e+]+)$')
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One look at a running mesh."""
+    """One sample of a running mesh."""
 
     at_s: float
-    """Since the watch began."""
+    """Seconds since the watch began."""
     memory_bytes: dict[str, int]
-    """Service → proportional set size of its processes."""
+    """The proportional set size of each service's processes."""
     lag: dict[str, int]
-    """Stream → messages that its furthest consumer has not been given or not acknowledged."""
+    """For each stream, the messages that its slowest consumer was not given or did not
+    acknowledge."""
 
 
 class Watch:
-    """Samples a mesh until cancelled."""
+    """A watch that samples a mesh until it is cancelled."""
 
     def __init__(self, mesh: Mesh, bus: Bus, tenant: str) -> None:
         self.samples: list[Sample] = []
         self.restarts: list[str] = []
-        """Services that were started again, each time."""
+        """The name of a service for each time that it was started again."""
         self._mesh = mesh
         self._bus = bus
         self._streams = (streams.ops_stream(tenant), streams.SCHED, streams.PERMITS)
@@ -70,7 +71,7 @@ class Watch:
 
 
 def services(mesh: Mesh) -> dict[str, list[int]]:
-    """Each service's processes, and the ranks."""
+    """The processes of each service, and the ranks as a group of their own."""
     state = msgspec.json.decode((mesh.run_dir / "mesh.json").read_bytes())
     pids: dict[str, int] = state["pids"]
     groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -82,17 +83,17 @@ def services(mesh: Mesh) -> dict[str, list[int]]:
 
 
 def memory_bytes(groups: Mapping[str, list[int]]) -> dict[str, int]:
-    """Proportional set size of each group; what several processes share counts once in all."""
+    """The proportional set size of each group. Pages that processes share count once in all."""
     return {name: sum(map(pss_bytes, pids)) for name, pids in groups.items()}
 
 
 def processor_s(groups: Mapping[str, list[int]]) -> dict[str, float]:
-    """Seconds of processor time of each group so far."""
+    """The seconds of processor time that each group has used."""
     return {name: sum(map(cpu_s, pids)) for name, pids in groups.items()}
 
 
 async def step_seconds(mesh: Mesh, *shares: float) -> list[float]:
-    """Quantiles of the scheduler's step, from its histogram: upper bounds of the buckets."""
+    """Quantiles of the scheduler's step: the upper bounds of its histogram's buckets."""
     port = mesh.metrics_ports["scheduler"]
 
     def scrape() -> str:
@@ -104,7 +105,7 @@ async def step_seconds(mesh: Mesh, *shares: float) -> list[float]:
 
 
 def bucket_quantiles(page: str, metric: str, *shares: float) -> list[float]:
-    """Of a histogram on a Prometheus page: the bounds below which these shares lie.
+    """The bounds below which these shares of a histogram on a Prometheus page lie.
 
     Raises: ValueError: the page has no such histogram, or nothing was measured.
     """

@@ -17,7 +17,7 @@ PAYLOAD = bytes(400)
 
 
 class Worker:
-    """Answers at once; calls of one caller run in their order."""
+    """An actor that answers at once; calls of one caller run in their order."""
 
     def run(self, payload: bytes) -> float:
         return 0.0

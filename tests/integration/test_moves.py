@@ -17,7 +17,7 @@ import pytest
 from grpo import declared
 from rich.console import Console
 
-from phaseloom.cli import nodes
+from phaseloom.cli.jobs import drain_node
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Deployment, Durability, MeshJob
 from phaseloom.common.contract.api import DrainNode, NodeStatus
@@ -141,16 +141,16 @@ async def test_node_is_drained_in_the_middle_of_a_run_and_the_weights_are_the_sa
             out = StringIO()
             console = Console(file=out, width=200)
             settings = mesh.credentials.bus
-            assert await nodes.drain(settings, DrainNode(home), 120.0, console) == 0
+            assert await drain_node(settings, DrainNode(home), 120.0, console) == 0
             assert f"moves to {OTHER[home]}" in out.getvalue()
             assert f"{home}: nothing is on it" in out.getvalue()
             assert (await ask(bus, "status", home)).is_draining
-            assert await nodes.drain(settings, DrainNode(OTHER[home]), 0.5, console) == 1
+            assert await drain_node(settings, DrainNode(OTHER[home]), 0.5, console) == 1
             assert "no other node of pool 'train' has room" in out.getvalue()
             assert "it goes on being drained" in out.getvalue()
             await ask(bus, "drain", OTHER[home], undo=True)
             with pytest.raises(PhaseloomError) as refused:
-                await nodes.drain(settings, DrainNode(NodeId("typo")), 0.5, console)
+                await drain_node(settings, DrainNode(NodeId("typo")), 0.5, console)
             assert refused.value.info.code is Code.NOT_FOUND
             assert home in refused.value.info.remedy
             gates.lift("end")

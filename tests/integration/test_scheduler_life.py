@@ -76,14 +76,14 @@ from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.common.transport.services import call_api
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.state.outputs import (
     DropCheckpoint,
     ForgetJob,
     SendCommand,
     SettleCompletion,
     WriteCompletion,
 )
-from phaseloom.scheduler.core.state import CORE_VERSION
+from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
@@ -144,12 +144,12 @@ LARGE = os.urandom(100_000)
 async def test_snapshot_larger_than_a_message_comes_back_whole(bus: Bus) -> None:
     writer = Snapshots(bus, chunk_bytes=30_000)
     assert await writer.load() is None
-    assert await writer.save(7, b"the first", is_final=False) == 0
-    assert await writer.save(9, LARGE, is_final=True) == 7
+    assert await writer.save(7, b"the first") == 0
+    assert await writer.save(9, LARGE) == 7
     stored = await Snapshots(bus).load()
     assert stored is not None
     assert stored.payload == LARGE
-    assert (stored.manifest.sequence, stored.manifest.is_final) == (9, True)
+    assert stored.manifest.sequence == 9
     assert stored.manifest.num_chunks == 4
     keys = await bus.kv_keys(Bucket.SNAPSHOTS)
     assert keys == ["core", *(f"core.9.{index}" for index in range(4))], "the old one's chunks stay"
@@ -159,9 +159,9 @@ async def test_leader_whose_place_was_taken_cannot_store_an_older_snapshot(bus: 
     old, new = Snapshots(bus), Snapshots(bus)
     for snapshots in (old, new):
         await snapshots.load()
-    await new.save(9, b"new", is_final=False)
+    await new.save(9, b"new")
     with pytest.raises(ResourceError, match="does not lead any more"):
-        await old.save(7, b"old", is_final=False)
+        await old.save(7, b"old")
     stored = await Snapshots(bus).load()
     assert stored is not None
     assert stored.payload == b"new"
@@ -169,7 +169,7 @@ async def test_leader_whose_place_was_taken_cannot_store_an_older_snapshot(bus: 
 
 async def test_damaged_snapshot_is_refused(bus: Bus) -> None:
     snapshots = Snapshots(bus)
-    await snapshots.save(7, b"sound", is_final=False)
+    await snapshots.save(7, b"sound")
     await bus.kv_put(Bucket.SNAPSHOTS, "core.7.0", zlib.compress(b"other"))
     with pytest.raises(ResourceError) as caught:
         await Snapshots(bus).load()
@@ -184,37 +184,31 @@ def environment(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"PHASELOOM_BUS_{name.upper()}", getattr(credentials, name))
 
 
-async def store_snapshot(bus: Bus, core_version: int, *, is_final: bool) -> None:
+async def store_snapshot(bus: Bus, core_version: int) -> None:
     fields = msgspec.msgpack.decode(Core().snapshot())
     fields["core_version"] = core_version
-    await Snapshots(bus).save(0, msgspec.msgpack.encode(fields), is_final=is_final)
+    await Snapshots(bus).save(0, msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.usefixtures("environment")
 async def test_scheduler_refuses_a_snapshot_of_another_core_version(bus: Bus) -> None:
-    await store_snapshot(bus, CORE_VERSION + 1, is_final=False)
+    await store_snapshot(bus, CORE_VERSION + 1)
     with pytest.raises(ResourceError) as caught:
         await main.serve(asyncio.Event())
     assert caught.value.info.code is Code.FAILED_PRECONDITION
-    assert f"core version {CORE_VERSION + 1} once more" in caught.value.info.remedy
+    assert f"core version {CORE_VERSION + 1} end its jobs" in caught.value.info.remedy
     assert await bus.kv_get(Bucket.LEASES, "scheduler") is None, "the lease is kept"
 
 
 @pytest.mark.usefixtures("environment")
-async def test_scheduler_goes_on_from_a_final_snapshot_of_another_version(bus: Bus) -> None:
-    """A clean stop leaves one, and it is final only until somebody leads again."""
-    await store_snapshot(bus, CORE_VERSION + 1, is_final=True)
+async def test_scheduler_that_is_stopped_leaves_a_snapshot(bus: Bus) -> None:
     stop = asyncio.Event()
     serving = asyncio.create_task(main.serve(stop))
     await until(lambda: folds(bus))
-    stored = await Snapshots(bus).load()
-    assert stored is not None
-    assert not stored.manifest.is_final
     stop.set()
     await serving
     stored = await Snapshots(bus).load()
     assert stored is not None
-    assert stored.manifest.is_final
     assert stored.manifest.sequence >= 1
     assert msgspec.msgpack.decode(stored.payload)["core_version"] == CORE_VERSION
 
@@ -431,7 +425,7 @@ async def test_job_that_is_forgotten_leaves_nothing_on_the_bus(bus: Bus) -> None
         await bus.kv_put(Bucket.SEALS, f"{ACME}.{job}.policy", b"x")
     async with running(sink.run()):
         await sink.perform(ForgetJob(A, ["policy"]), None)
-        await sink.save(1, b"", is_final=False)  # what is to be deleted is, before it is stored
+        await sink.save(1, b"")  # what is to be deleted is, before it is stored
     assert await absent(bus, Bucket.SEALS, f"{POLICY}")
     assert await bus.subjects(streams.DONE, "pl.v1.done.>") == [streams.done_subject(key(1, "b"))]
     stored = await bus.subjects(streams.ops_stream(ACME), "pl.v1.op.>")

@@ -13,7 +13,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, V
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.tickets import is_genuine
-from phaseloom.scheduler.core.outputs import SendCommand
+from phaseloom.scheduler.core.state.outputs import SendCommand
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
 

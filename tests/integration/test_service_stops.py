@@ -86,7 +86,7 @@ async def test_scheduler_told_to_stop_ends_though_the_server_is_gone_while_it_re
     """From so many chunks that the server goes in between."""
     fields = msgspec.msgpack.decode(Core().snapshot())
     fields["unknown"] = os.urandom(2_000_000)
-    await Snapshots(bus, chunk_bytes=1_000).save(0, msgspec.msgpack.encode(fields), is_final=False)
+    await Snapshots(bus, chunk_bytes=1_000).save(0, msgspec.msgpack.encode(fields))
     # Nor does it end as one that loses its lease.
     ttl = {"PHASELOOM_SCHEDULER_LEASE_TTL_S": "60"}
     async with service("scheduler", nats_server, **ttl) as process:

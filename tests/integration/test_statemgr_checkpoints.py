@@ -20,9 +20,7 @@ from safetensors.numpy import load_file
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.contract.state_rank import CheckpointRead, LoadedFrom, ReadCheckpoint
 from phaseloom.statemgr.core.marker import BLOCK_BYTES
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
@@ -529,30 +527,6 @@ async def test_file_that_ends_early_or_is_gone_is_data_loss(short_dir: Path) -> 
         assert await rank.client.read_checkpoint("c")
 
 
-async def test_what_was_written_last_is_loaded_from_memory_while_nobody_needs_that(
-    short_dir: Path,
-) -> None:
-    async with saving(short_dir) as d:
-        rank = await active(d)
-        await save(rank, "c")
-        expected = tensors(rank)
-        weights = place(d, "c") / "model.safetensors"
-        flip(weights, -3)
-        for seq in (2, 3):
-            rank.run(seq)
-            await rank.client.read_checkpoint("c")
-            assert_same(tensors(rank), expected)
-        # The memory is another cut's now.
-        rank.run(4)
-        await rank.client.cut_state("op", "d", 4)
-        with pytest.raises(ResourceError, match="checksum"):
-            await rank.client.read_checkpoint("c")
-        flip(weights, -3)
-        await rank.client.read_checkpoint("c")
-        assert_same(tensors(rank), expected)
-        await rank.client.write_checkpoint("op", "d", CONFIG, 0)
-
-
 async def begun(d: Daemon, name: str, *, incarnation: int) -> Rank:
     """A life whose initial state is a checkpoint; it is offloaded."""
     token = f"begun {incarnation}"
@@ -568,62 +542,15 @@ async def begun(d: Daemon, name: str, *, incarnation: int) -> Rank:
     return rank
 
 
-async def _read(rank: Rank, name: str) -> LoadedFrom:
-    return (await rank.client._link.ask(ReadCheckpoint(name), CheckpointRead)).source
-
-
-@pytest.mark.parametrize(
-    ("durability", "nearest"),
-    [
-        (Durability.HOST, LoadedFrom.HOST_SEAL),
-        (Durability.NODE, LoadedFrom.NVME_SEAL),
-    ],
-)
-async def test_state_is_loaded_from_the_nearest_whole_copy_of_it(
-    short_dir: Path, durability: Durability, nearest: LoadedFrom
-) -> None:
+async def test_life_begins_from_a_checkpoint(short_dir: Path) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
-        await d.agent.prepare_seal(POLICY, 1, 1)
-        await d.agent.write_seal(POLICY, 1, 1, [], durability=durability)
         await save(rank, "c")
         expected = tensors(rank)
         rank.run(2)
-        assert await _read(rank, "c") is LoadedFrom.CUT
-        rank.run(3)
-        await rank.client.cut_state("op", "d", 3)  # takes the memory of the cut before
-        assert await _read(rank, "c") is nearest
-        assert_same(tensors(rank), expected)
-        await rank.client.write_checkpoint("op", "d", CONFIG, 0)
-        # So does a life that begins from the checkpoint; another job has no such seal.
         reborn = await begun(d, "c", incarnation=2)
         await d.agent.switch_in(POLICY, 2, 2, [])
         assert_same(tensors(reborn), expected)
-
-
-async def test_seal_that_is_bad_or_of_other_bytes_at_that_seq_is_not_loaded(
-    short_dir: Path,
-) -> None:
-    async with saving(short_dir) as d:
-        rank = await active(d)
-        await save(rank, "c")
-        expected = tensors(rank)
-        await d.agent.prepare_seal(POLICY, 1, 1)
-        await d.agent.write_seal(POLICY, 1, 1, [])
-        (seal,) = d.files.rglob("seal-1.state")
-        flip(seal, -3)
-        rank.run(3)
-        await rank.client.cut_state("op", "d", 3)
-        assert await _read(rank, "c") is LoadedFrom.FILES
-        assert_same(tensors(rank), expected)
-        await d.agent.drop_wpg(POLICY, 1)
-        # A life that was rebuilt comes to the same seq by other rounding.
-        rank = await active(d, incarnation=2)
-        rank.heap.buffer[0] ^= 1
-        await d.agent.prepare_seal(POLICY, 2, 1)
-        await d.agent.write_seal(POLICY, 2, 1, [])
-        assert await _read(rank, "c") is LoadedFrom.FILES
-        assert_same(tensors(rank), expected)
 
 
 async def test_load_where_host_memory_has_no_room_changes_nothing(short_dir: Path) -> None:

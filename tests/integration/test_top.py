@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from phaseloom.cli.top import Board, catch_up
+from phaseloom.cli.top import Dashboard, catch_up
 from phaseloom.common.contract.events import (
     OperationFinished,
     OperationsFinished,
@@ -26,9 +26,9 @@ async def test_board_has_every_event_of_the_logs_last_entry(bus: Bus) -> None:
         for one in queued[:3]
     ]
     await bus.append(OperationsFinished(ended))
-    board = Board()
-    await catch_up(bus, board)
+    dashboard = Dashboard()
+    await catch_up(bus, dashboard)
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(board.render(0.0))
+        console.print(dashboard.render(0.0))
     assert "1 open, 3 done" in capture.get()

@@ -38,8 +38,8 @@ from phaseloom.common.contract.specs import (
     SchedulerConfig,
     Segment,
 )
-from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.validate import validate
 
 OFFLOAD_S, LOAD_S = 8.0, 12.0

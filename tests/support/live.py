@@ -18,9 +18,9 @@ from phaseloom.common.contract.events import Event, ReplanComputed, TimerFired
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import LogEntry
-from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     ComputeReplan,
     Output,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from phaseloom.common.contract.events import Event
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Output
+from phaseloom.scheduler.core.state.outputs import Output
 
 
 def restored_at_every_step(log: Iterable[tuple[float, Event]]) -> tuple[Core, list[list[Output]]]:

@@ -59,9 +59,10 @@ from phaseloom.common.contract.specs import (
     Residency,
     SchedulerConfig,
 )
-from phaseloom.scheduler.core import outputs, repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Output
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Output
 from phaseloom.scheduler.core.validate import validate
 
 CONFIG = SchedulerConfig(

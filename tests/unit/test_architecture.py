@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import importlib
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import grimp
 import pytest
 
-from phaseloom.scheduler.core import ordering, placement
+from phaseloom.scheduler.core import policies
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
@@ -147,18 +150,77 @@ def test_each_part_of_the_state_manager_imports_what_is_below_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "registered", "shared"),
-    [
-        (ordering, ordering.POLICIES, {"scene", "timeline"}),
-        (placement, placement.POLICIES, {"view"}),
-    ],
+    ("kind", "registered"),
+    [("ordering", ORDERING), ("placement", PLACEMENT)],
 )
-def test_every_policy_is_registered(
-    package: ModuleType, registered: dict[str, object], shared: set[str]
-) -> None:
-    """One file a policy, called like it, and a function of that name in the registry."""
-    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    assert modules - shared == set(registered)
-    for name, policy in registered.items():
-        module = importlib.import_module(f"{package.__name__}.{name}")
-        assert policy is vars(module)[name]
+def test_every_policy_is_registered(kind: str, registered: dict[str, object]) -> None:
+    """One file a policy, called like it, and an object of that name in the registry."""
+    found = {}
+    for package in (f"{policies.__name__}.{kind}", f"{policies.__name__}.baselines.{kind}"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            policy = importlib.import_module(f"{package}.{module.name}")
+            found[module.name] = vars(policy)[module.name]
+    assert found == registered
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+LAYERS: dict[str, list[tuple[str, ...]]] = {
+    "phaseloom.scheduler.core": [
+        ("state",),
+        ("operations", "devices", "planning"),
+        ("durability", "policies"),
+        ("wpgs",),
+        ("dispatch", "placement"),
+        ("jobs",),
+        ("core", "validate"),
+    ],
+    "phaseloom.scheduler.core.planning": [
+        ("admission", "timeline", "weave"),
+        ("groups", "sharing"),
+    ],
+    "phaseloom.scheduler.core.policies": [
+        ("device_view",),
+        ("ordering", "placement"),
+        ("baselines",),
+        ("registry",),
+    ],
+}
+"""Package → its children (packages and modules) in layers, the lowest first. A child imports only
+from layers below its own: nothing of the layers above, and nothing of its neighbours."""
+MAX_LAYERS = 7
+
+
+@functools.cache
+def graph_of(package: str) -> grimp.ImportGraph:
+    """Every import in the package, those inside functions too."""
+    return grimp.build_graph(package, cache_dir=None)
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_packages_import_only_from_the_layers_below(package: str) -> None:
+    layers = LAYERS[package]
+    assert len(layers) <= MAX_LAYERS
+    root = next(name for name in LAYERS if is_under(package, name))
+    graph = graph_of(root)
+    children = {name.rpartition(".")[2] for name in graph.find_children(package)}
+    assert children == {child for layer in layers for child in layer}, "each child has its layer"
+    found = graph.find_illegal_dependencies_for_layers(
+        layers=[grimp.Layer(*layer) for layer in reversed(layers)], containers={package}
+    )
+    shortest = sorted(
+        " -> ".join((*sorted(route.heads), *route.middle, *sorted(route.tails)))
+        for dependency in found
+        for route in dependency.routes
+    )
+    assert not shortest
+
+
+@pytest.mark.parametrize(
+    "package", [name for name in LAYERS if name.rpartition(".")[0] not in LAYERS]
+)
+def test_no_modules_import_one_another_in_a_circle(package: str) -> None:
+    """Packages may be in order and their modules not: the sorter names the circle."""
+    graph = graph_of(package)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.controllers import Controllers, ControllerSpec, Said, find_example, result_of
+from phaseloom.cli.controllers import (
+    ControllerLine,
+    Controllers,
+    ControllerSpec,
+    find_example,
+    result_of,
+)
 from phaseloom.common.contract.errors import ResourceError
 
 PROGRAM = textwrap.dedent(
@@ -54,7 +60,7 @@ class Run:
     def __init__(self, directory: Path, *tasks: str) -> None:
         script = directory / "grpo.py"
         script.write_text(PROGRAM)
-        self.lines: list[tuple[str, Said]] = []
+        self.lines: list[tuple[str, ControllerLine]] = []
         self.logs = directory
         self.controllers = Controllers(
             script,
@@ -110,7 +116,7 @@ async def test_children_end_when_the_run_is_cancelled(tmp_path: Path) -> None:
     reached = asyncio.Event()
     heard = run.controllers._heard
 
-    def watch(job: str, line: Said) -> None:
+    def watch(job: str, line: ControllerLine) -> None:
         heard(job, line)
         if line["event"] == "step":
             reached.set()

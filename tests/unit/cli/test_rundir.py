@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.rundir import bus_config, find_run
+from phaseloom.cli.rundir import bus_config, find_run, new_run_dir
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.transport.bus import BusConfig
 from phaseloom.common.transport.natsserver import Credentials
@@ -50,3 +50,9 @@ def test_credentials_come_from_the_run_named_else_from_the_environment(
 def test_run_without_credentials_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(CallerError, match="PHASELOOM_BUS_URL"):
         bus_config(make_run(tmp_path / "run"))
+
+
+def test_new_run_dir_makes_another_each_time_and_latest_follows(tmp_path: Path) -> None:
+    runs = [new_run_dir(tmp_path / "runs") for _ in range(3)]
+    assert len(set(runs)) == 3
+    assert (tmp_path / "runs" / "latest").resolve() == runs[-1].resolve()

@@ -6,14 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import (
     ChildSpec,
     Ended,
     MeshConfig,
     NodeConfig,
     child_specs,
-    new_run_dir,
     pause_s,
     socket_directory,
     with_metrics,
@@ -51,25 +49,6 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
     for environment in by_name.values():
         assert environment["PHASELOOM_BUS_PASSWORD"] == "word"
         assert environment["OMP_NUM_THREADS"] == "1"
-
-
-def test_policies_are_chosen_by_name() -> None:
-    settings = with_policies(MeshConfig(placement="isolated"), None, "fcfs")
-    assert (settings.placement, settings.ordering) == ("isolated", "fcfs")
-    assert with_policies(settings, "pack", None).placement == "pack"
-
-
-@pytest.mark.parametrize(
-    ("placement", "ordering", "field", "known"),
-    [("packed", None, "placement", "pack"), (None, "first", "ordering", "hrrs")],
-)
-def test_policy_that_there_is_not_is_refused_with_those_that_there_are(
-    placement: str | None, ordering: str | None, field: str, known: str
-) -> None:
-    with pytest.raises(CallerError) as caught:
-        with_policies(MeshConfig(), placement, ordering)
-    assert caught.value.info.field == field
-    assert known in (caught.value.info.remedy or "")
 
 
 def test_metrics_give_each_child_a_port_of_its_own() -> None:
@@ -155,9 +134,3 @@ def test_socket_directory_is_elsewhere_when_the_name_is_too_long(tmp_path: Path)
     directory = socket_directory(tmp_path / ("x" * 100), ["train-0"])
     assert len(os.fsencode(directory / "agent-train-0.sock")) <= 107
     directory.rmdir()
-
-
-def test_new_run_dir_makes_another_each_time_and_latest_follows(tmp_path: Path) -> None:
-    runs = [new_run_dir(tmp_path / "runs") for _ in range(3)]
-    assert len(set(runs)) == 3
-    assert (tmp_path / "runs" / "latest").resolve() == runs[-1].resolve()

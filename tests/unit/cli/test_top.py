@@ -1,4 +1,4 @@
-"""The board of `phaseloom top`, from a run whose figures are known."""
+"""The dashboard of `phaseloom top`, from a run whose figures are known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from phaseloom.cli.top import WINDOW_S, Board, show
+from phaseloom.cli.top import WINDOW_S, Dashboard, show
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.events import Notice
@@ -14,36 +14,36 @@ from phaseloom.common.transport.bus import LogEntry
 from tests.support.runlog import HandMade, shared
 
 
-def board_of(log: HandMade) -> Board:
-    board = Board()
+def board_of(log: HandMade) -> Dashboard:
+    dashboard = Dashboard()
     for entry in log.recorded():
-        board.take(LogEntry(entry.sequence, entry.time_unix_s, entry.event, {}))
-    return board
+        dashboard.take(LogEntry(entry.sequence, entry.time_unix_s, entry.event, {}))
+    return dashboard
 
 
-def shown(board: Board, now_s: float) -> dict[str, list[str]]:
+def shown(dashboard: Dashboard, now_s: float) -> dict[str, list[str]]:
     """Its lines by their first word, split where two spaces are."""
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(board.render(now_s))
+        console.print(dashboard.render(now_s))
     lines = [line for line in capture.get().splitlines() if line.strip()]
     return {line.split()[0]: [c for c in line.split("  ") if c.strip()] for line in lines}
 
 
 def test_board_is_as_wide_as_it_needs_where_no_terminal_bounds_it() -> None:
     """Into a file or a pipe, which rich takes for a terminal of 80 columns."""
-    board = Board()
+    dashboard = Dashboard()
     key, reason = (
         "a-tenant-with-a-name.a-job-with-a-longer-one",
         "what happened, told at length: " * 5,
     )
-    board.notice(Notice("scheduler-of-this-mesh", "operation_refused", key, reason.strip()))
+    dashboard.notice(Notice("scheduler-of-this-mesh", "operation_refused", key, reason.strip()))
     written = io.StringIO()
-    show(board, 0.0, Console(file=written))
+    show(dashboard, 0.0, Console(file=written))
     (line,) = [line for line in written.getvalue().splitlines() if key in line]
     assert reason.strip() in line
     narrow = io.StringIO()
-    show(board, 0.0, Console(file=narrow, width=60, force_terminal=True, color_system=None))
+    show(dashboard, 0.0, Console(file=narrow, width=60, force_terminal=True, color_system=None))
     assert max(map(len, narrow.getvalue().splitlines())) <= 60
 
 
@@ -65,16 +65,16 @@ def test_board_forgets_what_left_the_window() -> None:
 
 
 def test_board_shows_jobs_with_their_state_and_notices() -> None:
-    board = board_of(shared())
+    dashboard = board_of(shared())
     moving = "to t1: once save_state 3 is durable"
     deployments = [DeploymentStatus("policy", "train", "t0", "ready", 1, 4, moving=moving)]
-    board.view("demo.a", encode(JobStatus("a", "active", deployments)))
-    board.view("demo.c", encode(JobStatus("c", "done")))
-    board.notice(Notice("router", "refused", "too large", "demo.a.policy.9"))
-    rows = shown(board, 132.0)
+    dashboard.view("demo.a", encode(JobStatus("a", "active", deployments)))
+    dashboard.view("demo.c", encode(JobStatus("c", "done")))
+    dashboard.notice(Notice("router", "refused", "too large", "demo.a.policy.9"))
+    rows = shown(dashboard, 132.0)
     where = "policy ready t0 (moves to t1: once save_state 3 is durable)"
     assert [cell.strip() for cell in rows["demo.a"]][:3] == ["demo.a", "active", where]
     assert "demo.c" not in rows, "ended, and nothing of it in the window"
     assert rows["router"][-1].strip() == "too large"
-    board.view("demo.a", None)
-    assert "demo.a" not in shown(board, 132.0)
+    dashboard.view("demo.a", None)
+    assert "demo.a" not in shown(dashboard, 132.0)

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from loadtest.chaos import ChaosReport, JobEnd, Kill, Settings, Victim, summaries, victims_in_order
-from loadtest.machine import describe
+from loadtest.records import describe
 
 
 def test_every_victim_is_killed_as_often_as_any_other() -> None:

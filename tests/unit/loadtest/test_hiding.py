@@ -19,7 +19,7 @@ def ran(job: str, ready_s: float, start_s: float, end_s: float) -> Execution:
 
 def switched(job: str, start_s: float, seconds: float) -> Switch:
     to = DeploymentKey("bench", job, "policy")
-    return Switch(DEVICE, "other", to, start_s, seconds / 2, seconds / 2, 1, 1)
+    return Switch(DEVICE, to, start_s, seconds / 2, seconds / 2, 1, 1)
 
 
 def test_switch_seconds_are_hidden_or_told_why_not() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from loadtest.load import LoadReport, Settings, growth
-from loadtest.machine import describe
 from loadtest.pictures import draw_load, headline, rates
 from loadtest.processes import children, cpu_s, idle_s, pss_bytes
 from loadtest.publishing import load_table
+from loadtest.records import describe
 from loadtest.watching import Sample, bucket_quantiles
 
 PAGE = """\

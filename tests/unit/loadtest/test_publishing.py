@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtest.machine import describe
 from loadtest.publishing import (
     DOCS,
     PUBLISHED,
@@ -16,7 +15,7 @@ from loadtest.publishing import (
     publish,
     replaced,
 )
-from loadtest.records import Record, record
+from loadtest.records import Record, describe, record
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 

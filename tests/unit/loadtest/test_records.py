@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtest.machine import describe
-from loadtest.records import Record, Records, record
+from loadtest.records import Record, Records, describe, record
 
 
 def _figure(name: str, value: float) -> Record:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from loadtest.records import quantile
 from loadtest.roundtrip import Round, Turn, figures, turn
-from loadtest.statistics import quantile
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ otel.set_meter_provider(MeterProvider([reader]))
 from phaseloom.common.transport.bus import LogEntry
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
-from phaseloom.common.contract import *
+from phaseloom.common.contract.events import *
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.readiness import Readiness
 from phaseloom.profiler.observing import Metrics
 from tests.support.runlog import shared

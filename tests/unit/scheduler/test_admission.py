@@ -10,8 +10,8 @@ from phaseloom.common.contract.errors import Code
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
-from phaseloom.scheduler.core import admission, groups
-from phaseloom.scheduler.core.cluster import (
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
     Host,

@@ -12,11 +12,12 @@ from phaseloom.common.contract.commands import OpenActivation, Permit, SealState
 from phaseloom.common.contract.events import CancelRequested, NodeDrainRequested, StateCut
 from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core import evacuation
-from phaseloom.scheduler.core.explain import explain
-from phaseloom.scheduler.core.outputs import Answer, PutView
-from phaseloom.scheduler.core.state import Op, OpState
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch.explain import explain
+from phaseloom.scheduler.core.placement import evacuation
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.outputs import Answer, PutView
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import OpState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up
 

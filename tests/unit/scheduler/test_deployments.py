@@ -19,10 +19,10 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeploymentSpec, Layout
-from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Answer
-from phaseloom.scheduler.core.state import JobState, WpgState
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.world import CONFIG, TENANT, World, deployment, lost, node_up, spec
 
 T = TypeVar("T")

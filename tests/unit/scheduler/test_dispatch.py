@@ -27,10 +27,10 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Residency, SchedulerConfig
-from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.state import JobState
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState
 from tests.support.world import CONFIG, World, deployment, node_up
 
 
@@ -632,7 +632,7 @@ def standing(world: World, operation: str) -> tuple[list[str], int, float]:
     owner = state.deployments[f"t.{job}.{name}"]
     op = owner.operations.get(int(slot)) if slot.isdigit() else owner.unordered.get(slot)
     assert op is not None
-    return queue.why_not(step, owner, op), *queue.place_of(step, owner, op)
+    return explain.why_not(step, owner, op), *explain.place_of(step, owner, op)
 
 
 def test_waiting_operation_knows_what_runs_and_its_place() -> None:

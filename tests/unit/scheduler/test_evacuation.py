@@ -30,8 +30,8 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, Durability, JobSpec, Segment
-from phaseloom.scheduler.core.outputs import Answer, SendCommand, Tell
-from phaseloom.scheduler.core.state import JobState, WpgState
+from phaseloom.scheduler.core.state.outputs import Answer, SendCommand, Tell
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
 

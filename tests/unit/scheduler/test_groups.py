@@ -15,8 +15,8 @@ from phaseloom.common.contract.specs import (
     ModelSpec,
     Segment,
 )
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import Cluster, Host, Limits, Member, Need, Placed
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.state.cluster import Cluster, Host, Limits, Member, Need, Placed
 
 POOLS = ("rollout", "train")
 CYCLE = Cycle(100.0, [Segment("rollout", 0, 60), Segment("train", 60, 40)])

@@ -31,11 +31,12 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
-from phaseloom.scheduler.core import holding, outputs
 from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
-from phaseloom.scheduler.core.outputs import Output
-from phaseloom.scheduler.core.state import JobState, WpgState
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Output
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from phaseloom.scheduler.core.validate import validate
 from tests.support.world import CONFIG, TENANT, deployment, lost, node_up, spec
 
@@ -284,7 +285,7 @@ def test_ended_job_leaves_nothing_that_grows() -> None:
 def test_quantum_is_over_when_its_timer_is_due() -> None:
     state = Teller(replace(CONFIG, quantum_s=0.3)).core.state
     for since_s in (1000.0 + 0.1 * n for n in range(200)):
-        assert holding.is_quantum_over(Step(state, 0, since_s + 0.3), since_s)
+        assert idle_hold.is_quantum_over(Step(state, 0, since_s + 0.3), since_s)
 
 
 # --- what a rebuild begins with -----------------------------------------------------------------

@@ -36,10 +36,10 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
-from phaseloom.scheduler.core import outputs
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Answer
-from phaseloom.scheduler.core.state import JobState, OpState, WpgState
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
 
 T = TypeVar("T")

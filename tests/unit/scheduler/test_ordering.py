@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.scheduler.core.ordering import (
-    POLICIES,
+from phaseloom.scheduler.core.policies.baselines.ordering.hrrn import hrrn
+from phaseloom.scheduler.core.policies.baselines.ordering.hrrs_literal import hrrs_literal
+from phaseloom.scheduler.core.policies.baselines.ordering.sjf import STARVED as SJF_STARVED
+from phaseloom.scheduler.core.policies.baselines.ordering.sjf import sjf
+from phaseloom.scheduler.core.policies.device_view import (
     Candidate,
+    DeviceView,
     Member,
     Resident,
-    Scene,
     Wait,
+    timeline,
 )
-from phaseloom.scheduler.core.ordering.hrrn import hrrn
-from phaseloom.scheduler.core.ordering.hrrs import hrrs, score
-from phaseloom.scheduler.core.ordering.hrrs_anticipatory import LEEWAY, STARVED
-from phaseloom.scheduler.core.ordering.hrrs_literal import hrrs_literal
-from phaseloom.scheduler.core.ordering.sjf import STARVED as SJF_STARVED
-from phaseloom.scheduler.core.ordering.sjf import sjf
-from phaseloom.scheduler.core.ordering.timeline import timeline
+from phaseloom.scheduler.core.policies.ordering.hrrs import hrrs, score
+from phaseloom.scheduler.core.policies.ordering.hrrs_anticipatory import LEEWAY, STARVED
+from phaseloom.scheduler.core.policies.registry import ORDERING
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SWITCH_S = 20.0
@@ -69,7 +69,7 @@ def of_case(case: dict[str, Any], setup_s: float) -> list[Candidate]:
 def ordered(policy: str, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
     left, order = list(candidates), []
     while left:
-        chosen = POLICIES[policy].choose(Scene(now_s, left))
+        chosen = ORDERING[policy].choose(DeviceView(now_s, left))
         assert isinstance(chosen, Candidate)
         order.append(chosen)
         left.remove(chosen)
@@ -91,7 +91,7 @@ def test_timelines_are_as_derived_by_hand(setup_s: float, case: dict[str, Any]) 
     candidates = of_case(case, setup_s)
     for policy, name in (("hrrs", "fixed"), ("hrrs_literal", "literal")):
         order = ordered(policy, candidates, case["now"])
-        plan = POLICIES[policy].timeline(order, case["now"])
+        plan = ORDERING[policy].timeline(order, case["now"])
         assert [[e.operation, e.start_s, e.end_s] for e in plan] == case[name]
         is_stopped = case["running"] is not None and not order[0].is_running
         assert is_stopped is case["stop"]
@@ -101,10 +101,10 @@ def test_literal_form_draws_nothing_to_the_resident_job() -> None:
     """Charged to both, the switch does not favour the one that needs none."""
     resident = made("resident", arrival_s=90, duration_s=20, switch_s=0.0)
     other = made("other", arrival_s=86, duration_s=20)
-    scene = Scene(100.0, [resident, other])
-    assert hrrs.choose(scene) is resident
-    assert hrrs_literal.choose(scene) is other
-    assert hrrn.choose(scene) is other
+    view = DeviceView(100.0, [resident, other])
+    assert hrrs.choose(view) is resident
+    assert hrrs_literal.choose(view) is other
+    assert hrrn.choose(view) is other
 
 
 # --- All of them ----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def made(name: str, **fields: Any) -> Candidate:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def views(draw: st.DrawFn) -> DeviceView:
     times = st.sampled_from([0.0, 1.0, 5.0, 50.0, 99.0])
     candidates = []
     for index in range(draw(st.integers(1, 5))):
@@ -151,7 +151,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         phase_until_s=draw(st.sampled_from([0.0, 110.0])),
     )
     members = [Member(job, draw(st.sampled_from([0.0, 130.0]))) for job in "cabd"]
-    return Scene(
+    return DeviceView(
         now_s=100.0,
         candidates=candidates,
         resident=draw(st.sampled_from([None, resident])),
@@ -160,35 +160,35 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERING)
 @settings(max_examples=60, deadline=None)
-@given(scene=scenes(), data=st.data())
+@given(view=views(), data=st.data())
 def test_answer_does_not_depend_on_the_order_of_the_candidates(
-    policy: str, scene: Scene, data: st.DataObject
+    policy: str, view: DeviceView, data: st.DataObject
 ) -> None:
-    shuffled = data.draw(st.permutations(list(scene.candidates)))
-    other = Scene(
-        scene.now_s, shuffled, scene.resident, members=scene.members, may_wait=scene.may_wait
+    shuffled = data.draw(st.permutations(list(view.candidates)))
+    other = DeviceView(
+        view.now_s, shuffled, view.resident, members=view.members, may_wait=view.may_wait
     )
-    assert POLICIES[policy].choose(scene) == POLICIES[policy].choose(other)
+    assert ORDERING[policy].choose(view) == ORDERING[policy].choose(other)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERING)
 @settings(max_examples=60, deadline=None)
-@given(scene=scenes())
-def test_answer_is_a_candidate_or_a_wait_with_an_end(policy: str, scene: Scene) -> None:
-    answer = POLICIES[policy].choose(scene)
+@given(view=views())
+def test_answer_is_a_candidate_or_a_wait_with_an_end(policy: str, view: DeviceView) -> None:
+    answer = ORDERING[policy].choose(view)
     if isinstance(answer, Wait):
-        assert scene.may_wait
-        assert POLICIES[policy].may_wait
-        assert scene.now_s < answer.until_s < math.inf
-        assert answer.job not in {c.job for c in scene.candidates}
+        assert view.may_wait
+        assert ORDERING[policy].may_wait
+        assert view.now_s < answer.until_s < math.inf
+        assert answer.job not in {c.job for c in view.candidates}
     else:
-        assert answer in scene.candidates
-        assert POLICIES[policy].why(answer, scene)
+        assert answer in view.candidates
+        assert ORDERING[policy].why(answer, view)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERING)
 @settings(max_examples=20, deadline=None)
 @given(
     durations_s=st.lists(st.sampled_from([5.0, 10.0, 60.0]), min_size=2, max_size=5),
@@ -225,8 +225,8 @@ def test_every_candidate_is_chosen_within_a_bound(
         ]
         jobs = sorted({job for _, job, _ in kinds})
         last = max(range(len(jobs)), key=lambda i: (served.get(jobs[i], 0), i))
-        answer = POLICIES[policy].choose(
-            Scene(
+        answer = ORDERING[policy].choose(
+            DeviceView(
                 now_s,
                 candidates,
                 Resident(holder, since_s, now_s) if holder else None,
@@ -252,18 +252,20 @@ def test_every_candidate_is_chosen_within_a_bound(
 def test_fcfs_and_sjf_choose_by_arrival_and_by_duration() -> None:
     early = made("early", arrival_s=1.0, duration_s=50.0)
     short = made("short", arrival_s=2.0, duration_s=1.0)
-    scene = Scene(10.0, [short, early])
-    assert POLICIES["fcfs"].choose(scene) is early
-    assert sjf.choose(scene) is short
-    later = Scene(SJF_STARVED * 50.0 + 1.0, [made("short", arrival_s=1e4, duration_s=1.0), early])
+    view = DeviceView(10.0, [short, early])
+    assert ORDERING["fcfs"].choose(view) is early
+    assert sjf.choose(view) is short
+    later = DeviceView(
+        SJF_STARVED * 50.0 + 1.0, [made("short", arrival_s=1e4, duration_s=1.0), early]
+    )
     assert sjf.choose(later) is early, "it has waited for long enough"
 
 
 def test_least_recently_served_goes_by_jobs() -> None:
     a, b = made("a", served=7), made("b", served=3, arrival_s=9.0)
     new = made("new", served=0, arrival_s=9.5)
-    assert POLICIES["lrs"].choose(Scene(10.0, [a, b, new])) is new
-    assert POLICIES["lrs"].choose(Scene(10.0, [a, b])) is b
+    assert ORDERING["lrs"].choose(DeviceView(10.0, [a, b, new])) is new
+    assert ORDERING["lrs"].choose(DeviceView(10.0, [a, b])) is b
 
 
 def resident_of(**fields: Any) -> Resident:
@@ -275,8 +277,8 @@ RIVAL = made("b", arrival_s=95.0, back_s=SWITCH_S)
 
 
 def anticipates(resident: Resident, *candidates: Candidate, now_s: float = 100.0) -> Any:
-    scene = Scene(now_s, candidates, resident, may_wait=True)
-    return POLICIES["hrrs_anticipatory"].choose(scene)
+    view = DeviceView(now_s, candidates, resident, may_wait=True)
+    return ORDERING["hrrs_anticipatory"].choose(view)
 
 
 def test_anticipation_waits_while_that_is_cheaper_than_leaving() -> None:
@@ -311,7 +313,7 @@ def test_anticipation_ends_where_an_slo_has_no_more_room() -> None:
 
 def test_anticipation_lets_the_resident_job_go_on_until_others_starve() -> None:
     own = made("a", arrival_s=100.0, switch_s=0.0)
-    assert hrrs.choose(Scene(100.0, [own, RIVAL])) is RIVAL, "HRRS: it has not waited yet"
+    assert hrrs.choose(DeviceView(100.0, [own, RIVAL])) is RIVAL, "HRRS: it has not waited yet"
     turn = resident_of(since_s=90.0)
     assert anticipates(turn, own, RIVAL) is own
     starved_s = 95.0 + (STARVED - 1) * (10.0 + SWITCH_S)
@@ -330,29 +332,31 @@ def test_anticipation_prefers_the_rival_to_an_operation_longer_than_leaving() ->
 
 
 def test_round_robin_waits_for_the_next_in_order() -> None:
-    choose = POLICIES["round_robin"].choose
+    choose = ORDERING["round_robin"].choose
     a, c = made("a"), made("c", arrival_s=5.0)
     members = [Member("b", 130.0), Member("c", 0.0), Member("a", 130.0)]
-    answer = choose(Scene(100.0, [a, c], members=members, may_wait=True))
+    answer = choose(DeviceView(100.0, [a, c], members=members, may_wait=True))
     assert answer == Wait(130.0, "b", answer.why)  # type: ignore[union-attr]
-    assert choose(Scene(130.0, [a, c], members=members, may_wait=True)) is c, "b is passed over"
+    assert choose(DeviceView(130.0, [a, c], members=members, may_wait=True)) is c, (
+        "b is passed over"
+    )
     b = made("b", arrival_s=99.0)
-    assert choose(Scene(100.0, [a, b, c], members=members, may_wait=True)) is b
+    assert choose(DeviceView(100.0, [a, b, c], members=members, may_wait=True)) is b
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo_lock"])
 def test_phase_is_not_broken_into(policy: str) -> None:
-    choose = POLICIES[policy].choose
+    choose = ORDERING[policy].choose
     going_on = made("a", arrival_s=99.0, continues=True)
     members = [Member("b", 0.0), Member("a", 0.0)]
     turn = resident_of(phase_until_s=110.0)
-    assert choose(Scene(100.0, [RIVAL, going_on], turn, members, may_wait=True)) is going_on
-    wait = choose(Scene(100.0, [RIVAL], turn, members, may_wait=True))
+    assert choose(DeviceView(100.0, [RIVAL, going_on], turn, members, may_wait=True)) is going_on
+    wait = choose(DeviceView(100.0, [RIVAL], turn, members, may_wait=True))
     assert isinstance(wait, Wait)
     assert (wait.until_s, wait.job) == (110.0, "a")
-    assert choose(Scene(110.0, [RIVAL], turn, members, may_wait=True)) is RIVAL
+    assert choose(DeviceView(110.0, [RIVAL], turn, members, may_wait=True)) is RIVAL
     next_phase = made("a", arrival_s=99.0)
-    assert choose(Scene(100.0, [RIVAL, next_phase], turn, members, may_wait=True)) is RIVAL
+    assert choose(DeviceView(100.0, [RIVAL, next_phase], turn, members, may_wait=True)) is RIVAL
 
 
 def test_timeline_brings_back_what_a_foreign_one_displaced() -> None:

@@ -8,10 +8,10 @@ import itertools
 import pytest
 
 from phaseloom.common.contract.events import JobFinished, PhaseDeclared, SessionLost, SessionOpened
-from phaseloom.scheduler.core import queue
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.ordering import POLICIES
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.policies.registry import ORDERING
+from phaseloom.scheduler.core.state.step import Step
 from tests.support.contention import TENANT, Call, Contention, Loop, config_of
 
 BIG = [Call("forward", 19.62), Call("optim_step", 56.35), Call("publish_weights", 7.57, 201.26)]
@@ -31,7 +31,7 @@ def contention(ordering: str, *, is_serial: bool, num_jobs: int = 2) -> Contenti
     return Contention(config_of(ordering), loops).run()
 
 
-@pytest.mark.parametrize("ordering", POLICIES)
+@pytest.mark.parametrize("ordering", ORDERING)
 def test_every_operation_runs(ordering: str) -> None:
     for is_serial in (True, False):
         runs = contention(ordering, is_serial=is_serial).runs
@@ -175,7 +175,7 @@ def test_declared_phase_keeps_the_lock_until_the_controller_ends_it() -> None:
     assert world.runs[3][0] == pytest.approx(1200.0 + 20.0), "not before the phase was over"
 
 
-@pytest.mark.parametrize("ordering", POLICIES)
+@pytest.mark.parametrize("ordering", ORDERING)
 def test_quiet_device_sets_no_timers(ordering: str) -> None:
     loops = [Loop("a", [Call("optim_step", 10.0, 50.0)], 3), Loop("b", BIG, 3, silent_after=2)]
     world = Contention(config_of(ordering), loops).run()
@@ -183,7 +183,7 @@ def test_quiet_device_sets_no_timers(ordering: str) -> None:
     assert len(world.runs) == 5
 
 
-@pytest.mark.parametrize("ordering", POLICIES)
+@pytest.mark.parametrize("ordering", ORDERING)
 def test_policy_replays_from_any_snapshot(ordering: str) -> None:
     """What it goes by is in the state."""
     world = Contention(config_of(ordering), [Loop("a", BIG, 4), Loop("b", SMALL, 4, starts_s=9.0)])
@@ -228,14 +228,14 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     step = Step(state, state.sequence, world.now_s)
     waiting = state.deployments[str(loops[1].key)]
     op = waiting.operations[1]
-    (line,) = queue.why_not(step, waiting, op)
-    place, start_s = queue.place_of(step, waiting, op)
+    (line,) = explain.why_not(step, waiting, op)
+    place, start_s = explain.place_of(step, waiting, op)
     assert line.startswith("device 0 of t0, which waits up to ")
     assert line.endswith(f"s for job t.a: {why}")
     assert place == 1
     world.run()
     assert world.runs[1][0] == pytest.approx(1051.0 + start_s)
-    assert queue.why_not(step, waiting, op) != [line]
+    assert explain.why_not(step, waiting, op) != [line]
 
 
 def test_quantum_of_the_configuration_is_kept_under_a_policy_that_waits() -> None:

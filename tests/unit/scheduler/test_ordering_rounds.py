@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from phaseloom.scheduler.core.cluster import Cluster, Decision, Member, Placed, Placement
-from phaseloom.scheduler.core.placement import POLICIES
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 from phaseloom.simulator.nodes import PoolSpec
@@ -38,7 +38,7 @@ def periods_s(
     items: list[Any], arrivals_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
     """Of each job, once the rounds have settled."""
-    monkeypatch.setitem(POLICIES, "pinned", pinned(items))
+    monkeypatch.setitem(PLACEMENT, "pinned", pinned(items))
     jobs = [
         SimJob(
             name=f"j{index}",

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.specs import Cycle, Segment
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import (
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.planning.sharing.backfill import earliest_start
+from phaseloom.scheduler.core.planning.timeline import upkeep
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
     Host,
@@ -21,9 +24,6 @@ from phaseloom.scheduler.core.cluster import (
     Placed,
     Waits,
 )
-from phaseloom.scheduler.core.placement import POLICIES
-from phaseloom.scheduler.core.sharing.backfill import earliest_start
-from phaseloom.scheduler.core.timeline import upkeep
 
 SHARING = ["pack", "spread", "spread_backfill", "backfill_greedy"]
 ALL = ["isolated", *SHARING]
@@ -51,7 +51,7 @@ def job(name: str, num_nodes: int = 1, ends_s: float = 0.0, **changes: Any) -> M
 
 def place(cluster: Cluster, policy: str, member: Member) -> Decision:
     """And keep it, or let it wait."""
-    decision = POLICIES[policy].place(cluster, member)
+    decision = PLACEMENT[policy].place(cluster, member)
     if isinstance(decision, Placed):
         groups.join(cluster, member, decision)
     elif member not in cluster.waiting:
@@ -270,7 +270,7 @@ def test_backfill_into_a_group_counts_the_place_that_the_head_would_take() -> No
 
 
 def test_only_backfill_overtakes() -> None:
-    overtaking = {name for name in ALL if POLICIES[name].may_overtake}
+    overtaking = {name for name in ALL if PLACEMENT[name].may_overtake}
     assert overtaking == {"spread_backfill", "backfill_greedy"}
 
 
@@ -313,7 +313,7 @@ def test_restored_cluster_decides_as_the_one_that_went_on(policy: str, steps: li
             gb=10,
         )
         restored = msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster)
-        expected = POLICIES[policy].place(restored, msgspec.structs.replace(member))
+        expected = PLACEMENT[policy].place(restored, msgspec.structs.replace(member))
         assert place(cluster, policy, member) == expected
     kept, anew = upkeep.of(cluster), upkeep.of(groups.copy(cluster))
     assert kept.capacity("train") == anew.capacity("train")

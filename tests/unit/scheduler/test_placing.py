@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -25,8 +24,14 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core import admission, placement, repack
-from phaseloom.scheduler.core.cluster import (
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.planning import admission
+from phaseloom.scheduler.core.planning.groups import group_of, join, leave
+from phaseloom.scheduler.core.planning.weave.candidates import seat_of
+from phaseloom.scheduler.core.planning.weave.timing import is_overloaded
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
     Member,
@@ -35,12 +40,8 @@ from phaseloom.scheduler.core.cluster import (
     Placement,
     Waits,
 )
-from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.groups import group_of, join, leave
-from phaseloom.scheduler.core.outputs import Answer, ComputeReplan, PutView, Tell
-from phaseloom.scheduler.core.state import JobState
-from phaseloom.scheduler.core.weave.load import is_overloaded
-from phaseloom.scheduler.core.weave.seats import seat_of
+from phaseloom.scheduler.core.state.outputs import Answer, ComputeReplan, PutView, Tell
+from phaseloom.scheduler.core.state.transitions import JobState
 from tests.support.world import CONFIG, TENANT, World, node_up, spec
 
 CYCLE = Cycle(10.0, [Segment("rollout", 0, 5.0), Segment("train", 5.0, 3.0)])
@@ -426,27 +427,6 @@ def test_what_a_job_may_take_goes_by_its_cycles_as_they_were() -> None:
     assert seat.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
 
 
-def test_what_a_job_may_take_is_the_same_after_an_upgrade() -> None:
-    """Version 3 did not note what iterations take alone: the job would be out of all its budget,
-    and its group dear."""
-    world = world_of("r1", "t1", policy="coexec_repack")
-    specs = [spec(pool, pool, trainable=pool == "train") for pool in ("rollout", "train")]
-    job = JobSpec(2.0, specs, TRAINING, duration_s=100.0)
-    world.feed(JobSubmitted(JobKey(TENANT, "a"), job, "s"))
-    world.run()
-    for seq in range(1, 6):
-        world.queue("a", "train", seq, "optim_step")
-        world.run()
-    cluster = world.core.state.cluster
-    budget_s = seat_of(cluster, group_of(cluster, "t.a").members["t.a"]).budget_s
-    payload = msgspec.msgpack.decode(world.core.snapshot())
-    payload["core_version"] = 3
-    for group in payload["state"]["cluster"]["groups"].values():
-        del group["members"]["t.a"]["alone_s"]
-    upgraded = Core.restore(msgspec.msgpack.encode(payload), is_final=True).state.cluster
-    assert seat_of(upgraded, group_of(upgraded, "t.a").members["t.a"]).budget_s == budget_s
-
-
 def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:
     """A group past the round robin's saturation is sound while everybody keeps within its budget,
     and is not once somebody cannot."""
@@ -549,7 +529,7 @@ def _spread_out(cluster: Cluster, member: Member) -> Decision:
 
 @pytest.fixture
 def gather(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(placement.POLICIES, "gather", Placement(_spread_out, _gather))
+    monkeypatch.setitem(PLACEMENT, "gather", Placement(_spread_out, _gather))
     return "gather"
 
 

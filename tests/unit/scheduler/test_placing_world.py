@@ -23,9 +23,10 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, Durability, JobSpec, Segment
-from phaseloom.scheduler.core import groups, placement
-from phaseloom.scheduler.core.cluster import Cluster, Move, Placed, Placement
-from phaseloom.scheduler.core.state import JobState
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Move, Placed, Placement
+from phaseloom.scheduler.core.state.transitions import JobState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, node_up, spec
 
@@ -117,14 +118,14 @@ class Mesh:
         self.world.bring_back(node)
 
 
-@pytest.mark.parametrize("policy", [*sorted(placement.POLICIES), "rotate"])
+@pytest.mark.parametrize("policy", [*sorted(PLACEMENT), "rotate"])
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_books_stay_consistent_and_nothing_is_lost(policy: str, seed: int) -> None:
     draw = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        place = placement.POLICIES["isolated"].place
-        patch.setitem(placement.POLICIES, "rotate", Placement(place, _rotate, may_overtake=True))
+        place = PLACEMENT["isolated"].place
+        patch.setitem(PLACEMENT, "rotate", Placement(place, _rotate, may_overtake=True))
         mesh = Mesh(policy, seed)
         for step in ("submit", "submit", *draw.choices(STEPS, k=60)):
             _take(mesh, step, draw)

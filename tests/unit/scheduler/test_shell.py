@@ -32,7 +32,7 @@ from phaseloom.common.contract.specs import JobSpec
 from phaseloom.common.process import lifecycle
 from phaseloom.scheduler.clock import Clock
 from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,
     DropCheckpoint,
     Output,
@@ -40,8 +40,8 @@ from phaseloom.scheduler.core.outputs import (
     SendCommand,
     WriteCompletion,
 )
-from phaseloom.scheduler.memory import MemoryLog, MemorySink
 from phaseloom.scheduler.shell import Shell
+from tests.support.memorylog import MemoryLog, MemorySink
 from tests.support.world import CONFIG, deployment, node_up, spec
 
 NODE = NodeId("t0")

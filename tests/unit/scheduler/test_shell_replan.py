@@ -20,12 +20,14 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
 from phaseloom.common.process import lifecycle
-from phaseloom.scheduler.core import admission, placement, repack
-from phaseloom.scheduler.core.cluster import Cluster, Decision, Member, Move, Placement, Waits
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import ComputeReplan
-from phaseloom.scheduler.memory import MemoryLog, MemorySink
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.planning import admission
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Move, Placement, Waits
+from phaseloom.scheduler.core.state.outputs import ComputeReplan
 from phaseloom.scheduler.shell import Replan, Shell
+from tests.support.memorylog import MemoryLog, MemorySink
 from tests.support.world import CONFIG, node_up, spec
 
 CYCLE = Cycle(10.0, [Segment("train", 0, 5.0)])
@@ -48,7 +50,7 @@ class Policy:
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
     made = Policy()
-    monkeypatch.setitem(placement.POLICIES, "counting", Placement(made.place, made.replan))
+    monkeypatch.setitem(PLACEMENT, "counting", Placement(made.place, made.replan))
     return made
 
 

@@ -34,11 +34,13 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core import explain, placement
 from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
-from phaseloom.scheduler.core.placement.view import Cluster, Decision, Member, Placed, Placement
-from phaseloom.scheduler.core.state import Deployment, JobState, WpgState
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.world import CONFIG, STATE_BYTES, TENANT, World, deployment, spec
 
 POOLS = ("rollout", "train")
@@ -60,9 +62,9 @@ def by_name(cluster: Cluster, member: Member) -> Decision:
 
 @pytest.fixture(autouse=True, scope="module")
 def fixture_placement() -> Iterator[None]:
-    placement.POLICIES["by_name"] = Placement(by_name)
+    PLACEMENT["by_name"] = Placement(by_name)
     yield
-    del placement.POLICIES["by_name"]
+    del PLACEMENT["by_name"]
 
 
 def world_of(*jobs: str, seed: int = 0, **changes: object) -> World:
@@ -432,26 +434,6 @@ def test_late_word_of_an_earlier_seal_that_failed_ends_no_other() -> None:
     run_until(world, lambda: policy.seal_seq == second)
     world.run()
     replays(world)
-
-
-def test_part_that_the_core_of_before_noted_is_one_of_its_seal() -> None:
-    """Its books name the weights versions of a part, and of no copies."""
-    world = world_of("a01", seal_every=1)
-    train(world, "a01", 1)
-    run_until(world, lambda: bool(of(world, POLICY).seal_parts))
-    (first,) = of(world, POLICY).seal_parts
-    asked = of(world, POLICY).sealing
-    snapshot = msgspec.msgpack.decode(world.core.snapshot())
-    snapshot["core_version"] = 3
-    books = snapshot["state"]["deployments"][str(POLICY)]
-    books["seal_parts"] = {first: [asked]}
-    del books["part_copies"]
-    del books["copies"]
-    world.core = Core.restore(msgspec.msgpack.encode(snapshot), is_final=True)
-    world.run()
-    policy = of(world, POLICY)
-    assert (policy.seal_seq, policy.sealing) == (asked, 0)
-    assert policy.copies == [["t0"], ["t1"]]
 
 
 def test_part_that_is_committed_after_a_loss_completes_the_seal() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.scheduler.core.cluster import Need, Placed, Waits
-from phaseloom.scheduler.core.placement import POLICIES
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Need, Placed, Waits
 from tests.unit.scheduler.weave_cluster import empty, job, keep, partition, pin
 
 
 def test_solo_shares_nothing_and_waits_for_nodes() -> None:
     cluster = empty(1)
-    place = POLICIES["solo"].place
+    place = PLACEMENT["solo"].place
     keep(cluster, job("a", 10, 10), place(cluster, job("a", 10, 10)))
     decision = place(cluster, job("b", 10, 10))
     assert isinstance(decision, Waits)
@@ -22,7 +22,7 @@ def test_colocated_takes_nodes_of_the_one_pool_that_a_job_declares() -> None:
     cluster = empty()
     monolithic = job("a", 100, 100)
     monolithic.needs = {"train": Need(2)}
-    placed = keep(cluster, monolithic, POLICIES["colocated"].place(cluster, monolithic))
+    placed = keep(cluster, monolithic, PLACEMENT["colocated"].place(cluster, monolithic))
     assert placed.nodes == {"train": ["t000", "t001"]}
     assert len(cluster.free["rollout"]) == 20
 
@@ -32,7 +32,7 @@ def test_random_repeats_itself_and_looks_at_memory_but_at_no_slo() -> None:
         cluster = empty(40, host_gb=1000)
         for i in range(30):
             arriving = job(f"j{i}", 100, 100, 1.0, mr=300, mt=300)
-            keep(cluster, arriving, POLICIES["random"].place(cluster, arriving))
+            keep(cluster, arriving, PLACEMENT["random"].place(cluster, arriving))
         return partition(cluster)
 
     groups = run()
@@ -46,13 +46,13 @@ def test_groups_are_no_larger_than_the_limit(policy: str) -> None:
     cluster = empty(40, max_group_jobs=2)
     for i in range(20):
         arriving = job(f"j{i}", 100, 100, 1.0)
-        keep(cluster, arriving, POLICIES[policy].place(cluster, arriving))
+        keep(cluster, arriving, PLACEMENT[policy].place(cluster, arriving))
     assert max(map(len, partition(cluster))) == 2
 
 
 def test_most_idle_takes_the_idlest_group_and_its_idlest_node() -> None:
     cluster = empty()
-    place = POLICIES["most_idle"].place
+    place = PLACEMENT["most_idle"].place
     pin(cluster, "", job("a", 100, 100), ["r000"], ["t000"])
     pin(cluster, "", job("b", 100, 100), ["r001"], ["t001"])
     pin(cluster, "g2", job("c", 10, 10), ["r002"], ["t001"])
@@ -64,7 +64,7 @@ def test_most_idle_takes_the_idlest_group_and_its_idlest_node() -> None:
 
 def test_gavel_shares_whole_groups_by_the_time_that_slos_need() -> None:
     cluster = empty(2)
-    place = POLICIES["gavel"].place
+    place = PLACEMENT["gavel"].place
     for name, slo, group in (("a", 2.0, ""), ("b", 2.0, "g1"), ("c", 3.0, ""), ("d", 1.6, "g2")):
         arriving = job(name, 100, 100, slo)
         assert keep(cluster, arriving, place(cluster, arriving)).group == group

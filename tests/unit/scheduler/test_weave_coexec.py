@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import Cluster, Placed, Waits
-from phaseloom.scheduler.core.placement import POLICIES
-from phaseloom.scheduler.core.weave.load import is_overloaded
-from phaseloom.scheduler.core.weave.period import period_s
-from phaseloom.scheduler.core.weave.timing import group_phases, timing_of
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.planning.weave.period import period_s
+from phaseloom.scheduler.core.planning.weave.timing import group_phases, is_overloaded, timing_of
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Placed, Waits
 from tests.unit.scheduler.weave_cluster import empty, job, keep, pin
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "algorithm1.json").read_text())
-place = POLICIES["coexec"].place
+place = PLACEMENT["coexec"].place
 
 
 def member(row: dict[str, Any]) -> Any:

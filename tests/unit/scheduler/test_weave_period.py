@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.scheduler.core.weave.fifo import (
+from phaseloom.scheduler.core.planning.weave.fifo import (
     MAX_LAPS,
     NUM_STARTS,
     RESOLUTION_S,
@@ -21,11 +21,9 @@ from phaseloom.scheduler.core.weave.fifo import (
     mean_iterations_s,
     worst_iterations_s,
 )
-from phaseloom.scheduler.core.weave.period import (
+from phaseloom.scheduler.core.planning.weave.period import (
     Phases,
     cycle_s,
-    first_lap_s,
-    is_saturated,
     load_s,
     period_s,
 )
@@ -41,8 +39,6 @@ def jobs_of(items: list[Any]) -> list[Phases]:
 def test_period_is_that_of_the_golden_case(case: dict[str, Any]) -> None:
     jobs = jobs_of(case["items"])
     assert period_s(jobs) == pytest.approx(case["period"]), case["why"]
-    if "first_makespan" in case:
-        assert first_lap_s(jobs) == pytest.approx(case["first_makespan"])
 
 
 def settled_by_simulation(jobs: list[Phases]) -> float:
@@ -96,13 +92,6 @@ def test_overlap_can_exceed_load_and_cycle() -> None:
     jobs = jobs_of([[100, 1, [0, 1]], [100, 1, [1, 2]], [100, 1, [2, 0]]])
     assert load_s(jobs) == 200
     assert period_s(jobs) == 300
-
-
-def test_saturated_is_load_no_less_than_cycle() -> None:
-    alone = Phases(100, 100, ("a",))
-    assert not is_saturated([alone])
-    assert is_saturated([alone, alone])
-    assert not is_saturated([])
 
 
 # --- without a barrier ---------------------------------------------------------------------------

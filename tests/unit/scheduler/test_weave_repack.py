@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import Cluster, Member, Move
-from phaseloom.scheduler.core.placement import POLICIES
-from phaseloom.scheduler.core.weave.board import board_of
-from phaseloom.scheduler.core.weave.fifo import worst_iterations_s
-from phaseloom.scheduler.core.weave.seats import MOVE_S, holds, seat_of, shape
-from phaseloom.scheduler.core.weave.timing import timing_of
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.planning.weave.candidates import MOVE_S, holds, seat_of, shape
+from phaseloom.scheduler.core.planning.weave.fifo import worst_iterations_s
+from phaseloom.scheduler.core.planning.weave.search_state import board_of
+from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Member, Move
 from tests.unit.scheduler.weave_cluster import empty, job, keep, partition, pin
 
-POLICY = POLICIES["coexec_repack"]
+POLICY = PLACEMENT["coexec_repack"]
 
 
 def place(cluster: Cluster, member: Member) -> str:
@@ -149,7 +149,7 @@ def test_short_jobs_are_not_held_to_long_ones() -> None:
     assert place(cluster, short) == "g1"
     alone = empty()
     pin(alone, "", job("long", 400, 30, 2.0, iterations=500), ["r000"], ["t000"])
-    strict = POLICIES["coexec"].place(alone, job("short", 40, 20, 2.0, iterations=5000))
+    strict = PLACEMENT["coexec"].place(alone, job("short", 40, 20, 2.0, iterations=5000))
     assert keep(alone, job("short", 40, 20, 2.0), strict).group == ""
 
 

@@ -7,11 +7,12 @@ import pytest
 from phaseloom.common.contract.events import JobSubmitted, QueuedOperation
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.specs import JobSpec
-from phaseloom.scheduler.core import admission, groups, queue
-from phaseloom.scheduler.core.cluster import Placed, Waits
-from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
-from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
+from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
+from phaseloom.scheduler.core.state.cluster import Placed, Waits
+from phaseloom.scheduler.core.state.step import Step
 from tests.support.contention import config_of
 from tests.support.world import World, spec
 from tests.unit.scheduler.weave_cluster import empty, job
@@ -64,7 +65,7 @@ def test_waiting_operation_is_told_the_names_of_its_own_tenant_only(
     state = world.core.state
     mine = state.deployments["t.mine.policy"]
     step = Step(state, state.sequence, world.now_s)
-    (line,) = queue.why_not(step, mine, mine.operations[1])
+    (line,) = explain.why_not(step, mine, mine.operations[1])
     is_own = tenant == "t"
     assert ("secret" in line) is is_own
     assert ("another tenant" in line) is not is_own

@@ -6,8 +6,16 @@ from typing import Any
 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import Cluster, Decision, Host, Limits, Member, Need, Placed
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Host,
+    Limits,
+    Member,
+    Need,
+    Placed,
+)
 
 GB = 10**9
 PRICES = {"rollout": 14.8, "train": 42.24}

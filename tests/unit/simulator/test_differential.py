@@ -11,8 +11,8 @@ from phaseloom.common.contract.commands import Command, Permit, StartWpg
 from phaseloom.common.contract.events import TimerFired
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
-from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
+from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
+from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine

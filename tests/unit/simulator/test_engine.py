@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +10,7 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine, simulate
-from phaseloom.simulator.faults import Crash, NodeFault, WorkersDie, crashes, node_faults
+from phaseloom.simulator.faults import Crash, NodeFault, WorkersDie
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Drift, Phase, SimJob, Submission
 from phaseloom.simulator.metering import Meter, Span
 from phaseloom.simulator.metrics import JobResult, Result
@@ -262,16 +260,6 @@ def test_node_that_dies_is_waited_for() -> None:
     assert result.told["node lost"] == 1
     # A node that is away is not paid for.
     assert result.pools[ROLLOUT].held_s == 5.0 + 3 * 15.0
-
-
-def test_seeded_faults_come_at_the_same_times_again() -> None:
-    jobs = [job(name, iterations=1000) for name in ("a", "b")]
-    assert crashes(jobs, 3000.0, seed=1) == crashes(jobs, 3000.0, seed=1)
-    assert crashes(jobs, 3000.0, seed=1) != crashes(jobs, 3000.0, seed=2)
-    down = node_faults(["n"], 100.0, 50.0, 10_000.0, seed=0)
-    times_s = [fault.at_s for fault in down]
-    assert all(after - before >= 50.0 for before, after in pairwise(times_s))
-    assert len(times_s) == pytest.approx(10_000 / 150, rel=0.4)
 
 
 def test_span_names_node_job_and_what_ran() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from phaseloom.cli.policies import with_policies
 from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.scheduler.core import ordering, placement
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob
 from phaseloom.simulator.scenarios import SCENARIOS
@@ -36,8 +36,8 @@ def module_of(source: str) -> dict[str, Any]:
 def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's examples, with their line in the registries."""
     of_placement, of_ordering = blocks("python")
-    monkeypatch.setitem(placement.POLICIES, "youngest", module_of(of_placement)["youngest"])
-    monkeypatch.setitem(ordering.POLICIES, "newest", module_of(of_ordering)["newest"])
+    monkeypatch.setitem(PLACEMENT, "youngest", module_of(of_placement)["youngest"])
+    monkeypatch.setitem(ORDERING, "newest", module_of(of_ordering)["newest"])
 
 
 def jobs() -> list[SimJob]:
@@ -67,7 +67,7 @@ def test_new_policy_can_be_named_on_the_command_line_and_an_unknown_one_is_not()
 
 
 def test_page_tells_of_every_policy_scenario_and_column() -> None:
-    for name in (*placement.POLICIES, *ordering.POLICIES):
+    for name in (*PLACEMENT, *ORDERING):
         assert f"`{name}`" in PAGE, name
     for name in SCENARIOS:
         assert f"<!-- begin {name} -->\n" in PAGE, name

@@ -12,10 +12,10 @@ from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.scheduler.core.ordering import POLICIES as ORDERINGS
-from phaseloom.scheduler.core.outputs import SendCommand
-from phaseloom.scheduler.core.placement import POLICIES as PLACEMENTS
-from phaseloom.scheduler.core.timeline.timeline import Search
+from phaseloom.scheduler.core.planning.timeline.timeline import Search
+from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
+from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
+from phaseloom.scheduler.core.state.outputs import SendCommand
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.faults import Crash, Fault, NodeFault, WorkersDie

@@ -1,8 +1,8 @@
-"""`phaseloom certs`: one authority for a mesh, and a certificate for each node's state manager.
+"""`phaseloom certs` makes one authority for a mesh and a certificate for each state manager.
 
-`phaseloom up` makes its own for each run. Keys are P-256, signatures ECDSA with SHA-256. Rotation
-is making them again: for one node by the same authority, or all of them, with a new authority,
-in another directory.
+`phaseloom up` makes certificates of its own for each run. Keys are P-256, signatures ECDSA with
+SHA-256. To rotate a certificate, make it again: for one node with the same authority, or for all
+nodes with a new authority in another directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from phaseloom.common.transport.certificates import (
 
 _VALID = datetime.timedelta(days=3650)
 _EARLY = datetime.timedelta(days=1)
-"""Before now: clocks differ."""
+"""How long before now a certificate becomes valid, since the clocks of nodes differ."""
 
 
 def certs(directory: Path, *nodes: str) -> None:
-    """Make certificates for nodes, with the authority in the directory or, in a new one, a new one.
+    """Make certificates for nodes, signed by the directory's authority.
+
+    An authority is made where the directory has none.
 
     Parameters
     ----------
@@ -47,7 +49,10 @@ def certs(directory: Path, *nodes: str) -> None:
 
 
 def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
-    """Raises: CallerError: no node, a bad name, or an authority that cannot be read."""
+    """Write a certificate and a key for each node, and an authority where there is none.
+
+    Raises: CallerError: no node is named, a name is not valid, or the authority cannot be read.
+    """
     if not nodes:
         raise CallerError("no node is named", field="nodes", remedy="name one or more nodes")
     for node in nodes:
@@ -82,7 +87,7 @@ class _Authority:
 
 
 def _authority(directory: Path) -> _Authority:
-    """The one that is there, or a new one."""
+    """The directory's authority, made now where there is none."""
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
         made = _new_authority()
@@ -158,7 +163,7 @@ def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable by more than `mode` says."""
+    """Write a file whole or not at all, never readable to more people than `mode` says."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,8 +1,8 @@
-"""Run `examples/grpo.py` as child processes and follow what they say.
+"""The controllers of a run: `examples/grpo.py` as child processes, and what they report.
 
 A controller writes one JSON object a line on stdout, `{"event": "ready" | "warmup" | "eval" |
 "step" | "barrier" | "done", ...}`, and at a barrier waits for a line on stdin. Its stderr goes to
-a log file. Children die with this process, also when it is killed.
+a log file. The children die with this process, also when it is killed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ LINE_LIMIT_BYTES = 2**20
 STOP_TIMEOUT_S = 5.0
 BARRIERS = ("start", "end")
 
-Said = dict[str, Any]
-"""A line of a controller, decoded."""
+ControllerLine = dict[str, Any]
+"""A line of a controller's stdout, decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpec:
-    """One job to run."""
+    """One job of a run, for one controller."""
 
     job: str
     task: str
     seed: int
     steps: int | None
-    """None: the example's own default."""
+    """GRPO steps; None: the example's own default."""
 
 
 def find_example() -> Path:
     """`examples/grpo.py` of the repository that this package, or the working directory, is in.
 
-    Raises: CallerError: an installation without the repository's files.
+    Raises: CallerError: neither is inside the repository.
     """
     for start in (Path(__file__).resolve(), Path.cwd() / "here"):
         for parent in start.parents:
@@ -57,11 +57,11 @@ def find_example() -> Path:
 
 
 class Controllers:
-    """The controllers of one run; they pass each barrier together.
+    """The controllers of one run, which pass each barrier together.
 
-    Args: script: the program, `find_example()`'s.
-          environment: how they reach the mesh, beside the inherited variables.
-          heard: called with (job, line) for everything they say.
+    Args: script: the controller's program (`find_example`).
+          environment: variables that tell them how to reach the mesh, beside the inherited ones.
+          heard: called with (job, line) for every line that a controller writes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Controllers:
         *,
         environment: dict[str, str],
         logs: Path,
-        heard: Callable[[str, Said], None],
+        heard: Callable[[str, ControllerLine], None],
     ) -> None:
         self._specs = specs
         self._environment = {**config.inherited(), **environment}
@@ -81,7 +81,7 @@ class Controllers:
         self._barriers = {name: asyncio.Barrier(len(specs)) for name in BARRIERS}
 
     async def run(self) -> list[JobResult]:
-        """Their results, in the order of the specs, when all are done.
+        """Run all controllers to their end, and return their results in the order of the specs.
 
         Raises: ExceptionGroup of ResourceError: a controller failed; the others are stopped.
         """
@@ -120,7 +120,7 @@ class Controllers:
 
     async def _listen(
         self, spec: ControllerSpec, process: asyncio.subprocess.Process
-    ) -> list[Said]:
+    ) -> list[ControllerLine]:
         assert process.stdout is not None
         assert process.stdin is not None
         said = []
@@ -135,10 +135,10 @@ class Controllers:
         return said
 
 
-def result_of(job: str, said: Sequence[Said]) -> JobResult:
-    """What a controller's lines amount to.
+def result_of(job: str, said: Sequence[ControllerLine]) -> JobResult:
+    """The result of a job, gathered from its controller's lines.
 
-    Raises: ResourceError: it ended well without saying `done`.
+    Raises: ResourceError: the controller ended well without saying `done`.
     """
     steps = [line for line in said if line["event"] == "step"]
     done = next((line for line in said if line["event"] == "done"), None)

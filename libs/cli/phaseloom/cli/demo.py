@@ -1,8 +1,8 @@
-"""`phaseloom demo`: two GRPO jobs share a mesh; with a baseline, each alone before that.
+"""`phaseloom demo` runs two GRPO jobs that share a mesh and, for a baseline, each alone before.
 
-Every run has a mesh of its own, same config: the shared one in `runs/<id>/`, each job alone in
-`runs/<id>/alone-<job>/`. What they leave: `events.jsonl`, `spans/`, `logs/` each, and for the whole
-`summary.json`, `timeline.json`, `timeline.png`, `rewards.png`.
+Every run has a mesh of its own with the same configuration: the shared run in `runs/<id>/`, each
+job alone in `runs/<id>/alone-<job>/`. Each run leaves `events.jsonl`, `spans/`, `logs/` and
+`timeline.json`; the demo as a whole leaves `summary.json`, `timeline.png` and `rewards.png`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from rich.console import Console
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
-from phaseloom.cli.policies import with_policies
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_events
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
-from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
+from phaseloom.cli.rundir import new_run_dir
+from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.cli.timeline import read_spans, write_timeline
+from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.transport.bus import Bus
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
 LAST_EVENTS_TIMEOUT_S = 5.0
-"""Between a controller's end and the log entry of its last operation."""
+"""The longest wait, after a controller's end, for the log entry of its last operation."""
 OVERLAP_NOTE = (
     "chain_sum has about 200 distinct prompts, so its held-out prompts overlap with those it "
     "trained on; its reward shows learning, not generalisation"
@@ -40,7 +41,7 @@ OVERLAP_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """One mesh's life: what its controllers and its log say."""
+    """The results of a run's controllers, and its log."""
 
     results: list[JobResult]
     log: RunLog
@@ -64,7 +65,7 @@ async def demo(
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
             placement: policy: which nodes a job is pinned to, and with whom; None: the default.
             ordering: policy: which ready operation a device runs next; None: the default.
-    Raises: CallerError: the example or its packages are not there, or a policy; says what to do.
+    Raises: CallerError: the example or its packages are missing, or a policy is not known.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -95,7 +96,10 @@ async def demo(
 
 
 def check_prerequisites() -> None:
-    """Raises: CallerError: what the demo needs beside the mesh is missing."""
+    """Check that the demo's controller and the packages that it needs are installed.
+
+    Raises: CallerError: something is missing; the remedy says how to install it.
+    """
     find_example()
     missing = [
         name
@@ -128,7 +132,7 @@ async def _run(
     console: Console,
     title: str,
 ) -> FinishedRun:
-    """One mesh, its controllers, and the record of both.
+    """Run controllers on a mesh of their own, and record the run.
 
     Raises: ExceptionGroup or PhaseloomError: the mesh did not come up, or a controller failed.
     """

@@ -1,7 +1,7 @@
-"""`phaseloom doctor`: can this machine run the mesh, and what to do where it cannot.
+"""`phaseloom doctor` tells whether this machine can run a mesh, and what to do where it cannot.
 
-Looks and changes nothing (but probe files beside the runs directory, which it removes). A check
-that fails ends the command with exit code 1; a warning does not.
+It changes nothing; the probe files that it writes beside the runs directory are removed. The exit
+code is 1 where a check fails; a warning does not change it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAX_CLOCK_OFFSET_S = 1.0
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
-"""Of the kernel's `struct timex` (208 on 64 bits), with room."""
+"""Room for the kernel's `struct timex`, which has 208 bytes on 64 bits."""
 
 
 class Verdict(StrEnum):
@@ -60,12 +60,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check saw; the remedy is empty where nothing needs doing."""
+    """The outcome of one check."""
 
     check: str
     verdict: Verdict
     found: str
     remedy: str = ""
+    """What to do; empty where nothing needs doing."""
 
 
 def doctor(*, runs: Path = Path("runs"), json: bool = False, console: Console | None = None) -> int:
@@ -76,7 +77,7 @@ def doctor(*, runs: Path = Path("runs"), json: bool = False, console: Console | 
     runs
         Where runs keep their logs, the server's store and the nodes' disks.
     json
-        One JSON object a finding instead of a table.
+        Print one JSON object for each finding instead of a table.
     """
     findings = [*local_findings(runs), *asyncio.run(server_findings())]
     if json:
@@ -132,7 +133,10 @@ def _server_binary() -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Args: limit: soft RLIMIT_NOFILE; -1: none."""
+    """The finding about file descriptors.
+
+    Args: limit: soft RLIMIT_NOFILE; -1: none.
+    """
     if limit != resource.RLIM_INFINITY and limit < _MIN_FILES:
         remedy = f"raise it: ulimit -n {_MIN_FILES}"
         return Finding("file descriptors", Verdict.WARNING, f"{limit} a process", remedy)
@@ -158,7 +162,7 @@ def check_shared_memory(free_bytes: int) -> Finding:
 
 
 def _available_memory() -> int:
-    """What the kernel could give without swapping, its caches included."""
+    """The bytes that the kernel could give without swapping, its caches included."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -174,7 +178,10 @@ def check_memory(free_bytes: int) -> Finding:
 
 
 def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
-    """Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: none."""
+    """The finding about memory that a process may lock.
+
+    Args: limit: soft RLIMIT_MEMLOCK, bytes; -1: none.
+    """
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", Verdict.OK, "unlimited")
     found = _size(limit)
@@ -199,7 +206,7 @@ def check_disk(free_bytes: int, where: Path) -> Finding:
 
 
 def _nvme(directory: Path) -> Finding:
-    """What the state manager would find there: its own probe, as a process."""
+    """The finding of the state manager's own probe of a disk, which runs as a process."""
     command = [sys.executable, "-m", "phaseloom.statemgr.disk.probing", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
@@ -209,7 +216,10 @@ def _nvme(directory: Path) -> Finding:
 
 
 def check_nvme(path: DiskPath) -> Finding:
-    """Args: path: of seals, weights versions and spilled state."""
+    """The finding about the way to a disk.
+
+    Args: path: how seals, weights versions and demoted state would be written there.
+    """
     if path.method is DiskMethod.BUFFERED:
         remedy = "works without; state goes through the page cache, slower and beside the arena"
         return Finding("NVMe path", Verdict.WARNING, f"buffered: {path.why}", remedy)
@@ -218,14 +228,17 @@ def check_nvme(path: DiskPath) -> Finding:
 
 
 def _clock() -> Finding:
-    """What the kernel says of its clock's discipline (adjtimex, read only)."""
+    """The finding about the kernel's clock, from `adjtimex`, which only reads here."""
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     return check_clock(state)
 
 
 def check_clock(state: int) -> Finding:
-    """Args: state: as adjtimex returns it; negative: not told."""
+    """The finding about whether the clock is synchronised.
+
+    Args: state: as `adjtimex` returns it; negative: the kernel does not say.
+    """
     if state == _TIME_ERROR:
         remedy = "run an NTP client: spans of several hosts line up by it; decisions do not need it"
         return Finding("clock", Verdict.WARNING, "not synchronised", remedy)
@@ -276,7 +289,7 @@ def _size(num_bytes: int) -> str:
 
 
 async def server_findings() -> list[Finding]:
-    """Of the server that the bus section names; a note where none is named."""
+    """Findings about the server that the bus section names, or a note where none is named."""
     try:
         settings = config.load(BusConfig, "bus")
     except PhaseloomError:
@@ -321,7 +334,7 @@ class _Limits(msgspec.Struct):
 
 
 class _Account(msgspec.Struct):
-    """Answer of `$JS.API.INFO`."""
+    """The answer of `$JS.API.INFO`."""
 
     storage: int = 0
     limits: _Limits = msgspec.field(default_factory=_Limits)
@@ -336,11 +349,11 @@ class _StreamConfig(msgspec.Struct):
 class _Stream(msgspec.Struct):
     config: _StreamConfig
     ts: datetime | None = None
-    """The server's clock when it answered."""
+    """What the server's clock showed when it answered."""
 
 
 class _Streams(msgspec.Struct):
-    """Answer of `$JS.API.STREAM.LIST`."""
+    """The answer of `$JS.API.STREAM.LIST`."""
 
     streams: list[_Stream] | None = None
 
@@ -370,7 +383,7 @@ async def _ask(client: Client, subject: str, kind: type[T]) -> T:
 
 
 def check_consumers(listed: list[_Stream]) -> Finding:
-    """Of the permits' stream, which has one consumer a node."""
+    """The finding about the stream of permits, which needs a consumer for each node."""
     limits = {stream.config.name: stream.config.max_consumers for stream in listed}
     if streams.PERMITS not in limits:
         return Finding("max_consumers", Verdict.OK, "no mesh has used this server yet")
@@ -381,7 +394,10 @@ def check_consumers(listed: list[_Stream]) -> Finding:
 
 
 def check_offset(offset_s: float) -> Finding:
-    """Args: offset_s: the server's clock against this machine's."""
+    """The finding about the server's clock.
+
+    Args: offset_s: how far the server's clock is ahead of this machine's.
+    """
     found = f"{offset_s * 1e3:+.0f} ms against this machine"
     if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
         remedy = "synchronise both: the log's clock is the server's, spans are each host's"

@@ -1,8 +1,13 @@
-"""What the mesh knows of its jobs (`phaseloom jobs`), and of a job or an operation (`phaseloom
-explain`); ending a job from outside (`phaseloom cancel`, `phaseloom drain`), emptying a node."""
+"""Jobs and nodes from outside: `phaseloom jobs`, `explain`, `cancel` and `drain`.
+
+`jobs` lists what the mesh knows of its jobs, `explain` says why a job or an operation waits,
+`cancel` and `drain` end a job, and `drain` also empties a node.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli import nodes
 from phaseloom.cli.rundir import bus_config
 from phaseloom.common.contract.api import (
     DeploymentStatus,
@@ -21,6 +25,7 @@ from phaseloom.common.contract.api import (
     Explanation,
     JobRequest,
     JobStatus,
+    NodeStatus,
     OperationRequest,
 )
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
@@ -29,11 +34,12 @@ from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey, check_name, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, BusConfig, connect
-from phaseloom.common.transport.services import call_api
+from phaseloom.common.transport.services import call_api, call_node_api
 
 T = TypeVar("T")
 
 _UNKNOWN = "–"
+_DRAIN_POLL_S = 0.2
 
 
 def jobs(*, run: Path | None = None, profile: bool = False, console: Console | None = None) -> None:
@@ -94,10 +100,10 @@ def drain(
     timeout_s: float = 600.0,
     console: Console | None = None,
 ) -> int:
-    """Move all that is on a node elsewhere; or let a job take no new operations, and end once those
-    that are open have ended.
+    """Empty a node, or end a job once its open operations have ended.
 
-    Exit code 1 where something is still on the node after the timeout.
+    All that is on a drained node is moved elsewhere. A drained job takes no new operations. The
+    exit code is 1 where something is still on the node after the timeout.
 
     Parameters
     ----------
@@ -116,7 +122,7 @@ def drain(
     target = console or Console()
     if "." not in what:
         request = DrainNode(check_name(what, "node"), undo, gone)
-        return uvloop.run(nodes.drain(bus_config(run), request, timeout_s, target))
+        return uvloop.run(drain_node(bus_config(run), request, timeout_s, target))
     _drain_job(what, run, target)
     return 0
 
@@ -198,11 +204,63 @@ async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
         return answer
 
 
+# --- nodes ---------------------------------------------------------------------------------------
+
+
+async def drain_node(
+    settings: BusConfig, request: DrainNode, timeout_s: float, console: Console
+) -> int:
+    """Drain a node until it is empty and no copy on it is needed, so that it may be switched off.
+
+    What the node still waits for is printed whenever it changes.
+
+    Returns: 0 once the node is empty; 1 after the timeout, when it goes on being drained.
+    Raises:  PhaseloomError: the scheduler refuses.
+    """
+    bus = Bus(await connect(settings.url, "drain", settings.user, settings.password))
+    try:
+        status: NodeStatus = await call_node_api(bus.client, "drain", request, NodeStatus)
+        if request.undo:
+            said = "counts as gone until it is back" if status.is_gone else "may be used"
+            console.print(f"{status.node}: {said}", markup=False)
+            return 0
+        return await _wait_until_empty(bus, status, timeout_s, console)
+    finally:
+        await bus.close()
+
+
+async def _wait_until_empty(
+    bus: Bus, status: NodeStatus, timeout_s: float, console: Console
+) -> int:
+    until_s = time.monotonic() + timeout_s
+    told: list[str] = []
+
+    def tell(*lines: str) -> None:
+        for line in lines:
+            console.print(f"{status.node}: {line}", soft_wrap=True, markup=False)
+
+    while status.deployments or status.waits_for:
+        if status.waits_for != told:
+            told = status.waits_for
+            tell(*told)
+        if not (status.is_draining or status.is_gone):
+            tell("it is not drained any more")
+            return 1
+        if time.monotonic() > until_s:
+            tell(f"something counts on it after {timeout_s:g} s still; it goes on being drained")
+            return 1
+        await asyncio.sleep(_DRAIN_POLL_S)
+        request = DrainNode(status.node)
+        status = await call_node_api(bus.client, "status", request, NodeStatus)
+    tell("nothing is on it, it may be switched off")
+    return 0
+
+
 # --- what is shown -------------------------------------------------------------------------------
 
 
 def job_table(views: dict[str, JobStatus]) -> Table:
-    table = Table("job", "state", "deployment", "pool", "node", "worker", "lives", box=None)
+    table = Table("job", "state", "deployment", "pool", "node", "worker", "incarnation", box=None)
     for name, status in views.items():
         rows: list[DeploymentStatus | None] = [*status.deployments] or [None]
         for index, deployment in enumerate(rows):
@@ -214,7 +272,7 @@ def job_table(views: dict[str, JobStatus]) -> Table:
 
 
 def place_lines(views: dict[str, JobStatus]) -> list[Text]:
-    """Where each job is and why; else what keeps it from running."""
+    """A line for each job that says where it is and why, or what keeps it from running."""
     lines = []
     for name, status in views.items():
         if status.placement:
@@ -238,7 +296,7 @@ def _deployment_cells(deployment: DeploymentStatus | None) -> list[str]:
 
 
 def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
-    """A job's cycle in a line, then its operations."""
+    """What the profiler knows of a job: its cycle in a line, then a table of its operations."""
     head = Text(f"{name}: ", "bold")
     if trace.period_s:
         head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")
@@ -269,7 +327,7 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
 
 
 def job_explained(key: JobKey, status: JobStatus) -> str:
-    """A line for the job, one for where it is and with whom, one for each error."""
+    """The answer about a job: its state, where it is and with whom, and each of its errors."""
     lines = [f"{key}: {status.state}"]
     if status.placement:
         lines.append(f"  in {status.placement}")
@@ -282,7 +340,7 @@ def job_explained(key: JobKey, status: JobStatus) -> str:
 
 
 def explained(explanation: Explanation) -> str:
-    """One line for the operation, one for each thing that it waits for."""
+    """The answer about an operation, with a line for each thing that it waits for."""
     what = ", ".join(filter(None, (explanation.kind, explanation.state)))
     lines = [f"{explanation.key}: {what}"]
     lines += [f"  waits for {reason}" for reason in explanation.waits_for]

@@ -1,7 +1,7 @@
 """A run's two pictures: who held which device when, and how the rewards went.
 
 matplotlib is imported when a picture is drawn, with the Agg canvas: no display, no global state.
-Colours are the Okabe-Ito palette's, told apart also by colour-blind readers.
+Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SWITCH_COLOUR = "#222222"
 IDLE_COLOUR = "#EEEEEE"
 DOTS_PER_INCH = 150
 TURNS_SHOWN = 3.0
-"""Steps of each job in the picture's window."""
+"""How many steps of each job the picture's window shows."""
 SMOOTHING_STEPS = 10
 LABEL_SHARE = 0.0075
-"""Of the picture's width that a label's character needs."""
+"""The share of the picture's width that one character of a label needs."""
 SHORT = {
     "generate": "generate",
     "forward": "ref",
@@ -54,7 +54,7 @@ LIGHTNESS = {
     "publish_weights": 0.6,
     "sync_weights": 0.6,
 }
-"""How far towards white a kind's colour goes."""
+"""How far towards white the colour of each operation kind goes, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Panel:
 
 
 def draw_timeline(panels: Sequence[Panel], summary: Summary, path: Path) -> None:
-    """Gantt of the same length of time out of the middle of each run, to `path` (PNG)."""
+    """Draw a Gantt chart of each run's middle to `path` (PNG), the same length of time for all."""
     from matplotlib.figure import Figure
 
     jobs = [job.name for job in summary.jobs]
@@ -87,7 +87,7 @@ def draw_timeline(panels: Sequence[Panel], summary: Summary, path: Path) -> None
 
 
 def draw_rewards(results: Sequence[JobResult], path: Path) -> None:
-    """Reward of every step, smoothed, with the held-out reward before and after, to `path`."""
+    """Draw the rewards to `path` (PNG): every step, smoothed, and held out before and after."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.2 * len(results), 4.2), layout="constrained")
@@ -119,7 +119,7 @@ def job_colours(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def steady_window(panel: Panel) -> Interval:
-    """A few steps around the middle of the time in which all jobs of the run were in GRPO."""
+    """The window of a few steps in the middle of the time when all jobs of the run were in GRPO."""
     windows = [window_of(grpo_executions(panel.log, r)) for r in panel.results]
     start_s, end_s = max(w[0] for w in windows), min(w[1] for w in windows)
     step_s = max((w[1] - w[0]) / r.steps for w, r in zip(windows, panel.results, strict=True))
@@ -129,7 +129,7 @@ def steady_window(panel: Panel) -> Interval:
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """Mean over the last `steps` values at each place, fewer at the beginning."""
+    """The mean of the last `steps` values at each place, of fewer at the beginning."""
     return [
         sum(values[max(0, i + 1 - steps) : i + 1]) / min(i + 1, steps) for i in range(len(values))
     ]
@@ -169,12 +169,12 @@ def _overlaps(interval: Interval, window: Interval) -> bool:
 
 
 def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
-    """The job's colour, lighter for a phase's smaller operations."""
+    """The colour of an execution: its job's, lighter for the smaller operations of a phase."""
     return lightened(colours[execution.key.job], LIGHTNESS.get(execution.kind, 0.0))
 
 
 def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
-    """Later bars lie over earlier ones."""
+    """Draw one bar, over those that are there."""
     start_s, end_s = max(interval[0], window[0]), min(interval[1], window[1])
     ax.barh(
         row,
@@ -190,7 +190,7 @@ def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str |
 def _draw_labels(
     ax: Axes, row: int, here: Sequence[Execution], window: Interval, colours: dict[str, str]
 ) -> None:
-    """Once for each run of one kind of one job, where there is room."""
+    """Label each stretch of operations of one kind and job, where there is room for the word."""
     for (_, kind), group in groupby(here, key=lambda e: (e.key.job, e.kind)):
         run = list(group)
         start_s, end_s = max(run[0].start_s, window[0]), min(run[-1].end_s, window[1])

@@ -1,4 +1,4 @@
-"""Live progress of a run: a table where stdout is a terminal, plain lines where it is not."""
+"""The live progress of a run: a table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.controllers import Said
+from phaseloom.cli.controllers import ControllerLine
 from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.report import LogReader
 
@@ -23,7 +23,7 @@ JOB_STYLES = ("blue", "yellow", "green", "magenta")
 
 @dataclass(slots=True)
 class JobProgress:
-    """A job as its controller tells it."""
+    """How far a job is, as its controller reports it."""
 
     doing: str = "starts"
     step: int = 0
@@ -31,7 +31,7 @@ class JobProgress:
     rewards: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
 
-    def heard(self, line: Said) -> None:
+    def heard(self, line: ControllerLine) -> None:
         match line["event"]:
             case "ready":
                 self.doing, self.steps = "warms up", line.get("steps", 0)
@@ -51,13 +51,16 @@ class JobProgress:
 
     @property
     def reward(self) -> float | None:
-        """Mean of the newest steps."""
+        """The mean reward of the newest steps; None before the first step."""
         recent = self.rewards[-RECENT_REWARDS:]
         return sum(recent) / len(recent) if recent else None
 
 
 class Progress:
-    """A context manager around one run; told of controllers' lines and of log entries."""
+    """A display of one run, shown between entering and leaving this context manager.
+
+    It is fed with the lines of the controllers (`heard`) and the entries of the log (`watched`).
+    """
 
     def __init__(self, console: Console, title: str, jobs: Sequence[str]) -> None:
         self.reader = LogReader()
@@ -88,8 +91,8 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def heard(self, job: str, line: Said) -> None:
-        """A controller said something."""
+    def heard(self, job: str, line: ControllerLine) -> None:
+        """Take a line that a controller wrote."""
         progress = self._jobs[job]
         before = progress.doing
         progress.heard(line)
@@ -100,11 +103,11 @@ class Progress:
             self._console.print(self.line(job, now_s), soft_wrap=True)
 
     def watched(self, entry: Recorded) -> None:
-        """The decision log grew."""
+        """Take an entry of the decision log."""
         self.reader.step(entry)
 
     def line(self, job: str, now_s: float) -> str:
-        """One plain line about one job."""
+        """A job's progress in one plain line."""
         p = self._jobs[job]
         held_out = "".join(f", held out {r:.3f}" for r in p.held_out[-1:])
         reward = "" if p.reward is None else f", reward {p.reward:.3f}"

@@ -1,10 +1,10 @@
-"""Record the decision log of a run, live, into `events.jsonl`: one entry a line.
+"""The decision log of a run, recorded live into `events.jsonl`, one entry a line.
 
     {"sequence": 7, "time_unix_s": 1700000000.123, "event": {"type": "queued_operation", ...}}
 
-The file is the run as the scheduler saw it, events that one append brought on one line; everything
-in a run's summary and pictures is computed from it. A line is written whole, so a file cut off by a
-crash is readable up to its last newline.
+The file is the run as the scheduler saw it, and everything in a run's summary and pictures is
+computed from it. Events that came in one append stand on one line. A line is written whole, so a
+file that a crash cut off is readable up to its last newline.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from phaseloom.common.transport.bus import Bus, LogEntry
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """An entry of the decision log; its time is the server's, in Unix seconds."""
+    """An entry of the decision log."""
 
     sequence: int
     time_unix_s: float
+    """When the NATS server stored the entry, by the server's clock."""
     event: Event
 
 
 class Recorder:
-    """Follows the log from its first entry.
+    """A reader of the decision log that writes each entry to a file, from the first entry on.
 
-    Args: path: of the file, which is written anew.
+    Args: path: the file; what it held before is overwritten.
           watch: called with each event after it is written; must not block.
     """
 
@@ -47,7 +48,7 @@ class Recorder:
         self._advanced = asyncio.Condition()
 
     async def run(self) -> None:
-        """Record until cancelled."""
+        """Record until the task is cancelled."""
         async with aclosing(self._bus.read_entries()) as entries:
             await self._record(entries)
         raise InternalError("the decision log's subscription ended")
@@ -65,12 +66,12 @@ class Recorder:
                     self._advanced.notify_all()
 
     async def drained(self) -> None:
-        """Returns when everything that is in the log now is in the file."""
+        """Wait until everything that is in the log now is in the file too."""
         end = await self._bus.log_end()
         await self.until(lambda: self._sequence >= end)
 
     async def until(self, seen: Callable[[], bool]) -> None:
-        """Returns once the predicate holds; asked again after each entry was watched."""
+        """Wait until the predicate holds. It is asked again after each entry."""
         async with self._advanced:
             await self._advanced.wait_for(seen)
 
@@ -81,9 +82,11 @@ def _parts(entry: Recorded) -> Iterator[Recorded]:
 
 
 def read_events(path: Path) -> list[Recorded]:
-    """The events of an `events.jsonl`, in log order; several of one entry have its sequence.
+    """The events of an `events.jsonl`, in the log's order.
 
-    Raises: CallerError: a line is no recorded entry; names the line.
+    Events that came in one entry all carry the sequence of the entry.
+
+    Raises: CallerError: a line is no recorded entry; the message names the line.
     """
     entries: list[Recorded] = []
     with path.open("rb") as file:

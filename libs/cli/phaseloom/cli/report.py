@@ -1,6 +1,6 @@
-"""What a run reached: figures computed from its recorded events and its controllers' results.
+"""The figures of a run, computed from its recorded events and its controllers' results.
 
-Pure. Definitions:
+Everything here is pure. Definitions:
 
 - *Window* of a job: from the moment its first GRPO operation was queued to the end of its last
   one. GRPO operations are those queued between the controller's `grpo_start_t` and `grpo_end_t`,
@@ -47,7 +47,7 @@ from phaseloom.common.observability.readiness import Readiness
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A controller's outcome, with the times at which its GRPO steps began and ended."""
+    """The outcome of a job, with the times at which its GRPO steps began and ended."""
 
     name: str
     steps: int
@@ -66,7 +66,7 @@ class JobResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One operation on its device."""
+    """One operation as it ran on its devices."""
 
     key: OperationKey
     kind: str
@@ -90,7 +90,7 @@ class Switch:
     """A change of job on the devices of a deployment."""
 
     devices: tuple[str, ...]
-    from_job: str
+
     to: DeploymentKey
     start_s: float
     offload_s: float
@@ -116,7 +116,7 @@ class RunLog:
 
     @property
     def num_open(self) -> int:
-        """Operations that have no outcome in the log yet."""
+        """The number of operations that have no outcome in the log yet."""
         return self.submitted - self.completed - self.failed
 
     def of_job(self, job: str) -> list[Execution]:
@@ -124,7 +124,7 @@ class RunLog:
 
 
 class LogReader:
-    """Folds recorded events into a RunLog, also while the run goes on."""
+    """A fold of recorded events into a RunLog, which can be read while the run goes on."""
 
     def __init__(self) -> None:
         self.log = RunLog()
@@ -133,10 +133,10 @@ class LogReader:
         self._ready_s: dict[OperationKey, float] = {}
         self._ended: set[OperationKey] = set()
         self._device_names: dict[str, list[str]] = {}
-        """Of each node."""
+        """Each node's devices."""
         self._devices: dict[DeploymentKey, tuple[str, ...]] = {}
         self.resident: dict[str, str] = {}
-        """Device → job of its newest activation."""
+        """The job of each device's newest activation."""
 
     def step(self, entry: Recorded) -> None:
         for key in self._readiness.step(entry.event):
@@ -194,14 +194,13 @@ class LogReader:
     def _activation(self, event: ActivationOpened) -> None:
         devices = self._devices.setdefault(event.deployment, self._on(event.node, [0]))
         job = event.deployment.job
-        others = [name for d in devices if (name := self.resident.get(d, job)) != job]
+        is_switch = any(self.resident.get(device, job) != job for device in devices)
         self.resident.update(dict.fromkeys(devices, job))
-        if not others or event.bytes_out + event.bytes_in == 0:
+        if not is_switch or event.bytes_out + event.bytes_in == 0:
             return
         self.log.switches.append(
             Switch(
                 devices,
-                others[0],
                 event.deployment,
                 event.started_unix_s,
                 event.offload_s,
@@ -213,7 +212,7 @@ class LogReader:
 
 
 def read_log(events: Iterable[Recorded]) -> RunLog:
-    """Executions, switches and counts of a run."""
+    """The executions, switches and counts of a run."""
     reader = LogReader()
     for entry in events:
         reader.step(entry)
@@ -224,23 +223,23 @@ def read_log(events: Iterable[Recorded]) -> RunLog:
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """A stretch of a run."""
+    """What the devices did during a stretch of a run."""
 
     seconds: float
     context_switches: int
     switch_seconds: float
     hidden_switch_seconds: float
     busy_share: dict[str, float]
-    """Device → share of the stretch in which an operation ran on it."""
+    """For each device, the share of the stretch in which an operation ran on it."""
     waiting_share: dict[str, float]
-    """Device → share in which it neither ran nor switched although an operation was ready: the
-    cost of messages and of holding it for a job that comes back."""
+    """For each device, the share in which it neither ran nor switched although an operation was
+    ready. It is the cost of messages, and of holding the device for a job that comes back."""
 
 
 def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
-    """The operations inside a job's window.
+    """The operations of a job's GRPO steps.
 
-    Raises: ValueError: there are none.
+    Raises: ValueError: the log has none.
     """
     found = [
         e
@@ -253,12 +252,12 @@ def grpo_executions(log: RunLog, result: JobResult) -> list[Execution]:
 
 
 def window_of(executions: Sequence[Execution]) -> Interval:
-    """From the first one queued to the end of the last."""
+    """The time from the queueing of the first of these executions to the end of the last."""
     return (min(e.queued_s for e in executions), max(e.end_s for e in executions))
 
 
 def figures(log: RunLog, window: Interval) -> Figures:
-    """What the devices did during a window of a run."""
+    """The figures of one window of a run."""
     seconds = window[1] - window[0]
     switches = [s for s in log.switches if window[0] <= s.start_s < window[1]]
     switch_s = hidden_s = 0.0
@@ -277,7 +276,7 @@ def figures(log: RunLog, window: Interval) -> Figures:
 
 
 def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
-    """Device → seconds in which one of these ran on it."""
+    """For each device, the seconds in which one of these executions ran on it."""
     on_device: dict[str, list[Interval]] = {}
     for execution in executions:
         for device in execution.devices:
@@ -286,9 +285,9 @@ def busy_seconds(executions: Iterable[Execution]) -> dict[str, float]:
 
 
 def least_shared_seconds(alone: Sequence[tuple[float, dict[str, float]]]) -> float:
-    """The bound: T of the shared run cannot be less.
+    """The bound below which the T of a shared run cannot fall.
 
-    Args: alone: of each job, measured alone: its T and its busy seconds on each device.
+    Args: alone: for each job, measured alone, its T and its busy seconds on each device.
     """
     nodes = {node for _, busy in alone for node in busy}
     loads = [sum(busy.get(node, 0.0) for _, busy in alone) for node in nodes]
@@ -318,14 +317,14 @@ class BaselineJob(msgspec.Struct, frozen=True):
     grpo_seconds: float
     seconds_per_step: float
     busy_seconds_per_step: dict[str, float]
-    """Device → seconds: the job's phases, measured alone."""
+    """For each device, the busy seconds of a step of the job alone."""
     context_switches: int
 
 
 class Baseline(msgspec.Struct, frozen=True):
     jobs: list[BaselineJob]
     weights_identical: bool
-    """Every job's weights have the same SHA-256 alone and shared."""
+    """Whether every job's weights have the same SHA-256 alone and shared."""
 
 
 class DeviceSeconds(msgspec.Struct, frozen=True):
@@ -334,11 +333,14 @@ class DeviceSeconds(msgspec.Struct, frozen=True):
 
 
 class WholeRun(msgspec.Struct, frozen=True):
-    """Warm-up and evaluations included: from the first operation queued to the last one's end."""
+    """The figures of a whole run, from the first operation queued to the end of the last.
+
+    Warm-up and evaluations are included.
+    """
 
     seconds: float
     alone_seconds: float | None
-    """Sum of the jobs' whole runs alone."""
+    """The sum of the jobs' whole runs alone; None without a baseline."""
     saved_percent: float | None
     context_switches: int
     switch_seconds: float
@@ -353,7 +355,7 @@ class Operations(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """`summary.json`. Figures are of the GRPO window unless they stand under `whole_run`."""
+    """The content of `summary.json`. All figures but `whole_run` are those of the GRPO window."""
 
     run: str
     seed: int
@@ -369,7 +371,7 @@ class Summary(msgspec.Struct, frozen=True):
     device_seconds_per_step: DeviceSeconds
     saved_percent: float | None
     bound_saved_percent: float | None
-    """The most that the phases measured alone allow two synchronous jobs to save."""
+    """The most that two synchronous jobs can save, by their phases measured alone."""
     operations: Operations
     whole_run: WholeRun
     notes: list[str]
@@ -394,8 +396,8 @@ def summarize(
 ) -> Summary:
     """The summary of a shared run, compared with the same jobs alone where these were run.
 
-    Args:   results: of every job in the shared run.
-            alone: one for each of them, in the same order, or none at all.
+    Args:   results: the results of every job in the shared run.
+            alone: a run for each of these jobs, in the same order, or none at all.
     Raises: ValueError: a job has no GRPO operation in its log.
     """
     windows = [window_of(grpo_executions(log, r)) for r in results]

@@ -1,7 +1,9 @@
-"""Finding a run: its directory, and how its mesh is reached."""
+"""The directory of a run: made, found again, and read for how to reach the mesh of the run."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,10 +17,29 @@ RUNS = Path("runs")
 _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
-def find_run(run: Path | None, runs: Path = RUNS) -> Path:
-    """The directory named, else the newest one under `runs`.
+def new_run_dir(runs: Path) -> Path:
+    """Make the directory `runs/<time>`, and let `runs/latest` point to it."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    run_dir = runs / name
+    number = 1
+    while True:
+        try:
+            run_dir.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+            run_dir = runs / f"{name}-{number}"
+    partial = runs / f".latest.{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(run_dir.name)
+    partial.replace(runs / "latest")
+    return run_dir
 
-    Raises: CallerError: NOT_FOUND.
+
+def find_run(run: Path | None, runs: Path = RUNS) -> Path:
+    """The given directory; without one, the newest run under `runs`.
+
+    Raises: CallerError: NOT_FOUND: there is no such directory, or no run at all.
     """
     if run is not None:
         if not run.is_dir():
@@ -41,9 +62,12 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
 
 
 def bus_config(run: Path | None) -> BusConfig:
-    """How the mesh account is reached: PHASELOOM_BUS_… where set and no run is named, else the run.
+    """How to reach the bus with the mesh's own account.
 
-    Raises: CallerError: no run, or no readable credentials in it.
+    A named run answers. Without a name, PHASELOOM_BUS_… answers where it is set, else the newest
+    run.
+
+    Raises: CallerError: there is no run, or no readable credentials are in it.
     """
     if run is None and config.inherited().get(_BUS_URL):
         return config.load(BusConfig, "bus")

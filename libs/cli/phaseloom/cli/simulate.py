@@ -1,4 +1,4 @@
-"""`phaseloom simulate`: the scheduler's own code on a workload, under a virtual clock."""
+"""`phaseloom simulate` runs the scheduler's own code on a workload, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phaseloom.common.contract.errors import CallerError
 
 FILE_WIDTH = 240
-"""Of a table that is written to a file or a pipe."""
+"""Characters in a line of a table that is written to a file or a pipe."""
 
 
 def simulate(
@@ -24,28 +24,28 @@ def simulate(
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
-    """Reproduce a figure, or try a workload of your own; without a scenario: list them.
+    """Reproduce a figure, or try a workload of your own. Without a scenario, list the scenarios.
 
-    Leaves SCENARIO.json and SCENARIO.png in a folder, and prints the table.
+    The table is printed, and SCENARIO.json and SCENARIO.png are written to a folder.
 
     Parameters
     ----------
     scenario
-        Which one.
+        Name of the scenario to run.
     policy
-        Only this one; may be given several times.
+        Run this policy only; may be given several times.
     seed
-        Instead of the scenario's own seeds; may be given several times.
+        Run with this seed instead of the scenario's own; may be given several times.
     workload
         CSV file to run instead of the scenario's workloads; its columns are in docs/scheduling.md.
     virtual_cluster
-        Of `philly`: only jobs of this one; may be given several times.
+        With `philly`: take only the jobs of this cluster; may be given several times.
     start_h
-        Of `philly`: where the window of 580 hours begins.
+        With `philly`: the hour at which the window of 580 hours begins.
     out
         Folder for the results.
     processes
-        Runs at once; 0: one a core.
+        How many runs go on at once; 0: one on each core.
     """
     from phaseloom.simulator.scenarios import SCENARIOS
     from phaseloom.simulator.scenarios.report import table, targets_table, write

@@ -1,4 +1,4 @@
-"""`phaseloom state`: what lives where on each node, and how big it is."""
+"""`phaseloom state` shows which state lies where on each node, and how big it is."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def state(
 ) -> int:
     """Show which deployments and weights versions lie in device memory, host memory and NVMe.
 
-    Exit code 1 where a node did not answer.
+    The exit code is 1 where a node did not answer.
 
     Parameters
     ----------
     node
-        Only this one.
+        Show this node only.
     run
         As for `phaseloom jobs`.
     json
-        One JSON object a node instead of tables.
+        Print one JSON object for each node instead of tables.
     """
     reports = uvloop.run(_ask(bus_config(run), node))
     target = console or Console()
@@ -60,7 +60,10 @@ def state(
 
 
 async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | PhaseloomError]:
-    """Raises: CallerError: NOT_FOUND: no such node."""
+    """Ask one node, or all that are up, for the state that it holds.
+
+    Raises: CallerError: NOT_FOUND: there is no such node, or it is down.
+    """
     bus = Bus(await connect(settings.url, "state", settings.user, settings.password))
     try:
         nodes = await _nodes(bus)
@@ -80,7 +83,7 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
 
 
 async def _nodes(bus: Bus) -> list[str]:
-    """Those whose agents hold a lease."""
+    """The nodes that are up: those whose agents hold a lease."""
     prefix = node_lease_key("")
     keys = await bus.kv_keys(Bucket.LEASES)
     return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
@@ -97,7 +100,7 @@ async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
 
 
 def headline(node: str, report: StatusReport) -> str:
-    """The node's tiers: what is used of what there is."""
+    """How much of each of a node's tiers is used, in one line."""
     devices = [
         f"device {number}: {_of(used, budget)}"
         for number, (used, budget) in enumerate(
@@ -117,7 +120,7 @@ def headline(node: str, report: StatusReport) -> str:
 
 
 def _sharing(report: StatusReport) -> list[str]:
-    """How often what lies there would lie there if each owner had its own."""
+    """How many bytes the owners would hold if nothing were shared, against what is held."""
     if not report.held_bytes:
         return []
     ratio = report.owned_bytes / report.held_bytes
@@ -125,8 +128,8 @@ def _sharing(report: StatusReport) -> list[str]:
 
 
 def tables(report: StatusReport) -> list[Table]:
-    """Deployments, weights versions, contents; none of what there is none of."""
-    columns = ("life", "seq", "device", "host", "NVMe", "never on a device", "shared")
+    """Tables of deployments, weights versions and shared copies; empty ones are left out."""
+    columns = ("incarnation", "seq", "device", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
@@ -147,7 +150,7 @@ def tables(report: StatusReport) -> list[Table]:
             _size(version.num_bytes * version.on_nvme),
             str(version.num_users),
         )
-    contents = Table(_names("content"), "bytes", "in", _names("held for"), box=None)
+    contents = Table(_names("shared copy"), "bytes", "in", _names("held for"), box=None)
     for content in report.contents:
         contents.add_row(
             _named(content),
@@ -159,12 +162,15 @@ def tables(report: StatusReport) -> list[Table]:
 
 
 def _names(header: str) -> Column:
-    """Whole on any width: two names that are cut to the same begin would be one to the reader."""
+    """A column of names that are folded and never cut: two names may begin alike."""
     return Column(header, overflow="fold")
 
 
 def _named(content: ContentState) -> str:
-    """A hash is shown as far as people compare it; `--json` has the whole."""
+    """What a shared copy is called: its version, its base, or the beginning of its hash.
+
+    `--json` has the whole hash.
+    """
     if content.version is not None:
         return str(content.version)
     known = content.hash[:_HASH_CHARS] or "not hashed"
@@ -172,7 +178,7 @@ def _named(content: ContentState) -> str:
 
 
 def _users(content: ContentState) -> list[str]:
-    """Each once, with the number of its ranks where it has several."""
+    """Each user once, with the number of its ranks where it has several."""
     return [
         user if number == 1 else f"{user} ×{number}"
         for user, number in Counter(content.users).items()

@@ -4,13 +4,13 @@
         await mesh.ready()
 
 A child that ends is started again, with exponential back-off, a warning and an event. Leaving the
-block stops everything in bounded time: agents first, while what they report to still lives, the
-server last. If this process is killed instead, the kernel kills its children (see `diewithparent`),
-and ranks end with their agent.
+block stops everything in bounded time: the agents first, while the services that they report to
+still run, and the server last. If this process is killed instead, the kernel kills its children
+(see `diewithparent`), and ranks end with their agent.
 
 The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
-`credentials.json` and `certificates/` (for its owner only), `mesh.json` (url, pids, metrics), and
-the nodes' disks.
+`credentials.json` and `certificates/` (readable to their owner only), `mesh.json` (url, pids,
+metrics), and the nodes' disks.
 """
 
 from __future__ import annotations
@@ -58,30 +58,31 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _STABLE_AFTER_S = 10.0
 _STOP_TIMEOUT_S = 12.0
-"""Longer than a service's own bound, after which it exits hard."""
+"""How long a child may take to stop: longer than a service's own bound, when it exits hard."""
 _READY_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node of this machine: an agent and a state manager."""
+    """One node of a mesh on this machine: an agent and a state manager."""
 
     name: str
     pool: str
     """`rollout`, `train`, or any other kind."""
     devices: list[int]
-    """Memory budget of each device for managed state, bytes."""
+    """The memory budget of each device for managed state, bytes."""
     device_kind: DeviceKind = DeviceKind.EMULATED
-    """`emulated`: memory and processors of this machine; `cuda`: device i is its GPU i."""
+    """`emulated` takes memory and processors of this machine; `cuda` takes GPU i as device i."""
     host_memory_bytes: int = 2 * 2**30
-    """Budget of the state manager's host arena."""
+    """The budget of the state manager's host arena."""
     exclusive_residency: Residency = Residency.JOB
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
-    """Placement prefers what costs less; 0: what its pool usually costs."""
+    """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
     site: str = ""
-    """What fast links join: a weights version crosses to each other site once. Empty: none."""
+    """The name that the nodes joined by fast links share. A weights version crosses the slow link
+    to each other site once. Empty: the node belongs to no site."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -92,50 +93,56 @@ def _demo_nodes() -> list[NodeConfig]:
 
 
 class MeshConfig(msgspec.Struct, frozen=True):
-    """Section `mesh`; PHASELOOM_MESH_<FIELD>."""
+    """The settings of a whole mesh: the section `mesh`, or PHASELOOM_MESH_<FIELD>."""
 
     nodes: list[NodeConfig] = msgspec.field(default_factory=_demo_nodes)
-    """One rollout and one train device where none are named: two jobs of the demo must share."""
+    """The nodes of the mesh. The default is one rollout and one train device, which the two jobs of
+    the demo must share."""
     tenants: list[str] = msgspec.field(default_factory=lambda: ["demo"])
-    """Each gets an account and a password of its own."""
+    """The tenants, each with an account and a password of its own."""
     routers: int = 2
-    """Replicas of the router."""
+    """The number of router replicas."""
     schedulers: int = 1
-    """One leads, the others stand by."""
+    """The number of schedulers, of which one leads and the others stand by."""
     placement: str = "pack"
-    """Policy: which nodes of each pool a job is pinned to, and with whom it shares them."""
+    """The policy that decides which nodes of each pool a job is pinned to, and with whom."""
     ordering: str = "hrrs"
-    """Policy: which ready operation a device runs next."""
+    """The policy that decides which ready operation a device runs next."""
     max_group_jobs: int = 5
-    """Of one node group."""
+    """The most jobs that one node group takes."""
     duty_limit: float = 0.5
-    """Share of its time that a job may be predicted to wait for those it shares nodes with."""
+    """The share of its time that a job may be predicted to wait for those it shares nodes with."""
     switch_s: float = 0.0
-    """Planned for each phase on shared nodes, by placement that promises an SLO."""
+    """Seconds planned for a context switch in each phase on shared nodes, by placement policies
+    that promise an SLO."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
     frozen_bases: dict[str, list[str]] = {}
-    """Name → BLAKE3 of the content of each of its ranks: models that never change, and that tenants
-    may share. `phaseloom state --json` tells the hashes."""
+    """Models that never change, and that tenants may share: for each name the BLAKE3 of what each
+    of its ranks holds. `phaseloom state --json` tells the hashes."""
     seal_every: int = 60
-    """Mutating operations between two seals of a trainable deployment; 0: never."""
+    """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
-    """A WPG that dies more often than this at one operation fails it."""
+    """An operation fails when its WPG dies more often than this at it."""
     node_grace_s: float = 30.0
-    """A node that is away for longer loses what can be rebuilt elsewhere."""
+    """When a node is away for longer, what was on it is rebuilt elsewhere where it can be."""
     node_gone_s: float = 1800.0
-    """A node that is away for longer counts as gone for good; 0: only an operator can say so."""
+    """When a node is away for longer, it counts as gone for good; 0: only an operator says so."""
     ops_max_bytes: int = 2**30
-    """Of each tenant's operation stream; when it is full, publishing is refused."""
+    """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
     tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
-    """By tenant: `max_operations`, `max_bytes`, `rate` and `burst` as its router is to bound it."""
+    """The bounds that routers set to a tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
     checkpoint_root: str = ""
-    """Directory of checkpoints that later runs load, too; "": one in the run's own directory."""
+    """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
+    directory."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
     def check(self) -> None:
-        """Raises: CallerError: names that are not valid or not unique, or nothing to run."""
+        """Refuse settings that cannot be run.
+
+        Raises: CallerError: a name is not valid or not unique, or there is nothing to run.
+        """
         for where, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),
@@ -162,7 +169,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: `python -m <module>` with these variables beside the inherited ones."""
+    """One process: `python -m <module>`, with variables beside the inherited ones."""
 
     name: str
     module: str
@@ -172,11 +179,11 @@ class ChildSpec:
 def child_specs(
     config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
 ) -> list[ChildSpec]:
-    """Every service of the mesh; a section's variables go only to the service that reads it.
+    """The processes of a mesh. A section's variables go only to the service that reads it.
 
     Args: sockets: directory with a name short enough for Unix sockets.
-          secret: the mesh's: agents and state managers know one another by it, and the
-              scheduler signs tickets with it.
+          secret: the mesh's secret, by which agents and state managers know one another and with
+              which the scheduler signs tickets.
     """
     bus = {"URL": credentials.url, "USER": credentials.user, "PASSWORD": credentials.password}
     shared = {
@@ -285,7 +292,7 @@ def _text(value: object) -> str:
 
 
 def pause_s(failures: int) -> float:
-    """How long to wait before starting again what failed so many times in a row."""
+    """The pause before a child that failed so many times in a row is started again."""
     return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
@@ -304,12 +311,12 @@ class Ended:
 
 
 Report = Callable[[str, str], Awaitable[None]]
-"""(name, reason): a child ended and will be started again."""
+"""Called with a child's name and the reason when it has ended and will be started again."""
 
 
 @dataclass(slots=True)
 class Child:
-    """Keeps one process running until told to stop."""
+    """One process, kept running until it is told to stop."""
 
     spec: ChildSpec
     log_file: Path
@@ -320,7 +327,7 @@ class Child:
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Until `stop`; what ends before that is started again."""
+        """Run the process until `stop`, and start it again whenever it ends before."""
         failures = 0
         try:
             while not self._stopping.is_set():
@@ -339,7 +346,7 @@ class Child:
             self._stopped.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """End it: by SIGTERM, and by SIGKILL where that took too long."""
+        """End the process with SIGTERM, and with SIGKILL where that takes too long."""
         self._stopping.set()
         self.send(signal.SIGTERM)
         try:
@@ -351,7 +358,7 @@ class Child:
             await self._stopped.wait()
 
     def kill(self) -> None:
-        """End it at once, for good."""
+        """End the process at once, for good."""
         self._stopping.set()
         self.send(signal.SIGKILL)
 
@@ -390,7 +397,7 @@ class Child:
 
 
 class Mesh:
-    """A running mesh; see the module. Not reusable."""
+    """A mesh that runs between entering and leaving this context manager, once."""
 
     def __init__(self, config: MeshConfig, run_dir: Path) -> None:
         config.check()
@@ -402,7 +409,7 @@ class Mesh:
             credentials_file=self.run_dir / "credentials.json",
         )
         self.metrics_ports: dict[str, int] = {}
-        """Service → where `http://127.0.0.1:<port>/metrics` is, with `config.metrics`."""
+        """The port of each service's `http://127.0.0.1:<port>/metrics`, with `config.metrics`."""
         self._children: list[Child] = []
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
@@ -452,14 +459,14 @@ class Mesh:
         await self._stack.aclose()
 
     async def wait(self) -> None:
-        """For as long as the mesh runs; raises what made supervising it impossible."""
+        """Wait for as long as the mesh runs; raises what made supervising it impossible."""
         assert self._supervising is not None
         await asyncio.shield(self._supervising)
 
     async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Until every node is in the decision log, and the scheduler and a router answer.
+        """Wait until every node is in the decision log, and the scheduler and a router answer.
 
-        Raises: ResourceError: not within the timeout; says what is missing.
+        Raises: ResourceError: that took longer than the timeout; the message says what is missing.
         """
         missing = {f"node {node.name}" for node in self.config.nodes} | {"scheduler", "router"}
         try:
@@ -478,7 +485,10 @@ class Mesh:
             ) from None
 
     def pids(self, service: str = "") -> list[int]:
-        """Of a service (`router`), one process of it (`router-0`), the server (`nats`), or all."""
+        """The process ids of a service (`router`), a replica (`router-0`), or the server (`nats`).
+
+        Without a name: those of all.
+        """
         found = [
             child.process.pid
             for child in self._children
@@ -497,7 +507,7 @@ class Mesh:
         return pids
 
     def lose(self, node: str) -> None:
-        """As when a machine fails: its processes are killed, and not started again."""
+        """Kill a node's processes for good, as when a machine fails."""
         for child in self._children:
             if child.spec.name in (f"worker-{node}", f"statemgr-{node}"):
                 child.kill()
@@ -511,7 +521,7 @@ class Mesh:
             server.cancel()
 
     async def _keep_server(self) -> None:
-        """Until cancelled; its clients reconnect by themselves."""
+        """Keep the server running until the task is cancelled; clients reconnect by themselves."""
         failures = 0
         while True:
             started_s = time.monotonic()
@@ -531,7 +541,7 @@ class Mesh:
             await self._tell(NATS, str(ended))
 
     async def _stop(self) -> None:
-        """Agents first: ranks end, permits are handed back; then what they talk to."""
+        """Stop the agents first, so that ranks end and permits are handed back, then the rest."""
         assert self._supervising is not None
         agents = [c for c in self._children if _is_named(c.spec.name, "worker")]
         others = [c for c in self._children if c not in agents]
@@ -553,7 +563,7 @@ class Mesh:
                     return
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
-        """Any answer will do, an error too: what is asked for does not exist."""
+        """Wait for any answer of a service, an error too: what is asked for does not exist."""
         assert self._bus is not None
         subject = streams.api_subject(self.config.tenants[0], call)
         while True:
@@ -597,8 +607,9 @@ class Mesh:
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
     """A new directory for the nodes' Unix sockets.
 
-    In the run directory where its name leaves room (a socket's path has at most 107 bytes), so that
-    nothing is left elsewhere even after SIGKILL; else under the system's temporary directory.
+    It lies in the run directory, so that nothing is left elsewhere even after SIGKILL. Where the
+    name of the run directory is too long for that (a socket's path has at most 107 bytes), it lies
+    in the system's temporary directory.
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
     own = run_dir / "s"
@@ -606,25 +617,6 @@ def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
         own.mkdir(parents=True, exist_ok=True)
         return own
     return Path(tempfile.mkdtemp(prefix="phaseloom-"))
-
-
-def new_run_dir(runs: Path) -> Path:
-    """`runs/<time>`, made now, with `runs/latest` pointing to it."""
-    name = time.strftime("%Y%m%d-%H%M%S")
-    run_dir = runs / name
-    number = 1
-    while True:
-        try:
-            run_dir.mkdir(parents=True)
-            break
-        except FileExistsError:
-            number += 1
-            run_dir = runs / f"{name}-{number}"
-    partial = runs / f".latest.{os.getpid()}"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(run_dir.name)
-    partial.replace(runs / "latest")
-    return run_dir
 
 
 def _is_named(name: str, service: str) -> bool:

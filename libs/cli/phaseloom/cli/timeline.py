@@ -1,13 +1,13 @@
 """A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-A process per node with a track per device (execute; switch, with offload and load inside), and a
-process per job with, for each deployment, its submits, its queue waits and its messages. An arrow
-leads from each submit to its execution. Slices on one thread must nest or be apart, so submits that
-overlap go to further lanes of the same name; queue waits and messages, which overlap by the
-hundred, are asynchronous events, which the viewer stacks in one track a name.
+Each node is a process with a track for each device (execute; switch, with offload and load inside).
+Each job is a process with, for each deployment, its submits, its queue waits and its messages. An
+arrow leads from each submit to its execution. Slices on one thread must nest or must not overlap,
+so submits that overlap go to further lanes of the same name. Queue waits and messages, which
+overlap by the hundred, are asynchronous events, which the viewer stacks in one track for each name.
 
 Format: the JSON object form of the Trace Event Format; `ts` and `dur` are microseconds.
-Pure but for `read_spans` and `write_timeline`. Cost: O(n log n) in the spans.
+All functions but `read_spans` and `write_timeline` are pure. Cost: O(n log n) in the spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASYNC_SPANS = frozenset({"queue", "route", "permit", "complete"})
 Attribute = str | bool | int | float
 TraceEvent = dict[str, Any]
 Track = tuple[str, str]
-"""(process, thread) by name."""
+"""The names of a process and of a thread in it."""
 
 
 class SpanLine(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class SpanLine(msgspec.Struct, frozen=True):
 
 
 def read_spans(directory: Path) -> list[SpanLine]:
-    """All spans of a run; a last line that a killed process left unfinished is skipped."""
+    """All spans of a run. A last line that a killed process left unfinished is skipped."""
     spans = []
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_bytes().splitlines(keepends=True):
@@ -82,7 +82,7 @@ def chrome_trace(spans: Sequence[SpanLine]) -> dict[str, Any]:
 
 
 def track_of(span: SpanLine) -> Track | None:
-    """Where a span is drawn; None for spans that belong to no device and no deployment."""
+    """The track on which a span is drawn; None where it belongs to no device or deployment."""
     attributes = span.attributes
     if span.name in DEVICE_SPANS and "node" in attributes:
         return (f"node {attributes['node']}", f"device {attributes.get('device', 0)}")
@@ -94,7 +94,7 @@ def track_of(span: SpanLine) -> Track | None:
 
 
 def operation_of(span: SpanLine) -> str | None:
-    """`tenant.job.deployment.seq`, if the span is about one operation."""
+    """The operation that a span is about, as `tenant.job.deployment.seq`; None: about none."""
     names = ("tenant", "job", "deployment", "seq")
     if not all(name in span.attributes for name in names):
         return None
@@ -105,7 +105,7 @@ def operation_of(span: SpanLine) -> str | None:
 class _Lane:
     thread: int
     open_ends_ns: list[int] = field(default_factory=list)
-    """Ends of the slices that are open, outermost first."""
+    """The ends of the slices that are still open, the outermost first."""
 
     def takes(self, span: SpanLine) -> bool:
         while self.open_ends_ns and self.open_ends_ns[-1] <= span.start_unix_ns:
@@ -114,7 +114,7 @@ class _Lane:
 
 
 class _Tracks:
-    """Numbers processes and threads, and finds each span a lane in which it nests."""
+    """The numbers of processes and threads, and a lane for each span in which it nests."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
@@ -122,7 +122,7 @@ class _Tracks:
         self._num_threads = 0
 
     def lane(self, track: Track, span: SpanLine) -> tuple[int, int]:
-        """(pid, tid). Spans come in order of their start, longer ones first."""
+        """The (pid, tid) of a span's lane. Spans must come by their start, longer ones first."""
         pid = self.process(track[0])
         lanes = self._lanes.setdefault(track, [])
         found = next((lane for lane in lanes if lane.takes(span)), None)
@@ -137,7 +137,7 @@ class _Tracks:
         return self._processes.setdefault(name, len(self._processes) + 1)
 
     def names(self) -> Iterator[TraceEvent]:
-        """Metadata: what processes and threads are called, nodes above jobs."""
+        """Metadata events that name the processes and threads, and put nodes above jobs."""
         for order, (process, pid) in enumerate(sorted(self._processes.items(), reverse=True)):
             yield _metadata("process_name", pid, 0, name=process)
             yield _metadata("process_sort_index", pid, 0, sort_index=order)
@@ -187,7 +187,7 @@ def _args(span: SpanLine) -> dict[str, Attribute]:
 
 
 def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
-    """A flow from inside each submit slice to the slice that executed the operation."""
+    """Flow events from each submit to the slice that executed the operation."""
     submits = [(op, event) for (name, op), event in ends.items() if name == "submit"]
     for number, (operation, submit) in enumerate(submits, 1):
         execute = ends.get(("execute", operation))
@@ -200,9 +200,9 @@ def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, Attribute]]]:
-    """Each span with its ancestors' attributes where it has none of its own.
+    """Each span with its attributes and those that it inherits from its ancestors.
 
-    `offload` and `load` say what moved and leave node and device to the `switch` around them.
+    `offload` and `load` say what moved; node and device stand on the `switch` around them.
     """
     by_id = {span.span_id: span for span in spans}
     for span in spans:

@@ -1,7 +1,7 @@
-"""`phaseloom top`: what the mesh does, as a live table.
+"""`phaseloom top` shows what the mesh does, as a live table.
 
-Reads what everybody may read and nobody waits for: the decision log, the jobs' views in KV, and
-the notices. Rates and shares are of the last `WINDOW_S` seconds, of what has ended in them.
+It reads the decision log, the jobs' views in KV, and the notices, and delays nobody. Rates and
+shares are those of the operations and switches that ended in the last `WINDOW_S` seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_NOTICES = 8
 _ENDED = frozenset({"done", "failed", "rejected"})
 _REFRESHES_PER_S = 2
 _UNBOUNDED = 1_000_000
-"""Columns."""
+"""Columns of a terminal on which nothing is cut or folded."""
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
         The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
         else the newest run under runs/.
     once
-        Print the table once and exit; into a file or a pipe as wide as it needs.
+        Print the table once and exit. In a file or a pipe it is as wide as it needs.
     """
     with suppress(KeyboardInterrupt):
         uvloop.run(_top(bus_config(run), once, console or Console()))
@@ -58,55 +58,55 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
 
 async def _top(settings: BusConfig, once: bool, console: Console) -> None:
     bus = Bus(await connect(settings.url, "top", settings.user, settings.password))
-    board = Board()
+    dashboard = Dashboard()
     try:
         if once:
-            await catch_up(bus, board)
-            show(board, time.time(), console)
+            await catch_up(bus, dashboard)
+            show(dashboard, time.time(), console)
         else:
-            await _watch(bus, board, console)
+            await _watch(bus, dashboard, console)
     finally:
         await bus.close()
 
 
-def show(board: Board, now_s: float, console: Console) -> None:
-    """Print it once; into what is no terminal with nothing cropped or folded."""
-    shown = board.render(now_s)
+def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
+    """Print the dashboard once. Where stdout is no terminal, nothing is cropped or folded."""
+    shown = dashboard.render(now_s)
     if not console.is_terminal:
         unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
         console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)
     console.print(shown)
 
 
-async def catch_up(bus: Bus, board: Board) -> None:
-    """Read what is there now."""
+async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
+    """Feed the dashboard with everything that the bus has now."""
     end = await bus.log_end()
     if end:
         async with aclosing(bus.read_entries()) as entries:
             async for entry in entries:
                 for one in entry.apart():
-                    board.take(one)
+                    dashboard.take(one)
                 if entry.sequence >= end:
                     break
     for key in await bus.kv_keys(Bucket.VIEW):
         stored = await bus.kv_get(Bucket.VIEW, key)
-        board.view(key, stored.payload if stored else None)
+        dashboard.view(key, stored.payload if stored else None)
     for notice in await bus.newest_notices(NUM_NOTICES):
-        board.notice(notice)
+        dashboard.notice(notice)
 
 
-async def _watch(bus: Bus, board: Board, console: Console) -> None:
+async def _watch(bus: Bus, dashboard: Dashboard, console: Console) -> None:
     with Live(
-        get_renderable=lambda: board.render(time.time()),
+        get_renderable=lambda: dashboard.render(time.time()),
         console=console,
         refresh_per_second=_REFRESHES_PER_S,
         screen=console.is_terminal,
     ):
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(_follow_log(bus, board)),
-                tasks.create_task(_follow_views(bus, board)),
-                tasks.create_task(_follow_notices(bus, board)),
+                tasks.create_task(_follow_log(bus, dashboard)),
+                tasks.create_task(_follow_views(bus, dashboard)),
+                tasks.create_task(_follow_notices(bus, dashboard)),
             ]
             try:
                 await asyncio.Event().wait()
@@ -114,38 +114,38 @@ async def _watch(bus: Bus, board: Board, console: Console) -> None:
                 await lifecycle.end(watching)
 
 
-async def _follow_log(bus: Bus, board: Board) -> None:
+async def _follow_log(bus: Bus, dashboard: Dashboard) -> None:
     async with aclosing(bus.read_log()) as entries:
         async for entry in entries:
-            board.take(entry)
+            dashboard.take(entry)
 
 
-async def _follow_views(bus: Bus, board: Board) -> None:
+async def _follow_views(bus: Bus, dashboard: Dashboard) -> None:
     async for change in bus.kv_watch(Bucket.VIEW):
-        board.view(change.key, change.stored.payload if change.stored else None)
+        dashboard.view(change.key, change.stored.payload if change.stored else None)
 
 
-async def _follow_notices(bus: Bus, board: Board) -> None:
+async def _follow_notices(bus: Bus, dashboard: Dashboard) -> None:
     async with aclosing(bus.read_notices(NUM_NOTICES)) as notices:
         async for notice in notices:
-            board.notice(notice)
+            dashboard.notice(notice)
 
 
 @dataclass(slots=True)
-class Board:
-    """What is known, and how it looks."""
+class Dashboard:
+    """What is known of the mesh now, and how it is shown."""
 
     _activity: Activity = field(default_factory=Activity)
     _executions: deque[Execution] = field(default_factory=deque)
     _switches: deque[Switch] = field(default_factory=deque)
     _devices: dict[str, int] = field(default_factory=dict)
-    """Node → its number of devices, while it is up."""
+    """The number of devices of each node that is up."""
     _views: dict[JobKey, JobStatus] = field(default_factory=dict)
     _notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=NUM_NOTICES))
     _num_operations: int = 0
 
     def take(self, entry: LogEntry) -> None:
-        """The next entry of the decision log."""
+        """Take the next entry of the decision log."""
         match entry.event:
             case NodeUp(node=node, devices=devices):
                 self._devices[node] = len(devices)
@@ -160,7 +160,7 @@ class Board:
         self._forget(entry.time_s)
 
     def view(self, key: str, payload: bytes | None) -> None:
-        """A job's view has changed; None: it is gone."""
+        """Take a job's changed view; None: the view is gone."""
         tenant, _, name = key.partition(".")
         if payload is None:
             self._views.pop(JobKey(tenant, name), None)
@@ -171,7 +171,7 @@ class Board:
         self._notices.append(notice)
 
     def render(self, now_s: float) -> Group:
-        """As a terminal shows it."""
+        """The dashboard as it is shown now."""
         self._forget(now_s)
         return Group(
             Text(self._heading(), "bold"),
@@ -240,7 +240,7 @@ class Board:
         return table
 
     def _busy_s(self, node: str, now_s: float) -> float:
-        """Of what began before the window, the part that lies in it."""
+        """The seconds of the window in which the node's devices ran an operation."""
         return sum(
             min(seconds, execution.end_s - (now_s - WINDOW_S))
             for execution in self._executions

@@ -1,7 +1,8 @@
-"""`phaseloom trace OP`: one operation's spans as a waterfall in the terminal.
+"""`phaseloom trace OP` draws one operation's spans as a waterfall in the terminal.
 
-Pure but for `trace`. A span belongs to an operation when it names it, or when it lies under one
-that does: the switch made for it, with its offloads and its load.
+A span belongs to an operation when it names the operation, or when it lies under a span that does:
+the context switch that was made for the operation, with its offloads and its load. All functions
+but `trace` are pure.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     operation
         `<tenant>.<job>.<deployment>.<seq>`.
     run
-        The run's directory; the newest under runs/ without it.
+        The run's directory. Without it: the newest one under runs/.
     """
     parse_operation_key(operation)
     directory = find_run(run) / "spans"
@@ -59,16 +60,19 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A span at its place in the tree."""
+    """A span at its place in the tree of spans."""
 
     span: SpanLine
     depth: int
     displaced: tuple[str, ...]
-    """Operations that a switch links to."""
+    """The last operations of the deployments that a context switch displaced."""
 
 
 def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
-    """The operation's spans, each after its parent, else by start. Empty: there is none."""
+    """The operation's spans, each below its parent, siblings by their start.
+
+    The list is empty where no span names the operation.
+    """
     by_id = {span.span_id: span for span in spans}
     children: dict[str | None, list[SpanLine]] = {}
     for span in sorted(spans, key=_order):
@@ -87,13 +91,13 @@ def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
 
 
 def _order(span: SpanLine) -> tuple[int, int]:
-    """By start; at the same moment as in an operation's life."""
+    """Spans are ordered by their start; those with one start, by the steps of an operation."""
     names = list(_STYLES)
     return span.start_unix_ns, names.index(span.name) if span.name in names else len(names)
 
 
 def _displaced(span: SpanLine, by_id: dict[str, SpanLine]) -> tuple[str, ...]:
-    """What the links lead to: the last operation of each deployment that had to leave."""
+    """The operations that a switch's links lead to: the last one of each displaced deployment."""
     names = []
     for link in span.links:
         other = by_id.get(link["span_id"])
@@ -104,7 +108,7 @@ def _displaced(span: SpanLine, by_id: dict[str, SpanLine]) -> tuple[str, ...]:
 
 
 def render(operation: str, rows: Sequence[Row], width: int) -> Text:
-    """The waterfall, as wide as the terminal; bars share one time scale."""
+    """The waterfall as text, `width` characters wide; all bars share one time scale."""
     begin_ns = min(row.span.start_unix_ns for row in rows)
     whole_ns = max(row.span.end_unix_ns for row in rows) - begin_ns
     kind = next((k for row in rows if (k := row.span.attributes.get("kind"))), "operation")
@@ -136,9 +140,9 @@ def _where(span: SpanLine) -> str:
 
 
 def bar(begin: int, end: int, whole: int, cells: int) -> str:
-    """A bar from `begin` to `end` on a scale of `whole`, to an eighth of a cell at its end.
+    """A bar from `begin` to `end` on a scale of `whole`, with its end on an eighth of a cell.
 
-    What is too short to see still gets a sliver.
+    A bar that would be too short to see is drawn an eighth of a cell long.
     """
     if whole <= 0:
         return _EIGHTHS[8]

@@ -1,4 +1,4 @@
-"""`phaseloom up`: the mesh on this machine, until Ctrl-C."""
+"""`phaseloom up` runs a mesh on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import uvloop
+from msgspec.structs import replace
 
-from phaseloom.cli.policies import with_policies
-from phaseloom.cli.supervisor import Mesh, MeshConfig, new_run_dir
+from phaseloom.cli.rundir import new_run_dir
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,11 +36,12 @@ def up(
         TOML with a table [mesh]: nodes, tenants, policies. Without it: one rollout and one train
         device, both emulated, and the tenant `demo`.
     runs
-        Where the run's directory is made: logs, spans, credentials, the server's store.
+        Folder in which the run's directory is made, with its logs, spans, credentials, and the
+        server's store.
     placement
-        Policy: which nodes a job is pinned to, and with whom. Goes before the file's.
+        Policy that decides which nodes a job is pinned to, and with whom. It overrides the file's.
     ordering
-        Policy: which ready operation a device runs next. Goes before the file's.
+        Policy that decides which ready operation a device runs next. It overrides the file's.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -68,7 +73,7 @@ async def _announce(mesh: Mesh) -> None:
 
 
 def greeting(mesh: Mesh) -> str:
-    """How a controller connects, ready to paste into a shell."""
+    """The text that tells how a controller connects, with lines to paste into a shell."""
     blocks = [
         f"export PHASELOOM_URL={mesh.url}\n"
         f"export PHASELOOM_TENANT={tenant}\n"
@@ -90,3 +95,27 @@ def greeting(mesh: Mesh) -> str:
 def _metrics(mesh: Mesh) -> list[str]:
     urls = [f"http://127.0.0.1:{port}/metrics" for port in mesh.metrics_ports.values()]
     return ["metrics: " + ", ".join(urls)] if urls else []
+
+
+def with_policies(settings: MeshConfig, placement: str | None, ordering: str | None) -> MeshConfig:
+    """The settings, with the policies that a command line names in place of their own.
+
+    Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
+    """
+    settings = replace(
+        settings,
+        placement=placement or settings.placement,
+        ordering=ordering or settings.ordering,
+    )
+    _check(settings.placement, PLACEMENT, "placement")
+    _check(settings.ordering, ORDERING, "ordering")
+    return settings
+
+
+def _check(name: str, known: Iterable[str], field: str) -> None:
+    if name not in known:
+        raise CallerError(
+            f"{name!r} is no {field} policy",
+            field=field,
+            remedy=f"choose one of: {', '.join(sorted(known))}",
+        )

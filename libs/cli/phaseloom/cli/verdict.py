@@ -1,4 +1,4 @@
-"""What a run's summary says to people: tables, notes, and what did not hold."""
+"""The summary of a run as people read it: tables, notes, and a list of what went wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tables(summary: Summary) -> Group:
 
 
 def hashes(summary: Summary) -> list[str]:
-    """SHA-256 of each job's final weights, shared and, where it was run, alone."""
+    """Lines with the SHA-256 of each job's final weights, shared and, with a baseline, alone."""
     lines = ["", "SHA-256 of the final weights"]
     before = summary.baseline.jobs if summary.baseline else []
     alone = {job.name: job.weights_sha256 for job in before}
@@ -28,7 +28,7 @@ def hashes(summary: Summary) -> list[str]:
 
 
 def notes(summary: Summary) -> list[str]:
-    """One line each, definitions where a figure could be misread."""
+    """The run's figures in lines of prose, each defined where it could be misread."""
     whole, operations = summary.whole_run, summary.operations
     lines = []
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:
@@ -57,9 +57,9 @@ def notes(summary: Summary) -> list[str]:
 
 
 def problems(summary: Summary, *, judges_rewards: bool) -> list[str]:
-    """What did not hold; empty where all is well.
+    """A sentence for each thing that should hold and does not; empty after a good run.
 
-    Args: judges_rewards: False for runs shorter than the tasks need to learn.
+    Args: judges_rewards: whether rewards must have risen; False for runs too short to learn.
     """
     found = []
     for job in summary.jobs:

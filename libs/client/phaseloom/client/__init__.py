@@ -1,4 +1,4 @@
-"""What a controller imports.
+"""The library that a controller imports.
 
 async with connect() as mesh:
     job = await mesh.submit_job("hello", [DeploymentSpec(...)])

@@ -1,6 +1,7 @@
 """Batches as they travel: arrays packed, and split by samples where one message cannot hold them.
 
-Pure. A gradient is a plain sum over samples, so the parts of a split batch add up to the whole.
+Everything here is pure. A gradient is a plain sum over samples, so the parts of a split batch add
+up to the whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
-"""What one message may carry of samples; the rest is left to headers and framing."""
+"""The most bytes of samples in one message; the rest is left to headers and framing."""
 
 _ITEM_OVERHEAD_BYTES = 64
 _SAMPLED_TOKEN_BYTES = 8
@@ -25,12 +26,18 @@ Item = TypeVar("Item", Prompt, Datum)
 
 
 def pack_prompt(prompt: Prompt, field: str) -> Prompt:
-    """Raises: CallerError: not token ids."""
+    """The prompt with its arrays packed.
+
+    Raises: CallerError: an element is not a token id.
+    """
     return Prompt(_int32s(prompt.tokens, f"{field}.tokens"), prompt.seed)
 
 
 def pack_datum(datum: Datum, field: str) -> Datum:
-    """Raises: CallerError: not token ids, or not numbers."""
+    """The sample with its arrays packed.
+
+    Raises: CallerError: an element is not a token id, or not a number.
+    """
     return Datum(
         _int32s(datum.tokens, f"{field}.tokens"),
         _int32s(datum.targets, f"{field}.targets"),
@@ -39,9 +46,9 @@ def pack_datum(datum: Datum, field: str) -> Datum:
 
 
 def split_batch(batch: Iterable[Datum], limit_bytes: int = MAX_PART_BYTES) -> list[list[Datum]]:
-    """Packed samples in order, in as few parts as fit.
+    """Packed samples in order, in as few parts as their sizes allow.
 
-    Raises: CallerError: a sample that is no sample, or that fits in no message.
+    Raises: CallerError: a sample is not valid, or too large for a message.
     """
     packed = [pack_datum(datum, f"batch[{i}]") for i, datum in enumerate(batch)]
     return _split(packed, _datum_bytes, limit_bytes, "batch")
@@ -57,7 +64,7 @@ def split_prompts(
 ) -> list[list[Prompt]]:
     """Packed prompts in order, so that neither a part nor its result exceeds a message.
 
-    Raises: CallerError: a prompt that is none, or whose samples fit in no message.
+    Raises: CallerError: a prompt is not valid, or its samples are too large for a message.
     """
     packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     sample_bytes = sampling.max_tokens * _SAMPLED_TOKEN_BYTES + _ITEM_OVERHEAD_BYTES

@@ -7,9 +7,9 @@ def watch(event: phaseloom.RuntimeEvent) -> None:
         case phaseloom.OperationEnded(key, kind, error): ...
         case phaseloom.PhaseBegan(job, pool) | phaseloom.PhaseEnded(job, pool): ...
 
-They run on the event loop, between other things: they must return at once. What one raises is
-logged, and changes nothing. Progress is told about once a second of long operations, and some of it
-may be missing; the end of every operation is told once.
+Hooks run on the event loop, between other things, so they must return at once. An exception in a
+hook is logged and changes nothing. A long operation reports progress about once a second, and some
+reports may be missing; the end of every operation is reported once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OperationEnded:
-    """An operation has its outcome. A call that is split has several, one a part."""
+    """An operation has its outcome. A call that is split has one for each part."""
 
     key: OperationKey
     kind: str
     error: PhaseloomError | None
-    """None: it is completed."""
+    """Why the operation failed; None: it is completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ H = TypeVar("H", bound=RuntimeHook)
 
 
 class Hooks:
-    """Those of one session of a job."""
+    """The hooks of one session of a job."""
 
     def __init__(self, hooks: tuple[RuntimeHook, ...] = ()) -> None:
         self._hooks = list(hooks)
@@ -77,4 +77,4 @@ class Hooks:
 
 
 DECLARED: ContextVar[tuple[RuntimeHook, ...]] = ContextVar("runtime_hooks", default=())
-"""Of the jobs that are attached to in this context from now on."""
+"""The hooks of every job that is attached to in this context from now on."""

@@ -53,9 +53,10 @@ Awaited = Iterable["OperationHandle[object] | After"]
 class Deployment:
     """One model of a job. Each call takes the next `seq` at once and returns a handle.
 
-    Calls do not wait: submit what you know, in the order in which it shall take effect, and await
-    what you need. `after` names operations of the job's other deployments that must come first. An
-    operation that has a `timeout_s` ends as DEADLINE_EXCEEDED where it may not run within it.
+    Calls do not wait: submit operations in the order in which they shall take effect, and await
+    those whose results you need. `after` names operations of the job's other deployments that must
+    come first. An operation with a `timeout_s` ends as DEADLINE_EXCEEDED where it gets no permit
+    within that time.
     """
 
     def __init__(self, job: JobKey, name: str, session: int, next_seq: int, outbox: Outbox) -> None:
@@ -77,8 +78,8 @@ class Deployment:
     ) -> OperationHandle[GenerateResult]:
         """Sample continuations of each prompt.
 
-        Args: sampling: also what ends one: token ids, and `stop_strings` where the deployment's
-                  model has its `token_texts`.
+        Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
+                  where the deployment's model has its `token_texts`.
               prompt_logprobs: whether to answer the prompts' own log-probabilities too.
         """
         parts = split_prompts(prompts, sampling, num_samples, prompt_logprobs=prompt_logprobs)
@@ -92,7 +93,7 @@ class Deployment:
     def forward(
         self, batch: Iterable[Datum], *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ForwardResult]:
-        """Log-probabilities of each sample's targets."""
+        """Compute the log-probabilities of each sample's targets."""
         parts = split_batch(batch)
         return self._submit([Forward(part) for part in parts], after, merge_forward, timeout_s)
 
@@ -106,7 +107,7 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ForwardBackwardResult]:
-        """Add the gradients of a loss; gives its metrics."""
+        """Add the gradients of a loss over the batch; the result has the loss's metrics."""
         kind = Loss(loss)
         parts = split_batch(batch)
         return self._submit(
@@ -124,7 +125,7 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[OptimStepResult]:
-        """One AdamW step on the gradients so far; gives its metrics.
+        """Make one AdamW step with the gradients so far; the result has the step's metrics.
 
         Args: allow_partial: step also where a `forward_backward` since the last step has failed.
         """
@@ -134,7 +135,7 @@ class Deployment:
     def publish_weights(
         self, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[PublishWeightsResult]:
-        """Cut an immutable version of the weights for others to sync."""
+        """Cut an immutable version of the weights, which other deployments can sync."""
         return self._submit([PublishWeights()], after, only(PublishWeightsResult), timeout_s)
 
     def sync_weights(
@@ -144,7 +145,7 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[SyncWeightsResult]:
-        """Take over a published version, after it is published."""
+        """Replace the weights by a published version, once it is published."""
         source = published.ref
         args = SyncWeights(policy=source.deployment, version=source.seq)
         return self._submit([args], [source, *after], only(SyncWeightsResult), timeout_s)
@@ -159,15 +160,16 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[SaveStateResult]:
-        """Write a checkpoint under the tenant's root; what comes after it goes on meanwhile.
+        """Write a checkpoint under the tenant's root, while later operations go on.
 
-        Args: controller_blob: this program's own state, 1 MiB at most: with it, the checkpoint
+        Args: controller_blob: this program's own state, 1 MiB at most. With it, the checkpoint
                   becomes the job's last, which `attach` gives to the next controller.
-              checkpoints: of the job's other deployments, the checkpoints that belong to it:
-                  deployment → name. Save those first, and name them in `after`.
-              keep: once this one is durable, older ones of this deployment that were saved with a
-                  `keep` go, but for the newest so many, this one among them; never one that the job
-                  may fall back to. 0: it stays, whatever is saved later.
+              checkpoints: the checkpoints of the job's other deployments that belong to this one,
+                  as deployment → name. Save those first, and name them in `after`.
+              keep: how many checkpoints of this deployment that were saved with a `keep` stay once
+                  this one is durable, this one included; older ones are deleted. One that the job
+                  may fall back to is never deleted. 0: this checkpoint stays, whatever is saved
+                  later.
         """
         args = SaveState(name, controller_blob, dict(checkpoints or {}), keep)
         return self._submit([args], after, only(SaveStateResult), timeout_s)
@@ -211,7 +213,10 @@ class Job:
         self._deployments = deployments
 
     def deployment(self, name: str) -> Deployment:
-        """Raises: CallerError: the job has no such deployment."""
+        """The deployment of that name.
+
+        Raises: CallerError: the job has no such deployment.
+        """
         try:
             return self._deployments[name]
         except KeyError:

@@ -1,7 +1,7 @@
-"""The connection of a controller to the mesh: submit jobs, attach to them.
+"""The connection of a controller to the mesh, by which it submits jobs and attaches to them.
 
-Every background task lives in one task group that `connect` owns: leaving its block ends them all,
-and whatever is still open then ends as ABORTED.
+Every background task lives in one task group that `connect` owns. Leaving its block ends them all,
+and operations that are still open then end as ABORTED.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ _READY, _STOPPED = "ready", "stopped"
 
 
 class ClientConfig(msgspec.Struct, frozen=True):
-    """Where a controller finds the mesh: PHASELOOM_<FIELD>."""
+    """How a controller reaches the mesh: PHASELOOM_<FIELD>."""
 
     url: str = ""
     """`nats://host:port`."""
     tenant: str = ""
-    """Also the user name."""
+    """The tenant, whose name is also the user name."""
     password: str = ""
+    """The tenant's password."""
 
 
 class MeshJob(Job):
@@ -90,42 +91,44 @@ class MeshJob(Job):
             },
         )
         self.checkpoint: Checkpoint | None = attached.checkpoint
-        """The job's last checkpoint with a controller's blob, as of this session's begin."""
+        """The job's last checkpoint with a controller's blob when this session began."""
         self._key = key
         self._mesh = mesh
         self._outbox = outbox
         self._phases: Counter[str] = Counter()
-        """How often each pool's phase has begun and not ended."""
+        """How many phases are open on each pool."""
         self._declared: set[str] = set()
-        """Pools whose phase the mesh knows to be open."""
+        """The pools whose phase is open as far as the mesh knows."""
         self._declaring = asyncio.Lock()
 
     async def status(self) -> JobStatus:
         return await self._mesh.status(self.name)
 
     async def explain(self, operation: OperationHandle[object]) -> Explanation:
-        """Why an operation of this job waits, and how long it may."""
+        """Why an operation of this job waits, and when it should start."""
         return await operation.explain()
 
     async def finish(self, *, failed: bool = False) -> None:
-        """End the job: its models are dropped, checkpoints stay. Open operations end ABORTED."""
+        """End the job. Its models are dropped, checkpoints stay, open operations end as ABORTED."""
         await self._mesh.finish(self.name, failed=failed)
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
 
     async def drain(self) -> None:
-        """End the job once every operation that the mesh has of it has ended; returns then.
+        """Wait until every operation of the job that is stored has ended, and end the job.
 
-        No new ones are taken meanwhile. Await first what must not be refused.
+        No new operations are taken meanwhile; await first those that must not be refused.
         """
         await self._mesh.drain(self.name)
         await self._outbox.settle()
         self._outbox.end(ResourceError(f"job {self.name} is drained", code=Code.ABORTED))
 
     async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
-        """Add a deployment to this job; returns once it is up.
+        """Add a deployment to this job, and wait until it is up.
 
-        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why it cannot
-                start. The job goes on then, and the name is free once it is deleted.
+        Where it cannot start the job goes on, and the name is free once the deployment is deleted.
+
+        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why the
+                deployment cannot start.
         """
         status = await self._mesh.create_deployment(CreateDeployment(self.name, spec))
         created = Deployment(self._key, spec.name, self.session, status.next_seq, self._outbox)
@@ -133,10 +136,10 @@ class MeshJob(Job):
         return created
 
     async def delete_deployment(self, name: str) -> None:
-        """Drop a deployment of this job; its open operations end ABORTED.
+        """Drop a deployment of this job; its open operations end as ABORTED.
 
-        Await them first where they matter, and submit no more to it: what comes too late is
-        refused. Weights versions of it that others hold stay.
+        Await first the operations that matter, and submit no more: later ones are refused. Weights
+        versions of the deployment that others hold stay.
         """
         await self._mesh.delete_deployment(DeploymentRequest(self.name, name))
         self._deployments.pop(name, None)
@@ -153,9 +156,9 @@ class MeshJob(Job):
         return Phase(pool, self)
 
     async def begin_phase(self, pool: str) -> None:
-        """Phases on one pool may overlap; the pool's is open while any is.
+        """Begin a phase on a pool. Phases on one pool may overlap; the mesh knows of their union.
 
-        Raises: CallerError: no such pool. ResourceError: ABORTED, the session is over.
+        Raises: CallerError: the name is no pool's. ResourceError: ABORTED: the session is over.
         """
         check_name(pool, "pool")
         self._phases[pool] += 1
@@ -178,7 +181,10 @@ class MeshJob(Job):
             log.warning("the end of phase %s of %s was not declared: %s", pool, self.name, error)
 
     async def _declare(self, pool: str) -> None:
-        """Tell the mesh where it knows another thing; in the order of the calls."""
+        """Tell the mesh whether a pool's phase is open, where it believes otherwise.
+
+        Calls reach the mesh in the order in which they are made.
+        """
         async with self._declaring:
             is_open = self._phases[pool] > 0
             if is_open == (pool in self._declared):
@@ -195,15 +201,15 @@ class MeshJob(Job):
 
 
 class Mesh:
-    """A tenant's connection. Get it from `connect`."""
+    """A tenant's connection to the mesh. Get it from `connect`."""
 
     def __init__(
-        self, client: Client, tenant: str, group: asyncio.TaskGroup, patience_s: float
+        self, client: Client, tenant: str, group: asyncio.TaskGroup, answer_timeout_s: float
     ) -> None:
         self._client = client
         self._tenant = tenant
         self._group = group
-        self._patience_s = patience_s
+        self._answer_timeout_s = answer_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._outboxes: list[Outbox] = []
 
@@ -220,17 +226,17 @@ class Mesh:
     ) -> MeshJob:
         """Submit a job and attach to it when all its deployments are ready.
 
-        Waits as long as the scheduler has no place for it. Who gives up waiting leaves the job
-        submitted: `attach` to it later, or `finish` it.
+        The call waits for as long as the scheduler has no place for the job. A caller that stops
+        waiting leaves the job submitted: `attach` to it later, or `finish` it.
 
-        Args:   slo: slowdown over running alone that it tolerates; 0: best effort.
-                cycle: what it does again and again, where that is known; else it is profiled.
-                duration_s: how long it would run alone; 0: not known.
-                may_wait: else it is refused where there is no place for it now.
-                durability: what its seals survive: the death of every process (`host`), a restart
-                of their node (`node`), its loss (`remote`).
+        Args:   slo: slowdown over running alone that the job tolerates; 0: best effort.
+                cycle: the cycle that the job repeats, where it is known; else it is profiled.
+                duration_s: how long the job would run alone; 0: not known.
+                may_wait: whether to wait for a place; False: refuse the job without one now.
+                durability: what the job's seals survive: the death of every process (`host`), a
+                restart of their node (`node`), its loss (`remote`).
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; ResourceError:
-                RESOURCE_EXHAUSTED, there is no place for it; PhaseloomError: why it failed.
+                RESOURCE_EXHAUSTED: there is no place for the job; PhaseloomError: why it failed.
         """
         check_name(name, "name")
         spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability)
@@ -245,9 +251,9 @@ class Mesh:
         return await self._attach(name, may_be_new=True)
 
     async def attach(self, name: str) -> MeshJob:
-        """Open a new session of a job that runs; every older session of it ends.
+        """Open a new session of a job that runs; every older session of the job ends.
 
-        Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: it has ended.
+        Raises: CallerError: NOT_FOUND: there is no such job; FAILED_PRECONDITION: it has ended.
         """
         check_name(name, "name")
         return await self._attach(name, may_be_new=False)
@@ -260,7 +266,7 @@ class Mesh:
         await self._call("job.finish", JobRequest(name, failed), JobStatus)
 
     async def drain(self, name: str) -> None:
-        """Have a job end once what is open has ended; returns then."""
+        """Let a job end once its open operations have ended, and wait for that."""
         await self._call("job.drain", JobRequest(name), JobStatus)
         await self._until(name, lambda status: status.state in _ENDED)
 
@@ -290,7 +296,7 @@ class Mesh:
         return status
 
     async def declare_phase(self, request: PhaseRequest) -> None:
-        """Once: a hint that is late is worth nothing."""
+        """Tell the mesh of a phase. Not retried, since a late hint is worth nothing."""
         await call_api(self._client, self._tenant, "phase.declare", request, JobStatus)
 
     def reconnected(self) -> None:
@@ -305,7 +311,10 @@ class Mesh:
             task.cancel()
 
     async def _once(self, call: str, request: SubmitJob | CreateDeployment) -> None:
-        """Once: where an answer is lost, what then exists already is what was asked for."""
+        """Make something once, retried while nobody answers.
+
+        ALREADY_EXISTS after a lost answer is success: the earlier try has made it.
+        """
         was_lost = False
 
         async def attempt() -> None:
@@ -319,12 +328,12 @@ class Mesh:
                 was_lost = True
                 raise
 
-        await self._with_patience(attempt)
+        await self._retried(attempt)
 
     async def _attach(self, name: str, *, may_be_new: bool) -> MeshJob:
         key = JobKey(self._tenant, name)
         told = Hooks(hooks.DECLARED.get())
-        outbox = Outbox(self._client, key, self._start, self._patience_s, told)
+        outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, told)
         # Before any operation is published, so that no completion can be missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
@@ -337,13 +346,13 @@ class Mesh:
                 )
             except CallerError as error:
                 if may_be_new and error.info.code is Code.NOT_FOUND:
-                    # The routers' view of jobs follows the scheduler's by a moment.
+                    # The routers learn of a new job a moment after the scheduler.
                     raise ResourceError(error.info.message) from error
                 raise
             return attached
 
         try:
-            attached = await self._with_patience(attempt)
+            attached = await self._retried(attempt)
         except BaseException:
             await subscription.unsubscribe()
             raise
@@ -355,9 +364,9 @@ class Mesh:
         return job
 
     async def _keep_session(self, beat: Heartbeat, outbox: Outbox) -> None:
-        """Send heartbeats until the session's end: without them its devices are given away.
+        """Send heartbeats until the session ends: without them its devices are given away.
 
-        Not only until cancelled; see `Outbox.watch`.
+        Cancelling this task is not enough to end it; `Outbox.watch` says why.
         """
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
@@ -375,13 +384,13 @@ class Mesh:
                 pause_s = _BEAT_RETRY_S
 
     async def _call(self, call: str, request: object, answer: Any) -> Any:
-        return await self._with_patience(
+        return await self._retried(
             lambda: call_api(self._client, self._tenant, call, request, answer)
         )
 
-    async def _with_patience(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Again while nobody answers: services restart."""
-        deadline = time.monotonic() + self._patience_s
+    async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call while nobody answers it, since services restart."""
+        deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -405,12 +414,13 @@ async def connect(
     tenant: str | None = None,
     password: str | None = None,
     *,
-    patience_s: float = 60.0,
+    answer_timeout_s: float = 60.0,
 ) -> AsyncIterator[Mesh]:
-    """Connect as a tenant; what is not given comes from PHASELOOM_URL, _TENANT and _PASSWORD.
+    """Connect as a tenant. Arguments not given come from PHASELOOM_URL, _TENANT and _PASSWORD.
 
-    Args:   patience_s: how long the mesh may give no answer before calls and open operations fail.
-    Raises: CallerError: not told where or who. ResourceError: no connection.
+    Args:   answer_timeout_s: calls and open operations fail once the mesh has given no answer for
+                so long.
+    Raises: CallerError: an argument is missing. ResourceError: there is no connection.
     """
     settings = _settings(url, tenant, password)
     stop_telemetry = _start_telemetry(settings.tenant)
@@ -431,7 +441,7 @@ async def connect(
     failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            mesh = Mesh(client, settings.tenant, group, patience_s)
+            mesh = Mesh(client, settings.tenant, group, answer_timeout_s)
             try:
                 yield mesh
             except BaseException as error:
@@ -466,7 +476,10 @@ def _settings(url: str | None, tenant: str | None, password: str | None) -> Clie
 
 
 def _start_telemetry(tenant: str) -> Callable[[], None]:
-    """Spans of this process where they are configured and nobody set them up; returns the end."""
+    """Start writing spans where that is configured and nobody does it yet.
+
+    Returns: a function that ends it.
+    """
     settings = config.load(telemetry.TelemetryConfig, "telemetry")
     is_wanted = bool(settings.spans_dir or settings.otlp_endpoint)
     if not is_wanted or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):

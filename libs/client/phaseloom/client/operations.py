@@ -1,10 +1,10 @@
 """Operations under way: from the call to the one outcome.
 
-An operation's `seq` is taken when it is called and its bytes are fixed then; a task of its own
-publishes it until the server has stored it. Publishing again is harmless: the server keeps the
-first message of a subject. Its completion comes over a plain subscription, which may lose messages,
-so what stays open is asked for by key from time to time and after every reconnect. Nothing hangs:
-where the mesh gives no answer for `patience_s`, open operations end as UNAVAILABLE.
+The `seq` and the bytes of an operation are fixed when it is called. A task of its own publishes it
+until the server has stored it. Publishing again is harmless, since the server keeps the first
+message of a subject. The completion comes over a plain subscription, which may lose messages, so
+operations that stay open are asked for by key from time to time and after every reconnect. Nothing
+hangs: where the mesh gives no answer for `answer_timeout_s`, open operations end as UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from phaseloom.common.transport.services import call_api, pub_ack, request_reply
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 16
+_MAX_IN_FLIGHT = 16
 _MAX_UNSTORED_BYTES = 256 * 1024 * 1024
 _ACK_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.05
@@ -74,17 +74,17 @@ class Part:
 
     @property
     def state(self) -> str:
-        """As the controller knows it."""
+        """The state of the operation, as far as the controller knows it."""
         if not self.outcome.done():
             return "submitted"
         return "failed" if isinstance(self.outcome.result(), PhaseloomError) else "completed"
 
 
 class OperationHandle(Generic[R_co]):
-    """An operation that was submitted. Await it for its result, as often as you like.
+    """An operation that was submitted. Await the handle for the result, as often as you like.
 
-    Awaiting raises the PhaseloomError that it failed with. Giving up waiting cancels nothing;
-    `cancel` does.
+    Awaiting a failed operation raises its PhaseloomError. To stop waiting cancels nothing; `cancel`
+    does.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def key(self) -> str:
-        """`<tenant>.<job>.<deployment>.<seq>`; of a split operation the last part's."""
+        """`<tenant>.<job>.<deployment>.<seq>` of the operation, or of its last part."""
         return str(self._parts[-1].key)
 
     @property
@@ -108,7 +108,7 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def ref(self) -> After:
-        """This operation as another one's `after` names it; of a split one the last part."""
+        """This operation, or its last part, as another operation's `after` names it."""
         return self.refs[-1]
 
     @property
@@ -119,11 +119,11 @@ class OperationHandle(Generic[R_co]):
         return all(part.outcome.done() for part in self._parts)
 
     async def cancel(self) -> None:
-        """Have it ended: at once where it has no permit; a `generate` or `forward` that runs is
-        stopped; a mutating operation that runs is not.
+        """Ask the mesh to end the operation, and return when the mesh has taken note of it.
 
-        Returns when the mesh knows. Await the handle for how it ended: with its result where it was
-        faster, else as ABORTED.
+        An operation without a permit ends at once. A `generate` or `forward` that runs is stopped.
+        A mutating operation that runs goes on to its end. Await the handle for the outcome: the
+        result where the operation was faster, else ABORTED.
 
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
@@ -131,7 +131,9 @@ class OperationHandle(Generic[R_co]):
             await self._outbox.ask_of("operation.cancel", part)
 
     async def explain(self) -> Explanation:
-        """What it waits for, its place, when it should start, and why: of its first open part.
+        """Ask what the operation waits for, its place in the order, its predicted start, and why.
+
+        The answer is about the first open part of an operation that was split.
 
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
@@ -142,7 +144,7 @@ class OperationHandle(Generic[R_co]):
     async def _result(self) -> R_co:
         results = []
         for part in self._parts:
-            # Shielded: who gives up waiting must not take the outcome from others who wait.
+            # Shielded, so that a waiter that is cancelled does not cancel the outcome of others.
             outcome = await asyncio.shield(part.outcome)
             if isinstance(outcome, PhaseloomError):
                 raise outcome
@@ -158,40 +160,40 @@ class Outbox:
         client: Client,
         job: JobKey,
         start: Callable[[Coroutine[Any, Any, None]], None],
-        patience_s: float,
+        answer_timeout_s: float,
         hooks: Hooks | None = None,
     ) -> None:
         self.hooks = hooks or Hooks()
         self._client = client
         self._job = job
         self._start = start
-        self._patience_s = patience_s
-        self._window = asyncio.Semaphore(_IN_FLIGHT)
+        self._answer_timeout_s = answer_timeout_s
+        self._window = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._open: dict[str, Part] = {}
         self._unstored_bytes = 0
         self._answered_s = time.monotonic()
         self._wake = asyncio.Event()
         self._ended: PhaseloomError | None = None
-        """Why nothing more can be submitted."""
+        """Why nothing more can be submitted; None: the session goes on."""
         self._closed = asyncio.Event()
 
     @property
     def is_closed(self) -> bool:
-        """The session is over: nothing is open, and nothing more can be submitted."""
+        """Whether the session is over: nothing is open, and nothing more can be submitted."""
         return self._closed.is_set()
 
     async def closed(self, within_s: float) -> bool:
-        """Wait for the session's end, so long at most; whether it has come."""
+        """Wait for the session's end, for `within_s` at most; whether it has come."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._closed.wait()
         return self.is_closed
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse more before a `seq` is taken.
+        """Refuse an operation that cannot be taken, before it gets a `seq`.
 
-        Raises: PhaseloomError: the session is over. ResourceError RESOURCE_EXHAUSTED: too much is
-                waiting to be stored.
+        Raises: PhaseloomError: the session is over. ResourceError: RESOURCE_EXHAUSTED: too many
+                bytes wait to be stored.
         """
         if self._ended:
             raise self._ended
@@ -208,7 +210,7 @@ class Outbox:
         self._start(self._deliver(part, len(part.payload)))
 
     def end(self, error: PhaseloomError) -> None:
-        """No more operations; the open ones fail with this error."""
+        """End the session: take no more operations, and fail the open ones with this error."""
         self._ended = self._ended or error
         for part in list(self._open.values()):
             self._resolve(part, error)
@@ -216,11 +218,11 @@ class Outbox:
         self._wake.set()
 
     def reconnected(self) -> None:
-        """Completions may have been missed: ask at once."""
+        """Ask for open operations at once, since completions may have been missed."""
         self._wake.set()
 
     def on_completion(self, message: Msg) -> None:
-        """Handler of the job's `out` subjects."""
+        """Take a message from the job's `out` subjects."""
         self._answered_s = time.monotonic()
         part = self._open.get(message.subject)
         if part is None:
@@ -261,18 +263,18 @@ class Outbox:
                 try:
                     await self._publish(part)
                 except PhaseloomError as error:
-                    # What follows would wait behind the gap for ever.
+                    # Later operations would wait behind the gap for ever.
                     self._resolve(part, error)
                     self.end(error)
         part.payload = b""
         self._unstored_bytes -= num_bytes
 
     async def _publish(self, part: Part) -> None:
-        """Until it is stored, or its outcome is known, or patience ends.
+        """Publish an operation until it is stored, its outcome is known, or the timeout is over.
 
-        Raises: PhaseloomError: it was not stored, or not as ours.
+        Raises: PhaseloomError: the operation was not stored, or another session's was.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while not part.outcome.done():
             try:
@@ -288,7 +290,7 @@ class Outbox:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _try_publish(self, part: Part) -> bool:
-        """True when the server has it, False where that is not certain yet.
+        """Publish an operation once; whether the server certainly has it.
 
         Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again; ABORTED: another
                 session's operation has this `seq`.
@@ -322,10 +324,10 @@ class Outbox:
     # --- outcomes -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Ask for what stays open, until `end`.
+        """Ask for the operations that stay open, until the session ends.
 
-        Not only until cancelled: on Python 3.11 a request that is answered in the moment of its
-        cancellation swallows it.
+        Cancelling this task is not enough to end it: on Python 3.11 a request that is answered in
+        the moment of its cancellation swallows the cancellation.
         """
         while not self.is_closed:
             try:
@@ -346,7 +348,7 @@ class Outbox:
                 await self._check_deployment(name, min_age_s)
         except ResourceError as error:
             silent_s = time.monotonic() - self._answered_s
-            if silent_s > self._patience_s:
+            if silent_s > self._answer_timeout_s:
                 self.end(
                     ResourceError(
                         f"the mesh gave no answer for {silent_s:.0f} s: {error.info.message}",
@@ -355,9 +357,11 @@ class Outbox:
                 )
 
     async def settle(self) -> None:
-        """Learn how everything that the mesh has of this session ended, once all of it has: the
-        outcomes may be on their way still when the job is told to be over."""
-        deadline = time.monotonic() + self._patience_s
+        """Wait for the outcomes of all stored operations after the job has ended.
+
+        They may still be on their way when the job's end is known.
+        """
+        deadline = time.monotonic() + self._answer_timeout_s
         for part in [part for part in self._open.values() if part.is_stored]:
             pause_s = _FIRST_PAUSE_S
             while not part.outcome.done() and time.monotonic() < deadline:
@@ -369,7 +373,10 @@ class Outbox:
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _check_deployment(self, name: str, min_age_s: float) -> None:
-        """In order of submission, up to the first that still runs: later ones end later."""
+        """Ask for a deployment's operations in order, up to the first that still runs.
+
+        Later operations end later, so nothing is lost by stopping there.
+        """
         oldest = time.monotonic() - min_age_s
         while (part := self._first_open(name)) and part.is_stored and part.stored_s <= oldest:
             await self._look_up(part)
@@ -384,7 +391,8 @@ class Outbox:
         if reply.completion is not None:
             self._complete(part, reply.completion)
         elif reply.stored_id is None:
-            # It may end between the two places being read: only repeated absence is a loss.
+            # The operation may end while the router reads first one place, then the other: only
+            # repeated absence is a loss.
             part.misses += 1
             if part.misses >= _MAX_MISSES:
                 lost = ResourceError(
@@ -435,13 +443,14 @@ class Outbox:
     # --- cancelling and explaining --------------------------------------------------------------
 
     async def ask_of(self, call: str, part: Part) -> Explanation | None:
-        """`operation.cancel` or `.explain`, once the mesh has it; None: it has its outcome.
+        """Call `operation.cancel` or `.explain`, as soon as the operation is stored.
 
-        Raises: PhaseloomError: the answer; UNAVAILABLE: none within the patience.
+        Returns: the answer; None: the operation has ended meanwhile.
+        Raises:  PhaseloomError: the mesh refused; UNAVAILABLE: no answer came in time.
         """
         key = part.key
         request = OperationRequest(key.job, key.deployment, key.slot)
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while not part.outcome.done():
             try:
@@ -462,7 +471,7 @@ class Outbox:
         return None
 
     async def _has_ended(self, part: Part) -> bool:
-        """Whether the mesh knows its outcome, which this session then does too."""
-        with suppress(ResourceError):  # no answer: not known to have
+        """Whether the mesh knows an operation's outcome, which this session then learns too."""
+        with suppress(ResourceError):  # without an answer, nothing is known
             await self._look_up(part)
         return part.outcome.done()

@@ -1,8 +1,8 @@
 """Phases: a controller says that a run of operations on one pool has begun, and when it is over.
 
-A hint that lets the mesh keep the pool's device for the job between the operations of a phase, and
-give it away at once after the last; never a lock. Nothing is wrong with a phase that overlaps
-another, and a hint that does not get through changes no result.
+A phase is a hint and never a lock. It lets the mesh keep the pool's device for the job between the
+operations of the phase, and give the device away at once after the last. Phases may overlap, and a
+hint that does not get through changes no result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class HasPhases(Protocol):
-    """A session of a job."""
+    """A session of a job, as far as phases need it."""
 
     async def begin_phase(self, pool: str) -> None: ...
 
@@ -38,8 +38,8 @@ CURRENT: ContextVar[HasPhases | None] = ContextVar("job", default=None)
 class Phase:
     """A phase on a pool: `async with` it, decorate an async function with it, or begin and end it.
 
-    Without a job of its own it is the job's that the decorated function is given as an argument;
-    else of the one that was submitted or attached to last in this context.
+    A phase that was made without a job belongs to the job that the decorated function gets as an
+    argument, else to the one that was submitted or attached to last in this context.
     """
 
     def __init__(self, pool: str, job: HasPhases | None = None) -> None:
@@ -48,11 +48,17 @@ class Phase:
         self._begun: list[HasPhases] = []
 
     async def begin(self) -> None:
-        """Raises: CallerError: there is no job. ResourceError: ABORTED, its session is over."""
+        """Begin the phase.
+
+        Raises: CallerError: there is no job. ResourceError: ABORTED: the job's session is over.
+        """
         await self._begin(self._job or _current())
 
     async def end(self) -> None:
-        """Raises: CallerError: it was not begun."""
+        """End the phase.
+
+        Raises: CallerError: the phase was not begun.
+        """
         if not self._begun:
             raise CallerError(
                 f"phase {self.pool!r} was not begun",
@@ -81,7 +87,7 @@ class Phase:
         @functools.wraps(function)
         async def in_phase(*args: P.args, **kwargs: P.kwargs) -> T:
             job = self._job or _job_in([*args, *kwargs.values()]) or _current()
-            # One of its own a call: calls may overlap.
+            # Each call has a phase of its own, since calls may overlap.
             async with Phase(self.pool, job):
                 return await function(*args, **kwargs)
 
@@ -94,8 +100,10 @@ def phase(pool: str) -> Phase:
 
 
 def runtime_hook(hook: hooks.H) -> hooks.H:
-    """Have a function told what happens in the job at hand, and in those that come after; see
-    `phaseloom.client.hooks`."""
+    """Have a function told what happens in the job at hand and in later ones; a decorator too.
+
+    `phaseloom.client.hooks` lists the events.
+    """
     hooks.DECLARED.set((*hooks.DECLARED.get(), hook))
     job = CURRENT.get()
     if job is not None:

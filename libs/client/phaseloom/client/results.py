@@ -1,4 +1,4 @@
-"""Results as a controller gets them: of all parts of a split operation, arrays as plain lists."""
+"""Results as a controller gets them: the parts of a split operation merged, arrays as lists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def merge_forward(parts: list[Result]) -> ForwardResult:
 
 
 def merge_forward_backward(parts: list[Result]) -> ForwardBackwardResult:
-    """Metrics over all parts, each by the reduction that its name ends with (`loss:sum`)."""
+    """The metrics over all parts, each by the reduction that its name ends with (`loss:sum`)."""
     collected: dict[str, list[float]] = {}
     for part in _all(parts, ForwardBackwardResult):
         for name, value in part.metrics.items():
@@ -58,7 +58,7 @@ def merge_forward_backward(parts: list[Result]) -> ForwardBackwardResult:
 
 
 def only(kind: type[R]) -> Callable[[list[Result]], R]:
-    """For an operation that is never split."""
+    """The merge for an operation that is never split: the result of its only part."""
 
     def merge(parts: list[Result]) -> R:
         (result,) = _all(parts, kind)

@@ -10,5 +10,5 @@ workers, moves, seals, restarts, a controller's own time, and the sync between i
 emulated are the bus and its latency, and payloads.
 
 The same workload, configuration and seed give the same result, entry by entry of the decision log;
-only what is measured of this machine (`Result.decisions`, `step_s`, `replans`) differs.
+only what is measured of this machine (`Result.decisions`, `step_s`) differs.
 """

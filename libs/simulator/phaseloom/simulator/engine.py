@@ -20,10 +20,10 @@ from phaseloom.common.contract.events import (
     TimerFired,
 )
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import ComputeReplan, Output, SendCommand, SetTimer
-from phaseloom.scheduler.core.timeline.upkeep import of as timeline_of
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.planning.timeline.upkeep import of as timeline_of
+from phaseloom.scheduler.core.state.outputs import ComputeReplan, Output, SendCommand, SetTimer
 from phaseloom.simulator.agenda import NEVER_S, Agenda
 from phaseloom.simulator.controllers import USUAL, Retries
 from phaseloom.simulator.faults import Fault
@@ -101,10 +101,7 @@ class Engine:
         return outputs
 
     def _compute(self, asked: ComputeReplan) -> None:
-        began_s = time.thread_time()
-        computed = repack.compute(asked)
-        self._meter.replans_s.append(time.thread_time() - began_s)
-        self._agenda.after(self._replan_s, self.append, computed)
+        self._agenda.after(self._replan_s, self.append, repack.compute(asked))
 
     def run(self, world: World, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
         """Until every job has ended and the nodes have done what they were told."""

@@ -86,8 +86,6 @@ class Meter:
         self.decisions: list[Decision] = []
         self.steps_s: dict[str, list[float]] = {}
         """Of the steps that were timed, CPU seconds by kind of event."""
-        self.replans_s: list[float] = []
-        """CPU seconds of what was computed beside the loop."""
         self.steps: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
         """(from when, $/h, GPUs) of the nodes that jobs are pinned to."""
         self.num_active = 0

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from phaseloom.scheduler.core.timeline.timeline import Search
+from phaseloom.scheduler.core.planning.timeline.timeline import Search
 from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
 
 _HOUR_S = 3600.0
@@ -40,7 +40,6 @@ class JobResult(msgspec.Struct, frozen=True):
     """Life / iterations; 0: none."""
     slowdown: float
     """`mean_iteration_s` over what the same iterations would have taken alone, as drawn."""
-    worst_iteration_s: float
     within_slo: float
     """Share of its single iterations."""
     wait_s: float
@@ -109,8 +108,6 @@ class Result(msgspec.Struct, frozen=True):
     """Steps that placed or released a job: (active jobs, seconds of CPU)."""
     step_s: dict[str, list[float]]
     """CPU seconds of the core's steps that were timed, by kind of event (`QueuedOperation`, …)."""
-    replans: list[float]
-    """Seconds of CPU of each plan of moves, computed beside the scheduler's loop."""
     told: dict[str, int]
     """Notices of the scheduler, counted."""
     searched: int
@@ -186,7 +183,6 @@ def summarise(meter: Meter, now_s: float, num_events: int, search: Search) -> Re
         cost_steps=meter.steps,
         decisions=[(d.num_jobs, d.seconds) for d in meter.decisions],
         step_s=meter.steps_s,
-        replans=meter.replans_s,
         told=meter.told,
         searched=search.looked_at,
         pruned=search.pruned,
@@ -230,7 +226,6 @@ def _job(meter: JobMeter) -> JobResult:
         iterations=done,
         mean_iteration_s=mean_s,
         slowdown=mean_s * len(single_s) / meter.alone_s if meter.alone_s else 0.0,
-        worst_iteration_s=max(single_s, default=0.0),
         within_slo=fmean(s <= limit_s for s in single_s) if single_s else 0.0,
         wait_s=meter.wait_s / meter.operations if meter.operations else 0.0,
         switches=meter.switches,

@@ -25,7 +25,7 @@ from math import floor, inf
 from typing import NamedTuple
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.scheduler.core.weave.period import Phases, period_s
+from phaseloom.scheduler.core.planning.weave.period import Phases, period_s
 
 SLACK = 1e-9
 SCALE = 100

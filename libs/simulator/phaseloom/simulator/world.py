@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from phaseloom.common.contract.events import Event, OperationFinished
 from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     Output,
     PutView,

@@ -1,4 +1,4 @@
-"""The profiler process: read the configuration, wire, run."""
+"""The profiler process: it reads the configuration, wires the shell, and runs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.profiler.shell import Shell
 
 _READ_PAUSE_S = 0.1
-"""Nobody waits for what it says: it reads the log in gulps, which wake it less often."""
+"""The pause between two reads of the log. Nobody waits for the profiler, so it reads in gulps,
+which wake it less often."""
 
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(BusConfig, "bus")
-    # What the imports made stays: no collection needs to go through it again.
+    # The objects that the imports made stay: no collection needs to go through them again.
     gc.freeze()
     opening = Bus.open(
         settings, "profiler", read_pause_s=_READ_PAUSE_S, timeout_s=SERVICE_CONNECT_S

@@ -1,8 +1,8 @@
 """The mesh's metrics that the decision log tells: computed here, and nowhere else.
 
-What is older than this process is folded and not counted: it was counted by the one before.
-Counters are added up here and read at a scrape: several of them grow with every operation, and an
-instrument takes ten times as long to add to one.
+Entries that are older than this process are folded and not counted, since the process before
+counted them. Counters are added up here and read at a scrape: several of them grow with every
+operation, and adding to an instrument takes ten times as long.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from phaseloom.common.transport.bus import Bus, LogEntry
 
 
 class Totals:
-    """Counters."""
+    """The sums of all counters, read at a scrape."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[Metric, defaultdict[tuple[str, ...], float]]
         self._sums = defaultdict(lambda: defaultdict(float))
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
-        """Args: labels: values of the metric's, in their order."""
+        """Add to a counter.
+
+        Args: labels: the values of the metric's labels, in their order.
+        """
         self._sums[metric][labels] += amount
 
     def register(self) -> None:
@@ -70,9 +73,10 @@ class Metrics:
         )
 
     def take(self, entry: LogEntry, ready: Sequence[OperationKey], *, is_new: bool) -> None:
-        """The next entry of the log, whatever it is.
+        """Take the next entry of the log, whatever it is.
 
-        Args: ready: operations that it made ready.
+        Args: ready: the operations that the entry made ready.
+              is_new: whether the entry is to be counted; False: it is older than this process.
         """
         self._sequence = entry.sequence
         self._note_period(entry.event)

@@ -1,7 +1,7 @@
-"""What is to be sent of each job, sent by a task of its own: who puts it in never waits.
+"""Traces on their way out, sent by a task of their own, so that nobody waits to put one in.
 
-Of a job only the newest counts: what waits while the server is slow, or away, is replaced by what
-comes after it. So memory is bounded by the number of jobs. Sending ends in a cancel only.
+Only a job's newest trace counts: one that still waits, because the server is slow or away, is
+replaced by the next. So memory is bounded by the number of jobs. Sending ends only when cancelled.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.profiler.core.profile import Emission
 
 _MAX_AT_ONCE = 32
-"""Requests on their way: one at a time would each wait for the connection's next gulp."""
+"""Requests on their way at once. One at a time, each would wait for the connection's next gulp."""
 
 
 class Outbox:
     def __init__(self, send: Callable[[Emission], Coroutine[Any, Any, None]]) -> None:
-        """Args: send: tries until it is done; harmless twice."""
+        """
+        Args: send: sends one emission, and tries until that is done; sending twice is harmless.
+        """
         self._send = send
         self._waiting: dict[JobKey, Emission] = {}
         self._filled = asyncio.Event()
 
     def put(self, emission: Emission) -> None:
-        # Behind the others, also where it replaces one: jobs take turns.
+        # An emission goes behind the others, also where it replaces one: jobs take turns.
         self._waiting.pop(emission.trace.job, None)
         self._waiting[emission.trace.job] = emission
         self._filled.set()
 
     def drop(self, job: JobKey, msg_id: str | None = None) -> None:
-        """Forget what waits of a job.
+        """Forget a job's emission that still waits.
 
-        Args: msg_id: only what has this one.
+        Args: msg_id: forget it only where it has this id; None: whatever its id is.
         """
         waiting = self._waiting.get(job)
         if waiting is not None and msg_id in (None, waiting.msg_id):

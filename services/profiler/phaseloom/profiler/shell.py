@@ -1,12 +1,12 @@
-"""The profiler's shell: read the decision log, fold it, append traces, put the view for people.
+"""The profiler's shell: it reads the decision log, folds it, and sends traces and views.
 
-The fold never waits for the server: it keeps up with the log whatever it has to say, and what has
-not been read yet stays in the server. Traces and views leave through an outbox each, so that
-neither waits for the other.
+The fold never waits for the server, so it keeps up with the log; entries that were not read yet
+stay in the server. Traces (for the scheduler) and views (for people) leave through an outbox each,
+so that neither waits for the other.
 
-After a restart the fold runs again from where the log begins. What it would have said then is in
-the log already, found by message id; a trace that a predecessor's death kept out of the log is
-said once the fold has caught up, the newest of each job only.
+After a restart the fold runs again from where the log begins. Traces of that time are in the log
+already, and are found there by message id. A trace that the predecessor's death kept out of the log
+is appended once the fold has caught up, the newest of each job only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keeps each tenant's meter fed with readings: what all replicas let in together.
+"""The meters of all tenants, fed with readings of what all replicas let in together.
 
 Operations never wait for a reading. Where the scheduler or the server does not answer, the last
-reading stands and only grows by what this replica lets in: with nobody to run operations, the bound
-is still kept.
+reading stands and grows by what this replica lets in, so the bound is kept also when nobody runs
+operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phaseloom.router.core.limits import Limits, Meter, Reading
 log = logging.getLogger(__name__)
 
 READ_EVERY_S = 0.25
-"""Of a tenant that sends operations: two small requests."""
+"""How often a tenant that sends operations is read, at the cost of two small requests."""
 _READ_TIMEOUT_S = 2.0
 
 
@@ -39,7 +39,7 @@ class Admission:
         self._is_busy = asyncio.Event()
 
     def meter(self, tenant: str) -> Meter:
-        """Of a tenant that has sent an operation: it is read soon."""
+        """The meter of a tenant that has sent an operation, and is therefore read soon."""
         self._busy.add(tenant)
         self._is_busy.set()
         if tenant not in self._meters:
@@ -47,7 +47,7 @@ class Admission:
         return self._meters[tenant]
 
     async def watch(self) -> None:
-        """Read what busy tenants have, again and again, until cancelled."""
+        """Read the meters of busy tenants again and again, until cancelled."""
         while True:
             await self._is_busy.wait()
             self._is_busy.clear()

@@ -1,4 +1,4 @@
-"""The router process: configuration, wiring, life."""
+"""The router process: it reads the configuration, wires the shell, and runs it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from phaseloom.router.observing import Lag
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
 
 _PROVISION_ATTEMPT_S = 10.0
-"""To make a stream may be long, where the disk is slow."""
+"""How long one try to make a stream may take, which is long where the disk is slow."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tenant has otherwise than the others; see `RouterConfig`."""
+    """The bounds of one tenant that differ from those of `RouterConfig`; None: the same."""
 
     max_operations: int | None = None
     max_bytes: int | None = None
@@ -28,29 +28,33 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True):
-    """Section `router`; PHASELOOM_ROUTER_<FIELD>."""
+    """The settings of a router: the section `router`, or PHASELOOM_ROUTER_<FIELD>."""
 
     tenants: list[str]
-    """Whose operations to route; each has an account on the server."""
+    """The tenants whose operations are routed; each has an account on the server."""
     name: str = "router"
-    """Of this replica, as NATS shows the connection."""
+    """The name of this replica, as NATS shows the connection."""
     ops_max_bytes: int = 1 << 30
-    """Of each tenant's operation stream; when it is full, publishing is refused."""
+    """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
     max_operations: int = Limits().max_operations
-    """A tenant's open operations; one more is refused with a retry time. 0: no bound."""
+    """The most open operations of a tenant; one more is refused with a retry time. 0: no bound."""
     max_bytes: int = Limits().max_bytes
-    """Of a tenant's stored operations, below `ops_max_bytes`: refused as above. 0: no bound."""
+    """The most bytes of a tenant's stored operations, below `ops_max_bytes`; more is refused with
+    a retry time. 0: no bound."""
     rate: float = Limits().rate
-    """A tenant's operations a second, over a longer time. 0: no bound."""
+    """The most operations of a tenant in a second, over a longer time. 0: no bound."""
     burst: int = Limits().burst
-    """A tenant's operations at once, after a silence; at least 1."""
+    """The most operations of a tenant at once, after a silence; at least 1."""
     tenant_limits: dict[str, TenantLimits] = {}
-    """By tenant: what is otherwise for it."""
+    """The bounds of tenants that differ from those above."""
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
     """How long a controller that has sent a heartbeat counts as alive; whole seconds."""
 
     def limits(self, tenant: str) -> Limits:
-        """Raises: CallerError: a bound below 0, or a burst below 1."""
+        """The bounds of one tenant.
+
+        Raises: CallerError: a bound is below 0, or the burst below 1.
+        """
         own = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
         merged = {
             name: getattr(self, name) if value is None else value for name, value in own.items()
@@ -67,7 +71,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Route until told to stop; what is in hand then is finished first."""
+    """Route until told to stop; operations in hand are finished first."""
     settings = config.load(RouterConfig, "router")
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
     bus_config = config.load(BusConfig, "bus")

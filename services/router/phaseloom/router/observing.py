@@ -11,13 +11,13 @@ from phaseloom.common.transport.bus import Bus
 
 
 def routed(header: QueuedOperation) -> None:
-    """It is in the decision log, admitted or refused."""
+    """Count an operation that is in the decision log, admitted or refused."""
     code = "OK" if header.error is None else header.error.code
     metrics.count(metrics.OPERATIONS_ROUTED, tenant=header.key.tenant, code=code)
 
 
 class Lag:
-    """What lies in the tenants' streams that no replica has taken yet."""
+    """The number of operations in each tenant's stream that no replica has taken yet."""
 
     def __init__(self, bus: Bus, tenants: list[str], durable: str) -> None:
         self._bus = bus

@@ -1,8 +1,9 @@
-"""The router's hands: operations into the decision log, sessions, results.
+"""The router's shell: it moves operations into the decision log, opens sessions, answers results.
 
-Keeps nothing that the bus does not have: any number of replicas share each tenant's consumer, and
-one that is killed leaves its unacknowledged operations to the others. An operation is acknowledged
-only after its header is in the decision log; a repeat is refused there by its message id.
+A router keeps nothing that the bus does not have. Any number of replicas share each tenant's
+consumer, and one that is killed leaves its unacknowledged operations to the others. An operation is
+acknowledged only after its header is in the decision log; a repeat is refused there by its message
+id.
 """
 
 from __future__ import annotations
@@ -68,26 +69,26 @@ _OP_PREFIX = f"{streams.PREFIX}.op."
 _ACK_WAIT_S = 10.0
 _RETRY_DELAY_S = 0.5
 _MAX_ACK_PENDING = 64
-"""Over all replicas; each may hold a payload of the largest size in memory."""
+"""The most operations in hand over all replicas; each may hold a payload of the largest size."""
 
 DEFAULT_SESSION_TTL_S = 15.0
 
 _LOOK_BACK_S = 8.0
-"""For what is delivered again after `_ACK_WAIT_S` the log is read from then on; less than that, so
-that who looks still has the message."""
+"""How long the log is searched for an operation that is delivered again. It is less than
+`_ACK_WAIT_S`, so that this replica still has the message when the search ends."""
 
 _BUS_ERRORS = (nats.errors.Error, JetStreamError, TimeoutError)
 
 
 class Sessions:
-    """The newest session of each job: read through, kept fresh by watching the bucket."""
+    """The newest session of each job, read when it is needed and kept fresh by watching."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._newest: dict[str, int] = {}
 
     async def watch(self) -> None:
-        """Follow what other replicas give out, until cancelled."""
+        """Follow the sessions that other replicas give out, until cancelled."""
         async for change in self._bus.kv_watch(Bucket.SESSIONS):
             if change.stored is None:
                 self._newest.pop(change.key, None)
@@ -97,7 +98,10 @@ class Sessions:
                 self._newest[change.key] = max(session, self._newest.get(change.key, 0))
 
     async def newest(self, job: JobKey, claimed: int) -> int:
-        """The newest session; read again where it is not the one claimed. 0: none was given."""
+        """The newest session of a job; 0: none was given out.
+
+        It is read again where it differs from the session that an operation claims.
+        """
         key = str(job)
         if self._newest.get(key) != claimed:
             stored = await self._bus.kv_get(Bucket.SESSIONS, key)
@@ -105,7 +109,7 @@ class Sessions:
         return self._newest[key]
 
     async def give(self, job: JobKey) -> int:
-        """The next session number; every older session is over from now on."""
+        """Give out a job's next session number; every older session is over from now on."""
         key = str(job)
         while True:
             stored = await self._bus.kv_get_raw(Bucket.SESSIONS, key)
@@ -124,12 +128,12 @@ class Sessions:
 class _Queued:
     header: QueuedOperation
     copy: int
-    """Sequence in the tenant's stream."""
+    """The operation's sequence in the tenant's stream."""
     headers: dict[str, str]
 
 
 class Router:
-    """One replica. `running` is its whole life."""
+    """One replica of the router, which routes while the block of `running` lasts."""
 
     def __init__(
         self,
@@ -138,7 +142,7 @@ class Router:
         session_ttl_s: float = DEFAULT_SESSION_TTL_S,
     ) -> None:
         """
-        Args: limits: of each tenant; the default ones where it has none.
+        Args: limits: the bounds of each tenant; a tenant without any has the default ones.
               session_ttl_s: how long a controller that has sent a heartbeat counts as alive.
         """
         self._bus = bus
@@ -147,13 +151,13 @@ class Router:
         self._session_ttl_s = session_ttl_s
         self._queued: Gathering[_Queued, int] = Gathering(self._append_all)
         self._again: Gathering[float, set[OperationKey]] = Gathering(self._logged_since)
-        """One look at the log for all that are delivered again at once."""
+        """One search of the log for all operations that are delivered again at once."""
 
     @asynccontextmanager
     async def running(self, tenants: list[str]) -> AsyncIterator[None]:
-        """Routes within the block. Leaving it ends with every operation in hand done."""
+        """Route while the block lasts. Leaving it waits until every operation in hand is done."""
         for tenant in tenants:
-            self._admission.meter(tenant)  # read at once, before its first operation
+            self._admission.meter(tenant)  # so that it is read before the tenant's first operation
         async with asyncio.TaskGroup() as group:
             watches = [
                 group.create_task(self._sessions.watch(), name="sessions"),
@@ -213,7 +217,7 @@ class Router:
         try:
             await message.nak(delay=_RETRY_DELAY_S)
         except _BUS_ERRORS as error:
-            # Not acknowledged either: it comes again after the acknowledgement wait.
+            # The message is not acknowledged either: it comes again after the acknowledgement wait.
             log.warning("%s could not be put back: %r", message.subject, error)
 
     async def _route(self, message: Msg) -> None:
@@ -240,10 +244,10 @@ class Router:
         await message.ack()
 
     async def _append(self, header: QueuedOperation, message: Msg) -> None:
-        """Into the decision log, together with others that come now.
+        """Append an operation to the decision log, together with others that come now.
 
-        One of the log's entries decides, the first; a later one, of a late copy of an operation or
-        of a replica that was slow, is for nothing, and the scheduler deletes what it stands for.
+        The first entry for an operation decides. A later entry, for a late copy or from a replica
+        that was slow, has no effect, and the scheduler deletes the copy.
         """
         meter = self._admission.meter(header.key.tenant)
         if header.error is None:
@@ -271,7 +275,7 @@ class Router:
         return place
 
     async def _append_all(self, queued: list[_Queued]) -> int:
-        """What has come since the last append, in one entry of the decision log."""
+        """Append the operations that came since the last append, in one entry."""
         first = queued[0]
         if len(queued) == 1:
             msg_id = f"queued:{first.header.key}:{first.copy}"
@@ -284,8 +288,11 @@ class Router:
         )
 
     async def _drop(self, key: OperationKey) -> None:
-        """A late copy of a reading operation without order, of which the scheduler keeps nothing
-        once it is done."""
+        """Delete a late copy of a reading operation without order.
+
+        The scheduler keeps nothing of such an operation once it is done, so it could not tell the
+        copy from a new one.
+        """
         reason = "a copy of an operation that is done"
         await self._bus.notice(SOURCE, "dropped", reason, str(key))
         await self._bus.delete_subject(streams.ops_stream(key.tenant), streams.op_subject(key))
@@ -294,16 +301,17 @@ class Router:
         log.warning("buried %s: %s", message.subject, error)
         await self._bus.notice(SOURCE, "buried", str(error), message.subject)
         await self._bus.bury(SOURCE, message, error.info)
-        # Nobody else will: what has no key is in no deployment's purge. Never by its subject, which
-        # may hold a wildcard.
+        # Nobody else deletes a message without a key, since no deployment's purge covers it. It is
+        # not deleted by its subject, which may hold a wildcard.
         with suppress(NotFoundError):  # it was delivered twice
             metadata = message.metadata
             await self._bus.js.delete_msg(metadata.stream, metadata.sequence.stream)
 
     async def _is_logged(self, key: OperationKey, message: Msg) -> bool:
-        """Of a message that is delivered again: whether who had it before came so far.
+        """Whether an operation that is delivered again is in the decision log already.
 
-        Only saves work: where the log since then is too long to be read, it goes there once more.
+        This only saves work: where the log since then is too long to be read, the answer is no, and
+        the operation is appended once more.
         """
         stored_s = message.metadata.timestamp.timestamp()
         try:
@@ -325,7 +333,7 @@ class Router:
         return stored is not None
 
     async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
-        """What the decision log gets: with the error where the operation is refused."""
+        """The header of an operation for the decision log, with the error where it is refused."""
         content_type = content_type_of(message.headers)
         try:
             operation = validate.read(key, message.data, content_type)
@@ -356,10 +364,10 @@ class Router:
         status: JobStatus = decode(view.payload, JobStatus)
         results.check_attachable(status)
         session = await self._sessions.give(job)
-        # From here on in the log, the scheduler refuses what a replica that does not know of this
-        # session yet may still let pass.
+        # From this place of the log on, the scheduler refuses operations of older sessions, which a
+        # replica that does not know of this session yet may still let pass.
         await self._bus.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
-        # Read after the older sessions are over: what they still publish is refused.
+        # The streams are read after the older sessions are over, which can add nothing any more.
         operations = results.stored_seqs(
             await self._bus.subjects(streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>")
         )
@@ -374,9 +382,9 @@ class Router:
         return Attached(session=session, status=status, checkpoint=checkpoint)
 
     async def beat(self, tenant: str, request: Heartbeat) -> Beat:
-        """Keep a session's lease: where it runs out, the scheduler takes the controller for lost.
+        """Renew a session's lease. When it runs out, the scheduler takes the controller for lost.
 
-        Raises: CallerError: the session was never given out. ResourceError: ABORTED, it is over.
+        Raises: CallerError: the session was never given out. ResourceError: ABORTED: it is over.
         """
         job = JobKey(tenant, check_name(request.job, "job"))
         newest = await self._sessions.newest(job, request.session)
@@ -385,7 +393,7 @@ class Router:
         return Beat(self._session_ttl_s)
 
     async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
-        """What is known of an operation: its completion, or the id under which it is stored."""
+        """Tell the completion of an operation or, without one, the id under which it is stored."""
         deployment = DeploymentKey(tenant, request.job, request.deployment)
         key = parse_operation_key(f"{deployment}.{request.slot}")
         done = await self._bus.get_stored(streams.DONE, streams.done_subject(key))

@@ -49,9 +49,12 @@ from phaseloom.common.contract.ids import (
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec, Layout, Segment
 from phaseloom.common.transport.services import ApiHandler
-from phaseloom.scheduler.core import evacuation, explain, jobs
-from phaseloom.scheduler.core.state import JOB_ENDED, Job
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.jobs import jobs
+from phaseloom.scheduler.core.placement import evacuation
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.shell import Shell
 
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]

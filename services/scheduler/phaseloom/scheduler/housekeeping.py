@@ -22,8 +22,9 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process.retry import PatientLog, until_done
 from phaseloom.common.transport.bus import Bus, KeyChange
 from phaseloom.common.transport.leases import node_lease_key, session_lease_key
-from phaseloom.scheduler.core import seals
-from phaseloom.scheduler.core.state import JOB_ENDED, Job
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.shell import Shell
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
-from phaseloom.scheduler.core import ordering, placement
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
 from phaseloom.scheduler.shell import Shell
@@ -112,8 +112,8 @@ async def serve(stop: asyncio.Event) -> None:
     A lease is lost where the machine or the server is slow for a moment: no reason to end.
     """
     settings = config.load(Config, "scheduler")
-    _check_policy(settings.placement, placement.POLICIES, "placement")
-    _check_policy(settings.ordering, ordering.POLICIES, "ordering")
+    _check_policy(settings.placement, PLACEMENT, "placement")
+    _check_policy(settings.ordering, ORDERING, "ordering")
     gauges = Gauges()
     gauges.register()
     while not stop.is_set():
@@ -197,7 +197,7 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
             ]
             try:
                 await stop.wait()
-                await _leave_final_snapshot(shell, sink)
+                await _leave_snapshot(shell, sink)
             finally:
                 await lifecycle.end(running)
 
@@ -220,15 +220,10 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
 async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
     """A core as of the newest snapshot.
 
-    Raises: ResourceError: it is of another core version and not final, damaged, or the log behind
-            it is gone.
+    Raises: ResourceError: it is of another core version, damaged, or the log behind it is gone.
     """
     stored = await snapshots.load()
-    core = (
-        Core()
-        if stored is None
-        else Core.restore(stored.payload, is_final=stored.manifest.is_final)
-    )
+    core = Core() if stored is None else Core.restore(stored.payload)
     first = await until_done(bus.log_start, "the log's start")
     if first > core.state.sequence + 1:
         raise ResourceError(
@@ -236,20 +231,19 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
             code=Code.DATA_LOSS,
             remedy="restore the store of the NATS server from a backup",
         )
-    await snapshots.take_over()
     return core
 
 
-async def _leave_final_snapshot(shell: Shell, sink: BusSink) -> None:
-    """The next one starts at once, of whatever version it is."""
+async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
+    """The next one starts at once."""
     if not shell.caught_up.is_set():
         return
     try:
         async with asyncio.timeout(_GOODBYE_S):
             await shell.rest()
-            await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_final=True)
+            await sink.save(shell.core.state.sequence, shell.core.snapshot())
     except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
-        log.warning("no final snapshot: %r", error)
+        log.warning("no snapshot at the end: %r", error)
 
 
 def _policy(settings: Config) -> SchedulerConfig:

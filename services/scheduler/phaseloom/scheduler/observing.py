@@ -11,8 +11,8 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.transport.bus import Bus
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import Output, SendCommand
-from phaseloom.scheduler.core.state import JOB_ENDED
+from phaseloom.scheduler.core.state.outputs import Output, SendCommand
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def stepped(outputs: Iterable[Output], duration_s: float) -> None:

@@ -38,9 +38,9 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.clock import Clock, WallClock
-from phaseloom.scheduler.core import repack
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.placement import repack
+from phaseloom.scheduler.core.state.outputs import (
     Answer,
     ComputeReplan,
     DeleteOperations,

@@ -34,7 +34,7 @@ from phaseloom.common.transport import tickets
 from phaseloom.common.transport.bus import AlreadyStored, Bus
 from phaseloom.common.transport.groupcommit import Gathering
 from phaseloom.scheduler import permits
-from phaseloom.scheduler.core.outputs import (
+from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,
     DropCheckpoint,
     ForgetJob,
@@ -145,13 +145,13 @@ class BusSink:
                 activations.setdefault(activation, []).append((permit, traceparent))
         await asyncio.gather(*(self._send(permits.together(p), None) for p in activations.values()))
 
-    async def save(self, sequence: int, snapshot: bytes, *, is_final: bool = False) -> None:
+    async def save(self, sequence: int, snapshot: bytes) -> None:
         """Store a snapshot; the log below the one before it is not needed any more.
 
         Raises: LeaseLost: another leader has stored one.
         """
         await self._deletions.join()
-        before = await self._snapshots.save(sequence, snapshot, is_final=is_final)
+        before = await self._snapshots.save(sequence, snapshot)
         if before:
             await until_done(lambda: self._bus.truncate_log(before), "truncate the log")
 

@@ -37,8 +37,6 @@ class Manifest(msgspec.Struct, frozen=True):
     """Of all chunks."""
     checksum: int
     """CRC-32 of them."""
-    is_final: bool
-    """Its leader stopped with it: nobody has folded anything after it."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -74,7 +72,7 @@ class Snapshots:
             # Another leader has stored a newer one meanwhile and dropped this one's chunks.
         raise ResourceError("the snapshot's chunks are missing or damaged", code=Code.DATA_LOSS)
 
-    async def save(self, sequence: int, snapshot: bytes, *, is_final: bool) -> int:
+    async def save(self, sequence: int, snapshot: bytes) -> int:
         """Store a snapshot; returns the sequence of the one before it, 0 where there was none.
 
         Raises: LeaseLost: another leader has stored one.
@@ -87,19 +85,13 @@ class Snapshots:
         for index, part in enumerate(parts):
             await self._put(_chunk_key(sequence, index), part)
         before = self._manifest
-        manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed), is_final)
+        manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed))
         await until_done(lambda: self._swap(manifest), "store the manifest", _ATTEMPT_S)
         if before is None:
             return 0
         if before.sequence != sequence:
             await until_done(lambda: self._drop(before), "drop old chunks", _ATTEMPT_S)
         return before.sequence
-
-    async def take_over(self) -> None:
-        """What is folded from now on is behind the newest snapshot: it is final no more."""
-        if self._manifest is not None and self._manifest.is_final:
-            manifest = msgspec.structs.replace(self._manifest, is_final=False)
-            await until_done(lambda: self._swap(manifest), "store the manifest", _ATTEMPT_S)
 
     async def _read(self, key: str) -> Stored | None:
         return await until_done(

@@ -30,7 +30,6 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals import filewire
 from phaseloom.statemgr.seals.fileserving import FileServer, FilesGate
 from phaseloom.statemgr.seals.replicating import Replicator
-from phaseloom.statemgr.seals.sealedcopies import SealedCopies
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
@@ -274,8 +273,7 @@ def _checkpoints(
     apart = Apart(node, hierarchy)
     file_bytes = config.checkpoint_file_bytes
     exporter = Exporter(node, hierarchy, files, checkpoints, apart, file_bytes=file_bytes)
-    sealed = SealedCopies(node, directory)
-    return exporter, Loader(node, files.disk, checkpoints, apart, sealed)
+    return exporter, Loader(node, files.disk, checkpoints, apart)
 
 
 def main() -> None:

@@ -7,8 +7,6 @@ copy its device heap out or in. `phaseloom.common.transport.framing` carries the
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from phaseloom.common.contract.base import Message
@@ -231,25 +229,11 @@ class ReadCheckpoint(Message, frozen=True):
     name: str
 
 
-class LoadedFrom(StrEnum):
-    """Whole copies of a checkpoint's state, the nearest first."""
-
-    CUT = "cut"
-    """The host memory that it was written from."""
-    HOST_SEAL = "host_seal"
-    """A seal of the same bytes in host memory."""
-    NVME_SEAL = "nvme_seal"
-    """A seal of the same bytes on this node's disk."""
-    FILES = "files"
-    """The checkpoint's own."""
-
-
 class CheckpointRead(Message, frozen=True):
     weights_sha256: str
     """Of the weights when they were saved; empty: an older release did not say."""
     digest: str = ""
     """Of an extent that was filled."""
-    source: LoadedFrom = LoadedFrom.FILES
 
 
 class PruneCheckpoints(Message, frozen=True):

@@ -15,9 +15,9 @@ import msgspec
 
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.cluster import Cluster, Host, Limits, Placed
-from phaseloom.scheduler.core.placement import POLICIES
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import Cluster, Host, Limits, Placed
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob, spec_of
 from phaseloom.simulator.optimum import BY_SUBSETS, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
@@ -60,7 +60,7 @@ def _decide(cluster: Cluster, policy: str, job: SimJob) -> float:
     spec = spec_of(job, iterations=job.iterations)
     member = groups.member_of(job.key, spec, cluster.now_s)
     began_s = time.thread_time()
-    decision = POLICIES[policy].place(cluster, member)
+    decision = PLACEMENT[policy].place(cluster, member)
     taken_s = time.thread_time() - began_s
     if not isinstance(decision, Placed):
         raise InternalError(f"{policy} has no place for {job.name}: {decision}")

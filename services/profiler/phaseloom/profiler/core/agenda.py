@@ -1,8 +1,8 @@
-"""Which job is looked at next, and when: a bounded number of looks over all jobs, none forgotten.
+"""Which job is looked at next, and when: a bounded rate of looks over all jobs, none forgotten.
 
-A look works out a job's trace. Whoever has been due longest comes first; a short burst of looks is
-free, so that a few jobs never wait for one another. Time is the caller's. Cost: O(log jobs) a look,
-O(1) where nobody is due.
+A look works out a job's trace. The job that has been due longest comes first. A short burst of
+looks is free, so that a few jobs never wait for one another. The caller tells the time. Cost:
+O(log jobs) for a look, O(1) where no job is due.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from heapq import heappop, heappush
 from phaseloom.common.contract.ids import JobKey
 
 SPACING_S = 0.1
-"""Between two looks, over all jobs, on average."""
+"""The average time between two looks, over all jobs."""
 BURST = 20
-"""Looks that may follow one another at once, after as many were left out."""
+"""The number of looks that may follow one another at once, after a pause of as many."""
 
 
 class Agenda:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, JobKey]] = []
-        """A heap of (due time, sequence of the entry, job); what is not in `_waiting` is stale."""
+        """A heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
         self._waiting: dict[JobKey, int] = {}
         self._paid_to_s = float("-inf")
-        """Each look pays for `SPACING_S`; it may be paid ahead for a burst."""
+        """Each look moves this time on by `SPACING_S`. It may run ahead of the clock by a burst."""
 
     def __contains__(self, job: JobKey) -> bool:
         return job in self._waiting
@@ -31,7 +31,8 @@ class Agenda:
     def add(self, job: JobKey, due_s: float, sequence: int) -> None:
         """Have a job looked at, not before `due_s`.
 
-        Args: sequence: of what makes it due, unlike any before; equal times are told apart by it.
+        Args: sequence: the sequence of the entry that makes the job due, unlike any before; it
+                  orders jobs that are due at one time.
         """
         self._waiting[job] = sequence
         heappush(self._due, (due_s, sequence, job))
@@ -40,7 +41,7 @@ class Agenda:
         self._waiting.pop(job, None)
 
     def next(self, time_s: float) -> JobKey | None:
-        """The job to look at now, which is then off the agenda; None: nobody, or not yet."""
+        """The job to look at now, taken off the agenda; None: no job is due yet."""
         if time_s < self._paid_to_s - (BURST - 1) * SPACING_S:
             return None
         while self._due and self._due[0][0] <= time_s:

@@ -1,13 +1,15 @@
-"""Find a job's cycle in the operations it ran: how long it is, and which pools it uses when.
+"""The cycle of a job, found in the operations that it ran: its length, and its pools over time.
 
-An RL loop does some things exactly once per turn, whatever else varies. So: merge consecutive
-operations of one kind into an item, take an item that recurs as the anchor, and call the stretch
-from one anchor to the next a turn. The most frequent anchor wins whose turns mostly hold the same
-items and whose usual items are where the job's time goes: an optimizer step that comes several
-times a turn leaves generation out of most of its stretches, and a checkpoint every ten turns is
-rarer than the turn itself. How often an item comes within a turn may vary; warm-up steps,
-evaluations and a first irregular turn fall out by vote, single slow turns by the median.
-Pure; cost O(n log n) in the operations given. Called by `profile` at its bounded rate.
+An RL loop does some things exactly once per turn, whatever else varies. So consecutive operations
+of one kind are merged into an item, an item that recurs is taken as the anchor, and the stretch
+from one anchor to the next is called a turn. The most frequent anchor wins whose turns mostly hold
+the same items, and whose usual items are where the job's time goes. An optimizer step that comes
+several times a turn fails, since most of its stretches leave generation out; a checkpoint every ten
+turns is rarer than the turn itself. How often an item comes within a turn may vary. Warm-up steps,
+evaluations and a first irregular turn are outvoted, and the median ignores single slow turns.
+
+Everything here is pure. Cost: O(n log n) in the operations given. `profile` calls it at its bounded
+rate.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from phaseloom.common.contract.specs import Segment
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 
 MIN_CYCLES = 3
-"""Cycles with the same items that must have been seen."""
+"""The number of cycles with the same items that must have been seen."""
 MAX_CYCLES = 8
-"""Newest cycles looked at."""
+"""The number of newest cycles that are looked at."""
 MIN_COVERAGE = 0.65
-"""Share of the job's time that the items of its usual turn must account for."""
+"""The share of the job's time that the items of its usual turn must account for."""
 MIN_SPLIT = 0.05
-"""Gap, as a share of the period, below which two operations on a pool are one segment."""
+"""The gap, as a share of the period, below which two operations on a pool are one segment."""
 
 Item = tuple[str, str, str]
 """(pool, deployment, kind)"""
@@ -37,7 +39,7 @@ Item = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One executed operation, or a run of one kind; seconds on the job's own clock."""
+    """One executed operation, or a run of operations of one kind, on the job's own clock."""
 
     pool: str
     deployment: str
@@ -59,15 +61,15 @@ class Cycle:
     period_s: float
     segments: list[Segment]
     num_operations: dict[Item, float]
-    """Operations of each item in a usual turn."""
+    """The number of operations of each item in a usual turn."""
     num_turns: int
-    """That were looked at."""
+    """The number of turns that were looked at."""
 
 
 def find_cycle(spans: Sequence[Span]) -> Cycle | None:
-    """The job's present cycle, or None while too few alike were seen.
+    """The job's present cycle, or None while too few turns alike were seen.
 
-    Args: spans: executed operations of one job, oldest first or not.
+    Args: spans: executed operations of one job, in any order.
     """
     ordered = sorted(spans, key=lambda s: (s.start_s, s.end_s))
     items = merge_runs(ordered)
@@ -80,7 +82,7 @@ def find_cycle(spans: Sequence[Span]) -> Cycle | None:
 
 
 def _turns(anchor: Item, items: Sequence[Span]) -> list[list[Span]]:
-    """The newest stretches from one anchor up to and with the next, oldest first."""
+    """The newest stretches from one anchor to the next, both included, oldest first."""
     starts = [i for i, span in enumerate(items) if span.item == anchor][-(MAX_CYCLES + 1) :]
     return [list(items[a : b + 1]) for a, b in pairwise(starts)]
 
@@ -96,16 +98,16 @@ def _vote(turns: Sequence[Sequence[Span]]) -> tuple[frozenset[Item], list[Sequen
 
 
 def _usual_items(turns: Sequence[Sequence[Span]]) -> frozenset[Item] | None:
-    """What a turn holds, or None where these stretches are no turns."""
+    """The items that a turn holds, or None where these stretches are no turns."""
     usual, alike = _vote(turns)
     is_certain = len(alike) >= MIN_CYCLES and 2 * len(alike) >= len(turns)
     return usual if is_certain and _coverage(turns, usual) >= MIN_COVERAGE else None
 
 
 def _first(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> Item:
-    """What a turn begins with: of what comes once in it, that which comes first on its pool.
+    """The item that a turn begins with: one that comes once in it, and first on its pool.
 
-    So that the same loop is told in the same way, whatever came before it.
+    With this rule the same loop gives the same cycle, whatever came before it.
     """
     _, alike = _vote(turns)
     counts = [Counter(span.item for span in turn[:-1]) for turn in alike]
@@ -134,7 +136,7 @@ def _cycle(turns: Sequence[Sequence[Span]], operations: Sequence[Span]) -> Cycle
 
 
 def _coverage(turns: Sequence[Sequence[Span]], usual: frozenset[Item]) -> float:
-    """How much of what the turns spent was spent on the usual items."""
+    """The share of the turns' time that was spent on the usual items."""
     spent_s: Counter[bool] = Counter()
     for turn in turns:
         for span in turn[:-1]:
@@ -153,7 +155,7 @@ def _usual_counts(
 
 
 def merge_runs(spans: Sequence[Span]) -> list[Span]:
-    """Consecutive operations of one kind of one deployment, as one span each."""
+    """The spans with consecutive operations of one kind and deployment merged into one."""
     runs = []
     for _, run in groupby(spans, key=lambda span: span.item):
         first, *others = run
@@ -164,18 +166,19 @@ def merge_runs(spans: Sequence[Span]) -> list[Span]:
 
 
 def anchors(items: Sequence[Span]) -> list[Item]:
-    """Items seen often enough to recur, the most frequent first."""
+    """The items that were seen often enough to recur, the most frequent first."""
     counts = Counter(span.item for span in items)
     often = [item for item, n in counts.items() if n > MIN_CYCLES]
     return sorted(often, key=lambda item: (-counts[item], item))
 
 
 def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:
-    """One cycle's runs per pool, offsets from its first span.
+    """The segments of one turn on each pool, with offsets from its first span.
 
-    Two operations on a pool belong to different segments when the job spent most of a gap worth
-    speaking of on another pool. A gap that it spent on nobody's device (rewards, a tool call)
-    stays inside the segment: coming back is cheaper there than leaving.
+    Two operations on a pool belong to different segments when the gap between them is at least
+    `MIN_SPLIT` of the period and the job spent most of it on another pool. A gap that it spent on
+    no device (rewards, a tool call) stays inside the segment: coming back is cheaper there than
+    leaving.
     """
     origin_s = turn[0].start_s
     segments: list[Segment] = []
@@ -195,7 +198,7 @@ def segments_of(turn: Sequence[Span], period_s: float) -> list[Segment]:
 
 
 def usual_segments(cycles: Sequence[list[Segment]]) -> list[Segment]:
-    """Medians over the cycles whose pools follow one another as in most of them."""
+    """The median segments of the cycles whose pools follow one another as in most cycles."""
     shapes = [tuple(segment.pool for segment in cycle) for cycle in cycles]
     usual = Counter(shapes).most_common(1)[0][0]
     alike = [c for c, shape in zip(cycles, shapes, strict=True) if shape == usual]

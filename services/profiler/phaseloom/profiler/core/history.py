@@ -1,4 +1,4 @@
-"""A job's newest operations, in arrays: thirty bytes each, as a thousand of each job are kept."""
+"""A job's newest operations, kept in arrays at thirty bytes each: a thousand of every job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import islice
 from typing import NamedTuple
 
 WINDOW = 1024
-"""Operations of a job in which its cycle is looked for."""
+"""The number of a job's newest operations in which its cycle is looked for."""
 _MAX_LENGTH = WINDOW + WINDOW // 4
-"""Old ones are cut off some at a time."""
+"""The number of operations at which old ones are cut off, many at a time."""
 
 
 class Ran(NamedTuple):
@@ -31,16 +31,19 @@ class History:
     def __init__(self) -> None:
         self._names: list[tuple[str, str]] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        """Place in `_names` of each (deployment, kind)."""
+        """The place of each (deployment, kind) in `_names`."""
         self._which = array("I")
         self._times_s = array("d")
-        """Three of each operation: ready, start, end."""
+        """Three times for each operation: ready, start, end."""
 
     def __len__(self) -> int:
         return len(self._which)
 
     def append(self, name: tuple[str, str], ready_s: float, start_s: float, end_s: float) -> None:
-        """Args: name: (deployment, kind)."""
+        """Add the newest operation.
+
+        Args: name: (deployment, kind).
+        """
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self._names)
@@ -52,7 +55,7 @@ class History:
             del self._times_s[: -3 * WINDOW]
 
     def newest(self, count: int) -> list[Ran]:
-        """At most so many, oldest first."""
+        """The newest operations, at most `count`, the oldest of them first."""
         return list(islice(self._from(max(0, len(self) - count)), count))
 
     def _from(self, first: int) -> Iterator[Ran]:

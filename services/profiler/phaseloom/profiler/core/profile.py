@@ -1,17 +1,17 @@
 """The profiler's core: a fold over the decision log into phase traces.
 
-`Profiler.step` is the one door. It keeps, per job, the durations of each (deployment, kind), the
-gaps until the job's next operation on the same pool became ready, and the newest operations; at a
-bounded rate, over all jobs too, it looks at a job and answers with a `PhaseTrace` when that says
-something new. A job whose operations have ended is looked at with that entry or, where its turn has
-not come, with a later one, whoever's that is. All times come from the log: an operation ended when
-its `OperationFinished` was appended and began `duration_s` earlier, so clocks of other hosts do not
-enter. The same log gives the same traces with the same ids.
+`Profiler.step` is the one door. For each job it keeps the durations of each (deployment, kind), the
+gaps until the job's next operation on the same pool became ready, and the newest operations. It
+looks at jobs at a bounded rate, for each job and over all, and returns a `PhaseTrace` when a look
+says something new. A job is looked at with the entry that ended an operation of it or, where its
+turn has not come, with a later entry of any job. All times come from the log: an operation ended
+when its `OperationFinished` was appended and began `duration_s` earlier, so clocks of other hosts
+do not enter. The same log gives the same traces with the same ids.
 
 A job's cycle is measured on its own clock, which stands still while the job has work that is ready
 and none that runs: waiting for other jobs, switches and permits belong to the mesh, not the job.
-Cost: that of `Readiness` an event, O(window log window) a look. A cycle that is found in the newest
-few operations is not looked for in more.
+Cost: that of `Readiness` for an event, O(window log window) for a look. A cycle that is found in
+the newest few operations is not looked for in more.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
 from phaseloom.profiler.core.history import WINDOW, History, Ran
 
 RECENT = 32
-"""Samples that a median is taken over."""
+"""The number of samples that a median is taken over."""
 NEAR_WINDOW = 128
-"""Newest operations in which a cycle is looked for first."""
+"""The number of newest operations in which a cycle is looked for first."""
 MIN_INTERVAL_S = 2.0
-"""Between two looks at a job, on the log's clock."""
+"""The least time between two looks at a job, on the log's clock."""
 MIN_CHANGE = 0.1
-"""Relative change of any figure that makes a trace worth telling …"""
+"""A trace is news where a figure moved by more than this share, and by `MIN_CHANGE_S`."""
 MIN_CHANGE_S = 1e-3
-"""… if it is at least this much."""
+"""The smallest move of a figure, in seconds, that can make a trace news."""
 UNKNOWN_GAP_S = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A trace to append. `msg_id` names its cause: emitted again, the bus stores it once."""
+    """A trace to append. Its `msg_id` names its cause, so that the bus stores a repeat once."""
 
     msg_id: str
     trace: PhaseTrace
@@ -70,7 +70,7 @@ class Emission:
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """As long as each would have taken at its token limit."""
+    """How long each operation would have taken at its token limit."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     count: int = 0
 
@@ -100,13 +100,13 @@ class _Job:
     kinds: dict[tuple[str, str], _Kind] = field(default_factory=dict)
     ran: History = field(default_factory=History)
     ready_s: dict[OperationKey, float] = field(default_factory=dict)
-    """Ready and not finished."""
+    """When each operation that is ready and not finished became ready."""
     num_ready: Counter[str] = field(default_factory=Counter)
-    """Of those, by deployment; none is 0."""
+    """The number of ready operations of each deployment that has any."""
     limits: dict[OperationKey, int] = field(default_factory=dict)
-    """Tokens at most, of what is open."""
+    """The most tokens of each open operation."""
     idle_since: dict[str, tuple[_Kind, float]] = field(default_factory=dict)
-    """Pool → the kind that ran there last and its end, while nothing of the job is ready there."""
+    """The kind that ran last on each pool where nothing of the job is ready, and when it ended."""
     told: PhaseTrace | None = None
     looked_s: float = float("-inf")
 
@@ -114,17 +114,17 @@ class _Job:
 class Profiler:
     def __init__(self) -> None:
         self.ready: list[OperationKey] = []
-        """Operations that the newest entry made ready."""
+        """The operations that the newest entry made ready."""
         self._jobs: dict[JobKey, _Job] = {}
         self._agenda = Agenda()
         self._pools: dict[DeploymentKey, str] = {}
         self._node_pools: dict[NodeId, str] = {}
         self._readiness = Readiness()
         self._finished: set[JobKey] = set()
-        """Their last operations may come after their end; they are nobody's any more."""
+        """The jobs that have ended. Operations of them that finish later are ignored."""
 
     def step(self, sequence: int, time_s: float, event: Event) -> Emission | None:
-        """Fold one entry of the decision log, in its order."""
+        """Fold the next entry of the decision log."""
         match event:
             case QueuedOperation(key=key) | OperationFinished(key=key) if (
                 key.job_key in self._finished
@@ -157,7 +157,7 @@ class Profiler:
             self._became_ready(key, time_s)
 
     def _locate(self, deployment: DeploymentKey, node: NodeId) -> None:
-        """Pools of jobs whose submission is older than the log."""
+        """Learn the pool of a deployment whose submission is older than the log."""
         if node in self._node_pools:
             self._pools.setdefault(deployment, self._node_pools[node])
 
@@ -223,7 +223,7 @@ class Profiler:
         if job.told is not None and not is_news(job.told, trace):
             return None
         job.told = trace
-        # An entry that several events make up may have news of several jobs.
+        # Several events in one entry may bring news of several jobs.
         return Emission(f"profiler:{key}:{sequence}", trace)
 
     def _trace(self, key: JobKey, job: _Job) -> PhaseTrace:
@@ -267,13 +267,13 @@ class Profiler:
 
 
 def quantile(samples: Iterable[float], share: float) -> float:
-    """The smallest sample that at least this share of them does not exceed (nearest rank)."""
+    """The smallest sample that at least `share` of the samples do not exceed (nearest rank)."""
     ordered = sorted(samples)
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 class OwnClock:
-    """A job's own time: the log's time less the stalls before it."""
+    """A job's own clock: the log's time less the stalls before it."""
 
     def __init__(self, ran: Sequence[Ran]) -> None:
         waits = merge((r.ready_s, r.start_s) for r in ran)
@@ -290,7 +290,7 @@ class OwnClock:
 def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
     """How much longer a turn takes where each of its operations takes its worst time.
 
-    Added up over pools as if they did not overlap: an upper bound.
+    The sum goes over pools as if they did not overlap, so it is an upper bound.
     """
     counts: Counter[tuple[str, str]] = Counter()
     for (_, deployment, kind), num in cycle.num_operations.items():
@@ -299,13 +299,16 @@ def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
 
 
 def _num_optim_steps(cycle: Cycle) -> int:
-    """At least 1: a loop that trains nothing has no other end of an iteration either."""
+    """The number of optimizer steps in a usual turn.
+
+    It is at least 1, since a loop that trains nothing has no other end of an iteration either.
+    """
     steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
     return max(1, round(sum(steps)))
 
 
 def _drift(told: PhaseTrace | None, period_s: float) -> float:
-    """Relative change against the period told last; below what is news: none."""
+    """The relative change against the period told last; 0 where it is too small to be news."""
     before_s = told.period_s if told else 0.0
     if before_s <= 0 or abs(period_s - before_s) <= max(MIN_CHANGE * before_s, MIN_CHANGE_S):
         return 0.0
@@ -313,7 +316,7 @@ def _drift(told: PhaseTrace | None, period_s: float) -> float:
 
 
 def is_news(told: PhaseTrace, trace: PhaseTrace) -> bool:
-    """True when a figure moved by more than `MIN_CHANGE`, or something came or went."""
+    """Whether a figure moved by more than `MIN_CHANGE`, or something came or went."""
     before, after = _figures(told), _figures(trace)
     return before.keys() != after.keys() or any(
         abs(after[name] - value) > max(MIN_CHANGE * abs(value), MIN_CHANGE_S)

@@ -1,11 +1,12 @@
-"""What a tenant may have open, stored, and send: judged by each replica alone.
+"""The bounds of a tenant, which each replica judges alone: operations open, bytes stored, the rate.
 
-A replica sees a part of the operations; what all of them let in together comes from readings that
-it is given now and then, and from the sequence numbers that the tenant's stream gives to every
-message. It counts what it let in itself since a reading. Hence, with R replicas and a reading every
+A replica sees a part of the operations. It knows what all replicas let in together from readings
+that it is given now and then, and from the sequence numbers that the tenant's stream gives to every
+message; it counts what it let in itself since a reading. Hence, with R replicas and a reading every
 s seconds, the open operations exceed their bound by at most what the other R - 1 replicas let in
-within s; the stored bytes likewise. The rate is judged by the stream's own numbers: a replica takes
-what went to others for judged as its own next one, and a new replica begins with a whole burst.
+within s; the stored bytes likewise. The rate is judged by the stream's own numbers: a replica
+judges messages that went to others like its own next one, and a new replica begins with a whole
+burst.
 """
 
 from __future__ import annotations
@@ -17,49 +18,49 @@ import msgspec
 from phaseloom.common.contract.errors import Code, ResourceError
 
 _LOOK_AGAIN_S = 1.0
-"""When open operations may have ended: nobody knows, so ask soon."""
+"""The retry time where open operations must end first: nobody knows when, so it is short."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one tenant; 0 of any: no bound."""
+    """The bounds of one tenant. 0 in any but `burst` means no bound."""
 
     max_operations: int = 20_000
-    """Open at once: admitted, without an outcome."""
+    """The most operations open at once: admitted, without an outcome."""
     max_bytes: int = 960 * 2**20
-    """Of stored operations; mutating ones are kept until they are sealed."""
+    """The most bytes of stored operations; mutating ones are kept until they are sealed."""
     rate: float = 10_000.0
-    """Operations a second, over a longer time."""
+    """The most operations in a second, over a longer time."""
     burst: int = 20_000
-    """Operations at once, after a silence; at least 1."""
+    """The most operations at once, after a silence; at least 1."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What all replicas let in, as of two places."""
+    """What all replicas of the router let in, up to a place in each of two streams."""
 
     open_operations: int
     log_sequence: int
-    """Of the decision log: `open_operations` counts up to here."""
+    """The place in the decision log up to which `open_operations` counts."""
     stored_bytes: int
     stream_sequence: int
-    """Of the tenant's stream: `stored_bytes` counts up to here."""
+    """The place in the tenant's stream up to which `stored_bytes` counts."""
 
 
 class Meter:
-    """One tenant's, in one replica."""
+    """What one tenant has used of its bounds, as one replica knows."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._reading = Reading(0, 0, 0, 0)
         self._unlogged = 0
-        """Admitted, not in the log yet."""
+        """The number of operations admitted here that are not in the log yet."""
         self._logged: deque[int] = deque()
-        """Places in the log, behind the reading's, of what was admitted here."""
+        """The places in the log, later than the reading's, of operations admitted here."""
         self._stored: deque[tuple[int, int]] = deque()
-        """(stream sequence, bytes) of what came here, behind the reading's."""
+        """The (stream sequence, bytes) of operations that came here, later than the reading."""
         self._stored_bytes = 0
-        """Their sum."""
+        """The sum of the bytes in `_stored`."""
         self._level = 0.0
-        """Operations in the bucket, which drains at `rate`."""
+        """The number of operations in the bucket, which drains at `rate`."""
         self._first_sequence = 0
         self._last_sequence = 0
         self._last_s = 0.0
@@ -73,16 +74,16 @@ class Meter:
         return self._reading.stored_bytes + self._stored_bytes
 
     def read(self, reading: Reading) -> None:
-        """What is known now; what it counts is not counted here any more."""
+        """Take a new reading; operations that it counts are not counted here any more."""
         self._reading = reading
         self._logged = deque(seq for seq in self._logged if seq > reading.log_sequence)
         self._stored = deque(s for s in self._stored if s[0] > reading.stream_sequence)
         self._stored_bytes = sum(num_bytes for _, num_bytes in self._stored)
 
     def admit(self, sequence: int, time_s: float, num_bytes: int) -> None:
-        """Count a sound operation; then tell how it went with `logged` or `dropped`.
+        """Count a sound operation. The caller tells later whether it was `logged` or `dropped`.
 
-        Args:   sequence, time_s: the message's in the tenant's stream; Unix seconds.
+        Args:   sequence, time_s: where and when (Unix seconds) the tenant's stream stored it.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with `retry_after_s` in its details.
         """
         if sequence > self._reading.stream_sequence:
@@ -110,13 +111,13 @@ class Meter:
         self._unlogged += 1
 
     def logged(self, log_sequence: int) -> None:
-        """What was admitted is in the decision log."""
+        """Note that an admitted operation is in the decision log, at this place."""
         self._unlogged -= 1
         if log_sequence > self._reading.log_sequence:
             self._logged.append(log_sequence)
 
     def dropped(self) -> None:
-        """What was admitted did not get there: it will come again."""
+        """Note that an admitted operation did not reach the decision log: it will come again."""
         self._unlogged -= 1
 
     def _pour(self, sequence: int, time_s: float) -> None:
@@ -124,7 +125,7 @@ class Meter:
         if not self._last_sequence:
             self._first_sequence, self._last_sequence = sequence, sequence - 1
         if sequence < self._first_sequence:
-            # Overtaken by the first that came here: no later one counts it.
+            # The first operation that came here overtook this one: no later one counts it.
             self._first_sequence, num_new = sequence, 1
         else:
             num_new = sequence - self._last_sequence
@@ -135,7 +136,7 @@ class Meter:
         self._last_sequence = max(sequence, self._last_sequence)
         self._last_s = max(time_s, self._last_s)
         if self._level + num_new > limits.burst:
-            # Those between are taken for refused too: what is refused fills no bucket.
+            # Those between are taken for refused too: refused operations fill no bucket.
             raise _exceeded(
                 "rate",
                 "operations came in a burst",

@@ -1,4 +1,7 @@
-"""What `session.attach` and `result.get` answer, from what the streams hold: pure."""
+"""The answers of `session.attach` and `result.get`, worked out from what the streams hold.
+
+Everything here is pure.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ _NEVER_PUBLISHED = ErrorInfo(
     remedy="attach again and go on from the next sequence number",
 )
 
-
 MAX_HOLES = 1024
-"""Of one deployment, that an attach closes: many times what a client has under way at once."""
+"""The most holes of one deployment that an attach closes. A client has far fewer operations under
+way at once."""
 
 
 def check_attachable(status: JobStatus) -> None:
-    """Raises: CallerError: the job has ended, and why."""
+    """Refuse to attach to a job that has ended.
+
+    Raises: CallerError: the job has ended; the message says why.
+    """
     if status.state in _ENDED:
         reason = f": {status.error.message}" if status.error else ""
         raise CallerError(
@@ -37,7 +43,10 @@ def check_attachable(status: JobStatus) -> None:
 
 
 def stored_seqs(subjects: Iterable[str]) -> dict[str, set[int]]:
-    """Deployment → the sequence numbers that have a stored message; other subjects are left out."""
+    """For each deployment, the sequence numbers that have a stored message.
+
+    Subjects that name no such number are left out.
+    """
     found: dict[str, set[int]] = {}
     for subject in subjects:
         key = key_of(subject)
@@ -60,15 +69,15 @@ def attach_status(
     operations: dict[str, set[int]],
     outcomes: dict[str, set[int]],
 ) -> tuple[JobStatus, list[QueuedOperation]]:
-    """The status with each deployment's next free `seq` and open operations, and what closes the
-    gaps.
-
-    Args: operations, outcomes: `stored_seqs` of the two streams.
+    """The status with each deployment's next free `seq` and open operations, and filler operations.
 
     The scheduler's view may lag behind the streams, and an earlier session may have died between
-    two publishes: what it published above a hole would wait for ever. Each hole becomes a refused
-    operation, which is a failed one and not a gap. What stands behind more than `MAX_HOLES` of them
-    was never meant to run: it goes on waiting, and the session goes on before it.
+    two publishes: the operations that it published above a hole would wait for ever. So each hole
+    is filled with a refused operation, which is a failed one and not a gap. Operations behind more
+    than `MAX_HOLES` holes were never meant to run: they go on waiting, and the new session's
+    numbers begin below them.
+
+    Args: operations, outcomes: `stored_seqs` of the two streams.
     """
     deployments, fillers = [], []
     for deployment in status.deployments:

@@ -1,7 +1,8 @@
-"""Is an operation sound, and how much work is it at most? Pure functions of the operation alone.
+"""Whether an operation is sound, and how much work it is at most.
 
-What depends on the model (token range, context length) is the backend's to refuse. Cost: linear in
-the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
+All functions are pure, of the operation alone. The backend refuses what depends on the model (token
+range, context length). Cost: linear in the payload, at the speed of C loops: about 10 ms for a
+batch of the largest size.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ _SEQ_END = 10**18
 _FLOAT32_MAX = 3.4028235e38
 _MAX_TEXT_CHARS = 1000
 _TOKEN_BYTES = {MSGPACK: 4, JSON: 11}
-"""Of a result's token at most: int32, or ten digits and a comma."""
+"""The most bytes of a token in a result: int32, or ten digits and a comma."""
 _FLOAT_BYTES = {MSGPACK: 4, JSON: 24}
-"""Of a log-probability at most: float32, or its 17 digits, sign, point, exponent and a comma."""
+"""The most bytes of a log-probability: float32, or 17 digits, sign, point, exponent and comma."""
 _SEQUENCE_BYTES = 64
 _ARRAY_BYTES = 8
 _RESULT_MARGIN_BYTES = 64 * 1024
@@ -88,7 +89,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class SessionOver(ResourceError):
-    """Another session attached to the job since."""
+    """Another session has attached to the job since."""
 
     def __init__(self, session: int, newest: int) -> None:
         info = session_over(session, newest)
@@ -96,9 +97,9 @@ class SessionOver(ResourceError):
 
 
 def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
-    """The operation, decoded and sound.
+    """The operation, decoded and found sound.
 
-    Raises: CallerError: it is not; names the field. InternalError: our own failure to tell.
+    Raises: CallerError: it is not sound; names the field. InternalError: the check itself failed.
     """
     try:
         operation: Operation = decode(payload, Operation, content_type)
@@ -106,16 +107,16 @@ def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
     except CallerError:
         raise
     except Exception as error:
-        # A payload that trips us would come back for ever and take every replica down in turn.
+        # A payload that trips the check would come back for ever and take down every replica.
         raise InternalError(f"the operation could not be checked: {error!r}") from error
     return operation
 
 
 def validate(key: OperationKey, operation: Operation, content_type: str = MSGPACK) -> None:
-    """Refuse what no deployment could run, and what could have no result.
+    """Refuse an operation that no deployment could run, or whose result could not be sent.
 
-    Args:   content_type: the result's, too.
-    Raises: CallerError: with the field and the remedy.
+    Args:   content_type: the encoding of the operation, and of its result.
+    Raises: CallerError: the operation is refused; names the field and the remedy.
     """
     if not 0 < len(operation.id) <= MAX_ID_LENGTH:
         raise CallerError(
@@ -214,7 +215,7 @@ def _check_generated_size(args: Generate, content_type: str) -> None:
 
 
 def generated_bytes(args: Generate, content_type: str) -> int:
-    """Of a result at most, without its envelope."""
+    """The most bytes of a result, without its envelope."""
     token, number = _TOKEN_BYTES[content_type], _FLOAT_BYTES[content_type]
     sequence = args.sampling.max_tokens * (token + number) + _SEQUENCE_BYTES
     num_bytes = len(args.prompts) * args.num_samples * sequence
@@ -268,7 +269,7 @@ def _check_batch(batch: list[Datum], needed: tuple[str, ...]) -> None:
 
 
 def _check_unused(args: ForwardBackward) -> None:
-    """A factor that the loss does not look at was meant to do something."""
+    """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
     if args.loss is Loss.CROSS_ENTROPY:
         unused, used = used, unused
@@ -311,7 +312,7 @@ def _check_ints(values: Int32s, field: str) -> None:
 def _check_floats(values: Float32s, field: str) -> None:
     _check_whole(values, field, "float32")
     numbers = float32s(values)
-    # Passes in C: a sum of float32 in float64 is finite if and only if every term is.
+    # This runs in C: a sum of float32 in float64 is finite if and only if every term is.
     if not math.isfinite(sum(numbers)):
         raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
     if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:
@@ -373,10 +374,10 @@ def _check_range(value: int, low: int, high: int, field: str, what: str) -> None
 
 
 def check_session(session: int, newest: int) -> None:
-    """Only the newest session of a job may publish.
+    """Refuse an operation of any but the newest session of a job.
 
-    Args:   newest: the number that the last `session.attach` gave out; 0: none was.
-    Raises: CallerError: never attached. SessionOver: another attached since.
+    Args:   newest: the number that the last `session.attach` gave out; 0: there was none.
+    Raises: CallerError: the session was never given out. SessionOver: a newer one has attached.
     """
     if session == newest and newest > 0:
         return
@@ -391,7 +392,7 @@ def check_session(session: int, newest: int) -> None:
 
 
 def estimate_size(args: Args) -> int:
-    """Tokens at most: prompt and new ones over all samples; of a batch its tokens; else 0."""
+    """The most tokens of an operation: of all its samples, or of its batch; 0 without either."""
     match args:
         case Generate():
             prompts = sum(length(prompt.tokens) for prompt in args.prompts)
@@ -424,7 +425,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 def refused(
     key: OperationKey, payload: bytes, content_type: str, error: ErrorInfo
 ) -> QueuedOperation:
-    """The header of a bad operation, with as much of its identity as can be read; else empty.
+    """The header of a bad operation, with as much of its identity as can be read.
 
     It is small, whatever the payload: an error may quote the value that it complains about.
     """
@@ -443,7 +444,7 @@ def refused(
 
 
 def identify(payload: bytes, content_type: str) -> _Identity:
-    """Id and kind of what may not be an Operation; empty where they cannot be read."""
+    """The id and kind in a payload that may be no Operation; empty where they cannot be read."""
     try:
         identity: _Identity = decode(payload, _Identity, content_type)
     except CallerError:

@@ -48,34 +48,21 @@ from phaseloom.common.contract.events import (
     WpgStarted,
     parts,
 )
-from phaseloom.scheduler.core import (
-    cancel,
-    copies,
-    dispatch,
-    evacuation,
-    groups,
-    hints,
-    jobs,
-    moving,
-    operations,
-    outcomes,
-    places,
-    repack,
-    seals,
-    sessions,
-    wpgs,
-)
-from phaseloom.scheduler.core.outputs import Output, PutView
-from phaseloom.scheduler.core.state import (
+from phaseloom.scheduler.core.dispatch import dispatch, hints
+from phaseloom.scheduler.core.durability import replicas, seals
+from phaseloom.scheduler.core.jobs import cancel, jobs, outcomes, sessions
+from phaseloom.scheduler.core.operations import operations
+from phaseloom.scheduler.core.placement import assignment, evacuation, repack
+from phaseloom.scheduler.core.state.outputs import Output, PutView
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.state.tree import (
     CORE_VERSION,
-    OLDEST_READABLE,
-    OpState,
     Snapshot,
     SnapshotHead,
     State,
-    WpgState,
 )
-from phaseloom.scheduler.core.step import Step
+from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -84,8 +71,6 @@ REFUSAL_PAUSE_S = 0.5
 MAX_REFUSALS = 3
 _FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
 """Codes of refused switch-ins that will be refused again."""
-_NOTES_TIME_ALONE = 4
-"""Core version from which on members know what their iterations take alone."""
 RETRY_PAUSE_S = 0.5
 """Before an operation whose permit came back unused is permitted again."""
 
@@ -127,35 +112,21 @@ class Core:
         return msgspec.msgpack.encode(Snapshot(CORE_VERSION, self.state))
 
     @classmethod
-    def restore(cls, payload: bytes, *, is_final: bool = False) -> Core:
+    def restore(cls, payload: bytes) -> Core:
         """Go on from a snapshot.
 
-        Args:   is_final: nobody has folded anything after it. Only such a one may be of another
-                core version: what that one did after an earlier one, this one might do otherwise.
         Raises: ResourceError: a snapshot of another core version, or damaged.
         """
         # Alone first: the rest of another version's may be of another shape.
         core_version = _decode(payload, SnapshotHead).core_version
-        if core_version < OLDEST_READABLE:
+        if core_version != CORE_VERSION:
             raise ResourceError(
-                f"snapshot of core version {core_version}, which this one cannot read",
+                f"snapshot of core version {core_version}, this is {CORE_VERSION}",
                 code=Code.FAILED_PRECONDITION,
                 remedy=f"let the scheduler of core version {core_version} end its jobs, stop the "
                 "mesh, and start this one on a bus without its streams and buckets",
             )
-        if core_version != CORE_VERSION and not is_final:
-            raise ResourceError(
-                f"snapshot of core version {core_version}, this is {CORE_VERSION}",
-                code=Code.FAILED_PRECONDITION,
-                remedy=f"start the scheduler of core version {core_version} once more and "
-                "stop it with SIGTERM: it leaves a final snapshot, from which this one goes on",
-            )
-        state = _decode(payload, Snapshot).state
-        if core_version < _NOTES_TIME_ALONE:
-            for group in state.cluster.groups.values():
-                for member in group.members.values():
-                    groups.reckon_alone(member)  # else all that it has lived would count as delay
-        return cls(state)
+        return cls(_decode(payload, Snapshot).state)
 
 
 def _decode(payload: bytes, kind: type[S]) -> S:
@@ -169,7 +140,7 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
     match event:
         case SchedulerConfigured():
             step.state.config = event.config
-            places.configured(step, event.config)
+            assignment.configured(step, event.config)
         case QueuedOperation():
             operations.file(step, event)
         case SessionOpened():
@@ -208,10 +179,10 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
             jobs.delete_deployment(step, event)
         case NodeUp():
             wpgs.node_up(step, event)
-            places.node_up(step, event)
+            assignment.node_up(step, event)
         case NodeLost():
             wpgs.node_lost(step, event)
-            places.node_lost(step, event)
+            assignment.node_lost(step, event)
         case WpgStarted():
             wpgs.started(step, event)
         case WpgLost():
@@ -221,8 +192,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
         case SealFailed():
             seals.failed(step, event)
         case StateMirrored():
-            if not copies.mirrored(step, event):
-                moving.mirrored(step, event)
+            if not replicas.mirrored(step, event):
+                moves.mirrored(step, event)
         case NodeDrainRequested():
             evacuation.requested(step, event)
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core import groups
-from phaseloom.scheduler.core.state import (
-    JOB_ENDED,
-    Deployment,
-    Device,
-    JobState,
-    Node,
-    Op,
-    OpState,
-    State,
-    WpgState,
-)
+from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
+from phaseloom.scheduler.core.state.tree import State
 
 
 def validate(state: State) -> None:

@@ -43,10 +43,8 @@ class CutFiles:
         self._numbering = asyncio.Lock()
         """From a checkpoint's number to its commit: no two have the same."""
 
-    async def write(
-        self, cut: Cut, request: WriteCheckpoint, cancelled: threading.Event
-    ) -> tuple[str, list[str]]:
-        """Returns the SHA-256 of the weights (empty: this was a part), and each part's digest.
+    async def write(self, cut: Cut, request: WriteCheckpoint, cancelled: threading.Event) -> str:
+        """Returns the SHA-256 of the weights; empty: this was a part.
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: RESOURCE_EXHAUSTED, the disk or host
                 memory is full; DATA_LOSS; ABORTED: cancelled. Nothing of it is left then.
@@ -54,12 +52,10 @@ class CutFiles:
         async with self._of_other_nodes(cut) as others:
             await self._sums.taken(cut)
             ranks = self._held(cut)
-            digests = [each.digest for each in ranks]
             if cut.rank_offset:
                 await asyncio.to_thread(self._leave_part, cut, ranks, cancelled)
-                return "", digests
-            held = [*ranks, *others]
-            return await self._write(cut, request, held, digests, cancelled), digests
+                return ""
+            return await self._write(cut, request, [*ranks, *others], cancelled)
 
     async def has_left_part(self, cut: Cut) -> bool:
         """Whether this node's part of another's checkpoint is on disk already.
@@ -108,7 +104,6 @@ class CutFiles:
         cut: Cut,
         request: WriteCheckpoint,
         held: list[Held],
-        digests: list[str],
         cancelled: threading.Event,
     ) -> str:
         """Returns the SHA-256 of the weights."""
@@ -125,7 +120,6 @@ class CutFiles:
                     number=number,
                     keep=request.keep,
                     files=written.files,
-                    digests=digests if cut.is_whole else [],
                 )
                 await asyncio.to_thread(self._checkpoints.commit, cut.key, cut.name, marker)
         except BaseException:

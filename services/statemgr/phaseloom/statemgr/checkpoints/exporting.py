@@ -172,18 +172,18 @@ class Exporter:
     async def _run(self, write: _Write, request: WriteCheckpoint) -> None:
         cut = write.cut
         failure: Exception | None = None
-        sha256, digests = "", None
+        sha256 = ""
         try:
             with (
                 contained(metrics.UNFORESEEN, "checkpoint"),
                 metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
             ):
-                sha256, digests = await self._files.write(cut, request, write.cancelled)
+                sha256 = await self._files.write(cut, request, write.cancelled)
         except PhaseloomError as error:
             log.warning("%s is not written: %s", cut, error)
             failure = error
         del self._writes[(cut.key, cut.operation)]
-        self._apart.free(cut, digests)
+        self._apart.free(cut)
         await self._node.keeper.record()
         if failure is None:
             log.info("checkpoint %r of %s at %d is written", cut.name, cut.key, cut.seq)
@@ -223,5 +223,4 @@ class Exporter:
         for cut in self._node.cuts.of(key):
             self._apart.free(cut)
         self._locks.pop(key, None)
-        self._apart.forget(key)
         await self._files.forget(key)

@@ -41,9 +41,6 @@ class Arena:
     _sizes: dict[int, int] = field(default_factory=dict)
     _idle: dict[int, str] = field(default_factory=dict)
     """extent → pool, oldest first"""
-    _parked: dict[int, int] = field(default_factory=dict)
-    """extent → which parking its last one was"""
-    _num_parked: int = 0
     _vacated: set[int] = field(default_factory=set)
     _more_holders: dict[int, int] = field(default_factory=dict)
     """extent → holders beside the first"""
@@ -158,7 +155,6 @@ class Arena:
         else:
             self.used_bytes -= size
         self._idle.pop(extent, None)
-        self._parked.pop(extent, None)
         return extent
 
     def park(self, extent: int, pool: str) -> list[int]:
@@ -166,21 +162,8 @@ class Arena:
         assert extent in self._sizes
         assert extent not in self._idle
         self._idle[extent] = pool
-        self._num_parked += 1
-        self._parked[extent] = self._num_parked
         same = [e for e, owner in self._idle.items() if owner == pool]
         return [self.free(e) for e in same[:-MAX_IDLE_PER_POOL]]
-
-    def parking(self, extent: int) -> int:
-        """Names the last time that it was parked; 0: it never was, or is gone."""
-        return self._parked.get(extent, 0)
-
-    def take_back(self, extent: int, parking: int) -> bool:
-        """Have an idle extent as it was parked then. Returns: False where somebody else had it."""
-        if extent not in self._idle or self._parked[extent] != parking:
-            return False
-        del self._idle[extent]
-        return True
 
     def drop_pool(self, pool: str) -> list[int]:
         """Give up what is idle in `pool`: its extents may no longer be reused."""

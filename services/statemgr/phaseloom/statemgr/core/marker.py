@@ -46,9 +46,6 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     keep: int = 0
     """Of the `save_state`; 0: it stays, whatever is saved after it."""
     files: dict[str, FileSums] = {}
-    digests: list[str] = []
-    """The digest of each rank's state as it lay in memory when it was cut, by which a seal of the
-    same bytes is known. Empty where its ranks were on several nodes."""
 
     def encode(self) -> bytes:
         """As it lies in its file: behind the last field a checksum of all before it."""

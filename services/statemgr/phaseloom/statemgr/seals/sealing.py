@@ -17,8 +17,10 @@ from phaseloom.common.contract.state_rank import CopyOut
 from phaseloom.statemgr.core.hostseals import HostSeal
 from phaseloom.statemgr.core.residency import Rank, State, Wpg
 from phaseloom.statemgr.core.statefile import (
+    Place,
     Section,
     StateHeader,
+    check_restorable,
     seal_header,
     superseded_seals,
 )
@@ -27,7 +29,6 @@ from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.memory import copy, joined
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.imaging import find_image_parts, image_bytes, read_image, write_image
-from phaseloom.statemgr.seals.sealedcopies import section_of
 from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.switching import on_each_device
@@ -173,7 +174,7 @@ class Sealer:
             return
         path = self._directory.seal(wpg.key, wpg.seal_seq)
         places = await asyncio.to_thread(find_parts, path)
-        part = section_of(rank, places[0])
+        part = _section_of(rank, places[0])
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(self._directory.read, places[rank.index], memory)
@@ -184,7 +185,7 @@ class Sealer:
         wpg, memory = rank.wpg, self._node.memory
         image = memory[kept.extent].view(kept.num_bytes)
         places = find_image_parts(image, kept.name)
-        part = section_of(rank, places[0])
+        part = _section_of(rank, places[0])
         assert rank.extent is not None
         target = memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read_image, image, places[rank.index], target)
@@ -332,3 +333,17 @@ async def _not_mended(key: VersionKey) -> None:
 
 async def _nowhere_else(key: DeploymentKey, seq: int) -> None:
     raise CallerError(f"no other node is known to have seal {seq} of {key}", code=Code.NOT_FOUND)
+
+
+def _section_of(rank: Rank, first: Place) -> Section:
+    """A rank's, of the seal that begins there. Raises: PhaseloomError: it is of another layout."""
+    return check_restorable(
+        first.header,
+        rank.index,
+        len(rank.wpg.ranks),
+        heap_bytes=rank.extent_bytes,
+        tensors=rank.tensors,
+        file=first.file,
+        rank_offset=rank.wpg.rank_offset,
+        num_ranks_of_all=rank.wpg.num_ranks,
+    )

@@ -15,8 +15,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from opentelemetry import trace
-
 from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
@@ -239,7 +237,6 @@ class RankStateClient:
                  DATA_LOSS; no host memory.
         """
         read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
-        trace.get_current_span().set_attribute("source", read.source)
         return read.weights_sha256
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:

@@ -1,0 +1,83 @@
+"""Durations that decisions need: from the profiler's traces, from switches seen, else a default."""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.events import KindEstimate
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.tree import State
+
+DEFAULT_DURATION_S = 0.1
+"""Before a kind was ever measured: only the ratio to a switch matters then."""
+DEFAULT_SWITCH_S = 0.02
+
+
+def duration_s(state: State, deployment: Deployment, kind: str) -> float:
+    trace = state.traces.get(deployment.job_name)
+    if trace is not None:
+        for estimate in trace.estimates:
+            if estimate.kind == kind and estimate.deployment == deployment.key.deployment:
+                return estimate.duration_s
+    return DEFAULT_DURATION_S
+
+
+def after(state: State, job: JobKey, last: str) -> KindEstimate | None:
+    """What the profiler knows of the job's operations like `last` and of what follows them.
+
+    Args: last: `<deployment>.<kind>`.
+    """
+    trace = state.traces.get(str(job))
+    if trace is not None:
+        for estimate in trace.estimates:
+            if f"{estimate.deployment}.{estimate.kind}" == last:
+                return estimate
+    return None
+
+
+def next_gap_s(state: State, job: JobKey, last: str) -> float:
+    """Seconds until the job's next operation on this pool is ready, after `last` ended.
+
+    Returns: -1 where the profiler does not know.
+    """
+    estimate = after(state, job, last)
+    return -1.0 if estimate is None else estimate.next_gap_s
+
+
+def phase_s(state: State, deployment: Deployment) -> float:
+    """The longest segment of its job's cycle on its pool, as measured or declared; 0: not known."""
+    key, pool = deployment.key.job_key, deployment.spec.pool
+    trace = state.traces.get(str(key))
+    cycle = state.jobs[str(key)].spec.cycle
+    segments = trace.segments if trace is not None else cycle.segments if cycle else []
+    return max((s.duration_s for s in segments if s.pool == pool), default=0.0)
+
+
+def period_s(state: State, job: Job) -> float:
+    """Of the job's cycle alone: as measured, else as declared; 0: not known."""
+    trace = state.traces.get(str(job.key))
+    if trace is not None and trace.period_s:
+        return trace.period_s
+    return job.spec.cycle.period_s if job.spec.cycle else 0.0
+
+
+def worst_period_s(state: State, job: Job) -> float:
+    """Where every operation takes as long as it may; 0: not known."""
+    trace = state.traces.get(str(job.key))
+    measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
+    if job.spec.cycle is None:
+        return measured_s
+    more_s = sum(max(0.0, s.worst_s - s.duration_s) for s in job.spec.cycle.segments)
+    return max(measured_s, job.spec.cycle.period_s + more_s)
+
+
+def switch_s(state: State, deployment: Deployment) -> float:
+    """What switching this deployment in costs: the newest offload and load.
+
+    Before it was ever seen: as planned in the configuration.
+    """
+    seen = state.switch_s.get(deployment.name)
+    if seen:
+        return sum(seen)
+    planned_s = state.config.switch_s if state.config else 0.0
+    return planned_s or DEFAULT_SWITCH_S

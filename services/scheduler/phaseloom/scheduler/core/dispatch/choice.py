@@ -1,0 +1,150 @@
+"""Whose turn it is on a device: the holder's rules first, the ordering policy among the rest.
+
+A deployment over several devices is chosen only where it is its turn on all of them, so that the
+jobs beside it on each are served as fairly as on a device of their own. Turns of several devices
+may miss each other for ever: once it has waited for `PATIENCE` quanta, one turn is enough. Being
+chosen is a claim on all of its devices at once, in one order for all: nothing deadlocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phaseloom.scheduler.core.devices import estimates
+from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready
+from phaseloom.scheduler.core.dispatch.device_views import Option
+from phaseloom.scheduler.core.policies.device_view import Ordering, Wait
+from phaseloom.scheduler.core.policies.registry import ORDERING
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+
+PATIENCE = 2.0
+"""Quanta that a deployment over several devices waits for a turn on all of them."""
+LEAST_PATIENCE_S = 1.0
+NEVER_S = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn it is on one device."""
+
+    options: list[Option]
+    """Those let in now; the policy chooses among them."""
+    rest: list[Option]
+    """The holder's, where its turn is over: they go on if none of the others can begin."""
+    lets_in_s: float
+    """When others are let in."""
+    may_wait: bool = True
+    """Whether the policy may leave the device idle."""
+
+
+NOBODYS = Turn([], [], NEVER_S)
+
+
+def policy_of(step: Step) -> Ordering:
+    return ORDERING[step.config.ordering]
+
+
+def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
+    """Whose operation begins next on a free device.
+
+    Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
+    event).
+    """
+    turn = turn_on(step, node.devices[index])
+    again_s, may_wait = turn.lets_in_s, turn.may_wait
+    for group in (turn.options, turn.rest):
+        options = group
+        while options:
+            preferred = prefer(step, node, index, options, may_wait=may_wait)
+            if isinstance(preferred, Wait):
+                return None, min(again_s, preferred.until_s)
+            deployment, op = preferred
+            until_s = _elsewhere_s(step, node, index, deployment, op)
+            if until_s <= step.now_s:
+                return deployment, NEVER_S
+            again_s = min(again_s, until_s)
+            if policy_of(step).is_strict:
+                return None, again_s
+            # What is ready but cannot begin is no longer to be waited for as something to come.
+            may_wait = False
+            options = [option for option in options if option[0] is not deployment]
+    return None, again_s
+
+
+def turn_on(step: Step, device: Device) -> Turn:
+    """The operations among which the policy chooses: for a quantum the holder's, then others'.
+
+    A policy that may wait says itself when the holder's turn ends: for it the quantum is only how
+    long that lasts at least.
+    """
+    if not device.ready:
+        return NOBODYS
+    quantum_s = step.config.quantum_s
+    of_holder = list(ready.on(step, device, of_job=device.holder))
+    if of_holder and not device.early and not idle_hold.is_quantum_over(step, device.held_since_s):
+        is_alone = len(of_holder) == len(device.ready)
+        lets_in_s = NEVER_S if is_alone else device.held_since_s + quantum_s
+        return Turn(_after_turn(step, device, of_holder), [], lets_in_s, may_wait=False)
+    others = list(ready.on(step, device, but_job=device.holder))
+    if not others:
+        return Turn(_after_turn(step, device, of_holder), [], NEVER_S)
+    if device.early or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
+        return Turn([*of_holder, *others], [], NEVER_S)
+    lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, device)
+    if lets_in_s > step.now_s:
+        return Turn([], [], lets_in_s)
+    return Turn(others, of_holder, NEVER_S)
+
+
+def _after_turn(step: Step, device: Device, options: list[Option]) -> list[Option]:
+    """Within a job too, the deployment whose quantum is over goes after its siblings."""
+    if step.config.quantum_s and idle_hold.is_quantum_over(step, device.used_since_s):
+        return [o for o in options if o[0].name != device.used_by] or options
+    return options
+
+
+def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
+    """From when on it may claim its other devices; a past time: now."""
+    if len(deployment.spans) == 1 and len(deployment.spans[0].devices) == 1:
+        return 0.0
+    patience_s = _patience_s(step, deployment)
+    until_s = max(op.ready_s, deployment.idle_since_s) + patience_s
+    for place, other in step.places_of(deployment):
+        if until_s <= step.now_s or (place is node and other == index):
+            continue
+        turn = turn_on(step, place.devices[other])
+        if not turn.options:
+            return min(until_s, turn.lets_in_s)
+        preferred = prefer(step, place, other, turn.options, may_wait=turn.may_wait)
+        if isinstance(preferred, Wait):
+            return min(until_s, turn.lets_in_s, preferred.until_s)
+        if preferred[0] is not deployment:
+            return min(until_s, turn.lets_in_s)
+    return 0.0
+
+
+def _patience_s(step: Step, deployment: Deployment) -> float:
+    """For how long it waits for a turn on all of its devices."""
+    least_s = max(PATIENCE * step.config.quantum_s, LEAST_PATIENCE_S)
+    if not policy_of(step).is_strict:
+        return least_s
+    job = step.job(deployment.key.job_key)
+    return max(least_s, estimates.worst_period_s(step.state, job))
+
+
+def prefer(
+    step: Step, node: Node, index: int, options: list[Option], *, may_wait: bool
+) -> Option | Wait:
+    """What the ordering policy says of a free device."""
+    policy = policy_of(step)
+    device, is_lone = node.devices[index], len(options) == 1
+    if is_lone and not (
+        may_wait and device_views.has_alternative(step, device, options[0], policy)
+    ):
+        return options[0]
+    view = device_views.view_of(step, node, index, options, policy, may_wait=may_wait)
+    chosen = policy.choose(view)
+    return chosen if isinstance(chosen, Wait) else options[view.candidates.index(chosen)]

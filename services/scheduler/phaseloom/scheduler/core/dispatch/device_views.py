@@ -1,0 +1,188 @@
+"""What the ordering policies are shown: a free device, who could run on it, who is expected.
+
+Cost: O(candidates), and for policies that go by turns O(jobs of the device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phaseloom.scheduler.core.devices import devices, estimates, round_robin
+from phaseloom.scheduler.core.dispatch import phases, ready
+from phaseloom.scheduler.core.policies.device_view import (
+    Candidate,
+    DeviceView,
+    Member,
+    Ordering,
+    Resident,
+)
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState, WpgState
+
+PATIENCE = 2.0
+"""Quanta for which a job of which no period is known is waited for after its last operation."""
+NEVER_S = float("inf")
+
+Option = tuple[Deployment, Op]
+_AT_WORK = frozenset({JobState.PLACED, JobState.PROFILING, JobState.ACTIVE})
+
+
+def view_of(
+    step: Step,
+    node: Node,
+    index: int,
+    options: Sequence[Option],
+    policy: Ordering,
+    *,
+    may_wait: bool,
+    is_plan: bool = False,
+) -> DeviceView:
+    """Args: options: at least one. may_wait: whether the policy may, where it ever does.
+    is_plan: whether what the options take is asked for though the policy does not weigh it."""
+    device = node.devices[index]
+    present = candidate if policy.weighs or is_plan else _unweighed
+    return DeviceView(
+        now_s=step.now_s,
+        candidates=[present(step, node, index, d, op) for d, op in options],
+        resident=_resident(step, device) if policy.may_wait else None,
+        members=_members(step, device, options, may_wait) if policy.is_strict else (),
+        may_wait=may_wait and policy.may_wait,
+    )
+
+
+def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
+    device, job = node.devices[index], job_of(deployment)
+    setup_s = estimates.switch_s(step.state, deployment)
+    return Candidate(
+        operation=str(op.key),
+        deployment=deployment.name,
+        job=job,
+        arrival_s=op.ready_s,
+        arrival=op.arrival,
+        duration_s=estimates.duration_s(step.state, deployment, op.kind),
+        switch_s=0.0 if deployment.epoch else setup_s,
+        setup_s=setup_s,
+        phase_s=estimates.phase_s(step.state, deployment),
+        back_s=_back_s(step, node, index, deployment),
+        slack_s=phases.slack_s(step, deployment, op),
+        served=device.served.get(job, 0),
+        continues=phases.is_continued(step, device, deployment, op),
+    )
+
+
+def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
+    """Without what it takes and may wait."""
+    device = node.devices[index]
+    return Candidate(
+        operation=str(op.key),
+        deployment=deployment.name,
+        job=deployment.job_name,
+        arrival_s=op.ready_s,
+        arrival=op.arrival,
+        duration_s=0.0,
+        switch_s=0.0,
+        served=device.served.get(deployment.job_name, 0),
+        continues=phases.is_continued(step, device, deployment, op),
+    )
+
+
+def job_of(deployment: Deployment) -> str:
+    return deployment.job_name
+
+
+def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
+    """The dearest of what the newcomer displaces of the job that used the device last."""
+    holder = node.devices[index].holder
+    if newcomer.epoch or job_of(newcomer) == holder:
+        return 0.0
+    leaving = devices.victims(step, node, index, newcomer)
+    return max(
+        (estimates.switch_s(step.state, d) for d in leaving if job_of(d) == holder), default=0.0
+    )
+
+
+def _resident(step: Step, device: Device) -> Resident | None:
+    job = step.state.jobs.get(device.holder)
+    if job is None or not _is_alive(job):
+        return None
+    expected = None if device.is_let_go else device.expected.get(device.holder)
+    return Resident(
+        job=device.holder,
+        since_s=device.held_since_s,
+        idle_since_s=device.idle_since_s,
+        at_s=expected.at_s if expected else NEVER_S,
+        late_s=expected.late_s if expected else NEVER_S,
+        phase_until_s=phases.goes_on_until_s(step, device),
+    )
+
+
+def _is_alive(job: Job) -> bool:
+    return job.has_controller and job.state in (
+        JobState.PLACED,
+        JobState.PROFILING,
+        JobState.ACTIVE,
+    )
+
+
+def has_alternative(step: Step, device: Device, option: Option, policy: Ordering) -> bool:
+    """Whether a policy could leave the device idle rather than run the only option."""
+    if not policy.may_wait:
+        return False
+    if policy.is_strict:
+        deployments, own = step.state.deployments, job_of(option[0])
+        return any(deployments[name].job_name != own for name in device.placed)
+    holder = device.holder
+    if holder in ("", job_of(option[0])):
+        return False
+    job = step.state.jobs.get(holder)
+    return holder in device.expected or (job is not None and bool(job.phases))
+
+
+def _members(step: Step, device: Device, options: Sequence[Option], may_wait: bool) -> list[Member]:
+    """The jobs of the device by their next turns on it.
+
+    Where the policy may wait, up to the first that has an option: it looks at none behind it.
+    """
+    here: dict[str, list[Deployment]] = {}
+    for name in device.placed:
+        deployment = step.state.deployments[name]
+        here.setdefault(job_of(deployment), []).append(deployment)
+    turned = round_robin.in_order(step.state, device, here)
+    if not may_wait:
+        return [Member(job, 0.0) for job in turned]
+    ready_jobs = {job_of(deployment) for deployment, _ in options}
+    since_s = max(device.idle_since_s, min(op.ready_s for _, op in options))
+    members = []
+    for job in turned:
+        if job in ready_jobs:
+            members.append(Member(job, 0.0))
+            break
+        members.append(Member(job, _awaited_until_s(step, job, here, since_s)))
+    return members
+
+
+def _awaited_until_s(
+    step: Step, name: str, here: dict[str, list[Deployment]], since_s: float
+) -> float:
+    """Until when a job that has nothing ready on a device is waited for; a past time: not at all.
+
+    One that is busy on other devices, for a round: what runs ends, and what waits there has its
+    turn; but two devices whose orders differ could wait for each other.
+
+    Args: here: the deployments of each job of the device. since_s: when the waiting began.
+    """
+    job = step.state.jobs[name]
+    if not _is_alive(job) or all(d.state is not WpgState.READY for d in here[name]):
+        return 0.0
+    unknown_s = PATIENCE * step.config.quantum_s
+    every = step.deployments_of(job.key)
+    if any(d.running or ready.first(step, d) is not None for d in every):
+        jobs = [step.state.jobs[member] for member in here]
+        round_s = sum(estimates.worst_period_s(step.state, member) for member in jobs)
+        return since_s + (round_s or unknown_s)
+    last_s = max(d.idle_since_s for d in every)
+    return last_s + (estimates.worst_period_s(step.state, job) or unknown_s) if last_s else 0.0

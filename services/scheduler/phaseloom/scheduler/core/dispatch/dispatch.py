@@ -1,0 +1,328 @@
+"""Which operations run next: hold, choose, switch, permit.
+
+A device runs the operations of one deployment at a time (one claim on all of its compute): one
+mutating operation alone, or reading ones together, up to `max_reading`. While reading ones run,
+more of their deployment join them, until a mutating one is at its head (which then goes before all
+that came after it), another deployment has claimed one of its devices, or its quantum has ended
+while another waits: then what runs drains and the others go first. Whose turn it is on a free
+device is decided in `choice`, how long it is kept for its holder in `idle_hold`, and what is
+switched in before it is asked for in `speculative`.
+
+A deployment with several ranks takes a device for each, of one node or of several, all at once:
+chosen on one of them, it claims them all, and nothing else begins on the free ones until the last
+is free. Claims are taken in one order on every device, so that no two wait for each other.
+
+On one node an activation and its permits are ordered by the node itself. Over several, it opens on
+each by itself: its devices are reserved, and its permits follow once the last has said that it is
+open. If one refuses, the others close theirs.
+Cost of a step: linear in the deployments that have something ready on the touched devices.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
+from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
+from phaseloom.scheduler.core.devices import devices
+from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, ready, speculative
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.operations import gradients
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+
+BUSY = 4
+"""Times the usual number of mutations, after which a state is sealed between two operations."""
+
+
+def dispatch(step: Step) -> None:
+    """Give every device that the step has touched its next operations, if any may begin."""
+    ready.note(step)
+    while step.dirty:
+        name, index = min(step.dirty)
+        step.dirty.remove((name, index))
+        node = step.state.nodes[name]
+        # A node may have come back with fewer devices.
+        if node.is_up and index < len(node.devices):
+            _dispatch(step, node, index)
+
+
+def _dispatch(step: Step, node: Node, index: int) -> None:
+    device = node.devices[index]
+    if device.running:
+        _go_on(step, step.state.deployments[device.running])
+        return
+    deployment = _claimant(step, node, index)
+    if deployment is not None:
+        _begin(step, deployment)
+        return
+    deployment, again_s = choice.choose(step, node, index)
+    if deployment is not None:
+        _begin(step, deployment)
+    elif again_s < choice.NEVER_S:
+        _wake_at(step, node, index, again_s)
+    elif not ready.is_any_on(step, device):
+        _seal_idle(step, device)
+        _open_early(step, node, index)
+
+
+def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
+    """Who has claimed the device; a claim of what cannot run any more is dropped."""
+    while (deployment := devices.claimant(step, node, index)) is not None:
+        if ready.first(step, deployment) is not None:
+            return deployment
+        devices.unclaim(step, deployment)
+        here = (node.node, index)
+        step.dirty.update(place for place in deployment.places if place != here)
+    return None
+
+
+def _begin(step: Step, deployment: Deployment) -> None:
+    """Run what it has, or claim its devices where not all of them are free."""
+    for node, index in step.places_of(deployment):
+        claimant = devices.claimant(step, node, index)
+        if node.devices[index].running or claimant not in (None, deployment):
+            devices.claim(step, deployment)
+            return
+    devices.unclaim(step, deployment)
+    ops = _batch(step, deployment)
+    if not deployment.epoch:
+        _open(step, deployment)
+    elif seals.is_due(step, deployment, times=BUSY):
+        # It is never displaced and never idle: its log must not grow for ever.
+        seals.seal(step, deployment)
+    if deployment.awaited:
+        devices.use(step, deployment)
+        return
+    for op in ops:
+        _permit(step, deployment, op)
+
+
+def _batch(step: Step, deployment: Deployment) -> list[Op]:
+    return ready.batch(step, deployment, max(1, step.config.max_reading))
+
+
+def _go_on(step: Step, deployment: Deployment) -> None:
+    """A deployment whose turn it is has more to run, or was waited for by its permits."""
+    if deployment.running:
+        _join(step, deployment)
+    elif not deployment.awaited:
+        _begin_opened(step, deployment)
+
+
+def _begin_opened(step: Step, deployment: Deployment) -> None:
+    """Its activation is open on all of its nodes: run what it was opened for, if that is still
+    wanted."""
+    ops = _batch(step, deployment)
+    for op in ops:
+        _permit(step, deployment, op)
+    if not ops:
+        for device in step.devices_of(deployment):
+            device.running = ""
+        step.dirty.update(deployment.places)
+
+
+def _join(step: Step, deployment: Deployment) -> None:
+    """Reading operations may begin beside those of their deployment that run."""
+    room = step.config.max_reading - len(deployment.running)
+    places = step.places_of(deployment)
+    first, index = places[0]
+    if room <= 0 or deployment.name not in first.devices[index].ready:
+        return
+    ops = ready.joiners(step, deployment, room)
+    if not ops or any(_is_closed(step, node, index, deployment) for node, index in places):
+        return
+    for op in ops:
+        _permit(step, deployment, op)
+
+
+def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
+    """Whether what runs there must drain, because it is others' turn."""
+    device = node.devices[index]
+    if devices.claimant(step, node, index) is not None:
+        return True
+    if not idle_hold.is_quantum_over(step, device.used_since_s):
+        return False
+    job = device.holder
+    is_over = idle_hold.is_quantum_over(step, device.held_since_s)
+    if is_over and ready.is_any_on(step, device, but_job=job):
+        return True
+    return any(d is not deployment for d, _ in ready.on(step, device, of_job=job))
+
+
+def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
+    device = node.devices[index]
+    timer = f"grace/{node.node}/{index}/{step.sequence}"
+    if step.state.timers.get(device.timer, -1.0) == due_s:
+        return
+    device.timer = timer
+    step.set_timer(timer, due_s)
+
+
+def _open_early(step: Step, node: Node, index: int) -> None:
+    target, open_s = speculative.plan(step, node, index)
+    if target is None:
+        return
+    if open_s > step.now_s:
+        _wake_at(step, node, index, open_s)
+    elif not speculative.try_skip(step, target):
+        _open(step, target, is_early=True)
+        speculative.opened(step, target)
+
+
+def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
+    """Open an activation on all of its nodes: its epoch is this event's place in the log."""
+    deployment.epoch = step.sequence
+    deployment.opening_s = step.now_s
+    deployment.hinted_s = hints.NOT_TOLD_S
+    deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
+    gone: list[Deployment] = []
+    for span in deployment.spans:
+        node = step.node(span.node)
+        leaving: list[Deployment] = []
+        for index in span.devices:
+            found = devices.victims(step, node, index, deployment)
+            leaving += [victim for victim in found if victim not in leaving]
+        for victim in leaving:
+            _displace(step, victim, node)
+        for index in span.devices:
+            device = node.devices[index]
+            if deployment.name not in device.resident:
+                device.resident.append(deployment.name)
+        step.send(
+            OpenActivation,
+            node,
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            epoch=deployment.epoch,
+            displaces=[victim.key for victim in leaving],
+            early=is_early,
+        )
+        gone += [victim for victim in leaving if victim not in gone]
+    for victim in gone:
+        if seals.is_due(step, victim):
+            seals.seal(step, victim)
+
+
+def _displace(step: Step, victim: Deployment, node: Node) -> None:
+    """Its activation ends; its state leaves this node, and stays on others until it must go."""
+    if victim.epoch:
+        victim.epoch = 0
+        victim.awaited = []
+    speculative.displaced(step, victim)
+    for span in victim.spans:
+        if span.node != node.node:
+            continue
+        for index in span.devices:
+            resident = node.devices[index].resident
+            if victim.name in resident:
+                resident.remove(victim.name)
+
+
+def _permit(step: Step, deployment: Deployment, op: Op) -> None:
+    replay = deployment.state is WpgState.RECOVERING
+    if not replay:
+        step.move_op(op, OpState.PERMITTED)
+    op.permitted_s = step.now_s
+    speculative.came(step, deployment, op)
+    phases.began(step, deployment, op)
+    deployment.running.append(op.key)
+    devices.use(step, deployment)
+    step.send(
+        Permit,
+        step.node_of(deployment),
+        operation=op.key,
+        operation_id=op.id,
+        kind=op.kind,
+        incarnation=deployment.incarnation,
+        epoch=deployment.epoch,
+        prev=deployment.applied,
+        replay=replay or (op.uncertain and op.is_mutating),
+        sources=_sources(step, op),
+        partial=gradients.is_partial(deployment, op),
+        ticket=_ticket(step, deployment, op),
+        sealing=deployment.sealing if len(deployment.spans) > 1 else 0,
+    )
+
+
+def _sources(step: Step, op: Op) -> list[str]:
+    """Where the weights version of a `sync_weights` is: at the nodes of its policy, those first
+    that are up."""
+    if op.version is None:
+        return []
+    nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]
+    return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
+
+
+def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
+    """Not signed yet: the shell knows the secret."""
+    if op.version is None:
+        return None
+    nodes = [str(node.node) for node in step.nodes_of(deployment)]
+    return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
+
+
+def _seal_idle(step: Step, device: Device) -> None:
+    """A deployment that nobody displaces is sealed when it has nothing to do."""
+    for name in device.resident:
+        deployment = step.state.deployments[name]
+        if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+            seals.seal(step, deployment)
+
+
+def opened(step: Step, event: ActivationOpened) -> None:
+    """A node has switched its part in; after the last one of several the permits follow."""
+    deployment = step.deployment(event.deployment)
+    if deployment is None or not deployment.epoch or deployment.epoch != event.epoch:
+        return
+    if event.node in deployment.awaited:
+        deployment.awaited.remove(event.node)
+        step.touch(deployment)
+    if not deployment.awaited:
+        speculative.took(step, deployment)
+
+
+def refused(step: Step, event: ActivationRefused) -> list[Op]:
+    """An activation did not open; returns the operations that it was opened for.
+
+    What it should have displaced may be on the devices still: it stays booked there, without an
+    activation, so that the next one displaces it again (harmless where it is gone).
+    """
+    deployment = step.deployment(event.deployment)
+    if deployment is None or deployment.epoch != event.epoch:
+        return []
+    ops = _opened_for(step, deployment)
+    for node in step.nodes_of(deployment):
+        if node.node != event.node:
+            step.send(
+                CloseActivation,
+                node,
+                deployment=deployment.key,
+                incarnation=deployment.incarnation,
+                epoch=deployment.epoch,
+            )
+    step.vacate(deployment)
+    for device in step.devices_of(deployment):
+        for name in device.placed:
+            other = step.state.deployments[name]
+            if other.incarnation and other is not deployment:
+                _rebook(step, other)
+    return ops
+
+
+def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
+    """What has a permit, or would have had one once all of its nodes were ready."""
+    if deployment.running:
+        ops = [deployment.open_operation(key) for key in deployment.running]
+        return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
+    is_reserved = step.devices_of(deployment)[0].running == deployment.name
+    if not is_reserved or deployment.state is WpgState.RECOVERING:
+        return []
+    return _batch(step, deployment)
+
+
+def _rebook(step: Step, deployment: Deployment) -> None:
+    for device in step.devices_of(deployment):
+        if deployment.name not in device.resident:
+            device.resident.insert(0, deployment.name)

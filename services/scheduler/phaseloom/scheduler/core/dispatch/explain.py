@@ -1,0 +1,303 @@
+"""Why an operation waits and where it stands in the queue, in words: nothing is decided here.
+
+From the outside in: the job, its place in the order, what it comes after, the WPG, the device. Only
+an operation that waits for a device alone has a place in a queue. Predictions add up estimates and
+know nothing of what is still to come. What other tenants run is counted and not named.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.api import Explanation
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
+from phaseloom.common.contract.operations import Completion, result_kind
+from phaseloom.scheduler.core.devices import devices, estimates
+from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
+from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
+from phaseloom.scheduler.core.wpgs import moves
+
+Queue = list[tuple[Candidate, str]]
+"""Deployments in the order in which they are expected to begin, each with the reason."""
+
+
+def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
+    """How an operation that is on the books stands now."""
+    if op.state is not OpState.QUEUED:
+        return Explanation(op.key, op.kind, op.state)
+    waits_for = _waits_for(step, deployment, op)
+    if waits_for:
+        return Explanation(op.key, op.kind, op.state, waits_for)
+    waits_for = why_not(step, deployment, op)
+    place, start_s = place_of(step, deployment, op)
+    reasons = [why for c, why in _queue_of(step, deployment) if c.deployment == deployment.name]
+    return Explanation(op.key, op.kind, op.state, waits_for, place, start_s, "; ".join(reasons))
+
+
+def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
+    """How it ended. Args: op: where it keeps its place on the books."""
+    kind = op.kind if op is not None else ""
+    if completion.result is not None:
+        kind = kind or result_kind(completion.result)
+    error = completion.error
+    return Explanation(key, kind, completion.outcome, why=error.message if error else "")
+
+
+def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
+    """Of an operation that is not on the books, or only keeps its place there."""
+    seq = key.seq
+    has_ended = seq is not None and deployment.is_done(seq)
+    if has_ended:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"{key} has ended",
+            field="slot",
+            remedy="ask `result.get` for its outcome",
+        )
+    return ErrorInfo(
+        Code.NOT_FOUND,
+        f"{key} is not open",
+        field="slot",
+        remedy="was it published? `result.get` tells the outcome of one that has ended",
+    )
+
+
+def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
+    """What must happen before its device is asked at all."""
+    lines = _of_job(step, deployment)
+    if op.is_settling:
+        lines.append("what is stored as its outcome, which is being looked up")
+    before = _comes_first(deployment, op)
+    if before is not None:
+        lines.append(f"{_name(deployment, before)}, which comes first")
+    for after in op.after:
+        other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
+        if other is not None and not other.is_done(after.seq):
+            lines.append(f"{_name(other, after.seq)}, which `after` names")
+    if deployment.state is not WpgState.READY:
+        lines.append(f"the workers of {deployment.key.deployment}: {deployment.state}")
+    return lines
+
+
+def _of_job(step: Step, deployment: Deployment) -> list[str]:
+    job = step.job(deployment.key.job_key)
+    reason = f": {job.error.message}" if job.error else ""
+    match job.state:
+        case JobState.SUBMITTED:
+            return [f"a place for job {job.key}{reason}"]
+        case JobState.ROLLED_BACK:
+            return [f"a controller that attaches{reason}"]
+        case _:
+            return []
+
+
+def _comes_first(deployment: Deployment, op: Op) -> int | None:
+    """The lowest seq of the same deployment that must end before it."""
+    for seq in range(deployment.next_seq, op.key.seq or 0):
+        other = deployment.operations.get(seq)
+        is_cut = other is not None and other.is_cut
+        is_together = other is not None and not (op.is_mutating or other.is_mutating)
+        if not (deployment.is_done(seq) or is_together or is_cut):
+            return seq
+    return None
+
+
+def _name(deployment: Deployment, seq: int) -> str:
+    op = deployment.operations.get(seq)
+    state = f"{op.kind}, {op.state}" if op else "not published yet"
+    return f"{deployment.key.deployment} {seq} ({state})"
+
+
+def _queue_of(step: Step, deployment: Deployment) -> Queue:
+    """The queue of its device; of several, of the one where it is last."""
+    queues = [_queue_on(step, node, index) for node, index in step.places_of(deployment)]
+    return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
+
+
+def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
+    """Its place among what is ready on its devices, and the predicted start in seconds from now.
+
+    Returns: (0, -1) where it is not ready.
+    """
+    own = list(ready.operations(step, deployment))
+    queue = _queue_of(step, deployment) if op in own else []
+    ahead = _index_in(queue, deployment)
+    if ahead < 0:
+        return 0, -1.0
+    busy_s = max((_remaining_s(step, device) for device in step.devices_of(deployment)), default=0)
+    wait_s = max(busy_s, _let_in_s(step, deployment) - step.now_s)
+    plan = choice.policy_of(step).timeline([c for c, _ in queue], 0.0)
+    wait_s += plan[ahead].start_s
+    batches = _batches_before(step, deployment, own, op)
+    wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
+    return 1 + ahead + own.index(op), wait_s
+
+
+def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
+    """What an operation waits for that waits for no other of its job; one line each."""
+    if deployment.retry_at_s > step.now_s:
+        pause_s = deployment.retry_at_s - step.now_s
+        return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
+    if not ready.is_reachable(step, deployment, op):
+        return [f"weights version {op.version}, which is being rebuilt"]
+    if deployment.running and op.is_mutating:
+        return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
+    if moves.is_held(deployment) or moves.holds_back(deployment, op):
+        return [f"the move of its deployment {moves.describe(deployment)}"]
+    if deployment.is_opening:
+        return [f"its activation, which is not open yet on {', '.join(deployment.awaited)}"]
+    lines = []
+    for node, index in step.places_of(deployment):
+        lines += _of_device(step, deployment, node, index)
+    return list(dict.fromkeys(lines))
+
+
+def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> list[str]:
+    device, where = node.devices[index], f"device {index} of {node.node}"
+    lines = []
+    if device.running:
+        lines.append(f"{where}, which runs {_running(step, deployment, device.running)}")
+    claimant = devices.claimant(step, node, index)
+    if claimant is not None and claimant is not deployment:
+        lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
+    until_s = _held_s(step, device, deployment)
+    if until_s > step.now_s and not device.running:
+        left_s = until_s - step.now_s
+        lines.append(
+            f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, device)}"
+        )
+    wait = _wait_on(step, node, index)
+    if wait is not None and wait.job != device_views.job_of(deployment):
+        left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
+        lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
+    for name in device.resident:
+        if step.state.deployments[name].sealing:
+            lines.append(f"{where}, while {_named(deployment, name)} is being sealed")
+    return lines
+
+
+def _named(asker: Deployment, name: str) -> str:
+    """Args: name: of a deployment, or of an operation."""
+    is_own = name.startswith(f"{asker.key.tenant}.")
+    return name if is_own else "one of another tenant"
+
+
+def _job(asker: Deployment, name: str) -> str:
+    is_own = name.startswith(f"{asker.key.tenant}.")
+    return f"job {name}" if is_own else "a job of another tenant"
+
+
+def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
+    """What the ordering policy leaves the device idle for."""
+    device = node.devices[index]
+    if device.running or devices.claimant(step, node, index) is not None:
+        return None
+    turn = choice.turn_on(step, device)
+    if not turn.options:
+        return None
+    preferred = choice.prefer(step, node, index, turn.options, may_wait=turn.may_wait)
+    return preferred if isinstance(preferred, Wait) else None
+
+
+def _holder(step: Step, asker: Deployment, device: Device) -> str:
+    job = step.state.jobs[device.holder]
+    whom = _job(asker, device.holder)
+    if ready.is_any_on(step, device, of_job=device.holder):
+        return f"{whom}, whose quantum is not over"
+    if idle_hold.has_phase(step, job, device):
+        return f"{whom}, which has declared a phase"
+    return f"{whom}, whose next operation may come"
+
+
+def _held_s(step: Step, device: Device, deployment: Deployment) -> float:
+    """Until when the device is kept for another job than this deployment's."""
+    if device.holder in ("", device_views.job_of(deployment)) or device.early:
+        return 0.0
+    if ready.is_any_on(step, device, of_job=device.holder):
+        return device.held_since_s + step.config.quantum_s
+    return idle_hold.held_until_s(step, device)
+
+
+def _let_in_s(step: Step, deployment: Deployment) -> float:
+    until_s = 0.0
+    for node, index in step.places_of(deployment):
+        device = node.devices[index]
+        if not device.running and not _has_own(step, device):
+            until_s = max(until_s, _held_s(step, device, deployment))
+        wait = _wait_on(step, node, index)
+        if wait is not None:
+            until_s = max(until_s, wait.until_s)
+    return until_s
+
+
+def _has_own(step: Step, device: Device) -> bool:
+    return ready.is_any_on(step, device, of_job=device.holder)
+
+
+def _running(step: Step, asker: Deployment, name: str) -> str:
+    keys = step.state.deployments[name].running
+    if not keys:
+        return f"{_named(asker, name)}, which is being switched in"
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{_named(asker, str(keys[0]))}{more}"
+
+
+def _queue_on(step: Step, node: Node, index: int) -> Queue:
+    device = node.devices[index]
+    turn = choice.turn_on(step, device)
+    every = list(ready.on(step, device))
+    first = [*turn.options, *turn.rest]
+    later = [option for option in every if option[0] not in [d for d, _ in first]]
+    claimed = devices.claimant(step, node, index)
+    queue: Queue = []
+    for options, what in ((turn.options, ""), (turn.rest, "; its turn is over"), (later, "")):
+        left = [option for option in options if option[0] is not claimed]
+        queue += [(c, why + what) for c, why in _ordered(step, node, index, left)]
+    if claimed is not None and (op := ready.first(step, claimed)) is not None:
+        first_of_all = device_views.candidate(step, node, index, claimed, op)
+        queue.insert(0, (first_of_all, "it has claimed its devices"))
+    return queue
+
+
+def _ordered(step: Step, node: Node, index: int, options: list[device_views.Option]) -> Queue:
+    """In the order in which the policy would choose them now, each in its turn."""
+    if not options:
+        return []
+    policy = choice.policy_of(step)
+    view = device_views.view_of(step, node, index, options, policy, may_wait=False, is_plan=True)
+    left, queue = list(view.candidates), []
+    while left:
+        chosen = policy.choose(replace(view, candidates=left))
+        assert not isinstance(chosen, Wait), f"{step.config.ordering} waits unasked"
+        queue.append((chosen, policy.why(chosen, view)))
+        left.remove(chosen)
+    return queue
+
+
+def _index_in(queue: Queue, deployment: Deployment) -> int:
+    names = [candidate.deployment for candidate, _ in queue]
+    return names.index(deployment.name) if deployment.name in names else -1
+
+
+def _batches_before(step: Step, deployment: Deployment, own: list[Op], op: Op) -> list[str]:
+    """Kinds of the operations of its own deployment that must end before it begins."""
+    before = own[: own.index(op)]
+    mutating = [other.kind for other in before if other.is_mutating]
+    reading = [other.kind for other in before if not other.is_mutating]
+    size = max(1, step.config.max_reading)
+    return mutating + reading[size - 1 :: size]
+
+
+def _remaining_s(step: Step, device: Device) -> float:
+    if not device.running:
+        return 0.0
+    deployment = step.state.deployments[device.running]
+    ops = [op for key in deployment.running if (op := deployment.open_operation(key)) is not None]
+    ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
+    return max(0.0, max(ends_s, default=step.now_s) - step.now_s)

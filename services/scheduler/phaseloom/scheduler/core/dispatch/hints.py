@@ -1,0 +1,102 @@
+"""Hints to the state managers: what a node will need soon that is not on its devices.
+
+Where host memory may not hold all states of a node, some of them lie on its NVMe. A state manager
+that knows what is needed next brings that up while the device is busy with others, and lets go what
+is needed last. It is told of a deployment whose operation waits for the device, and of the one that
+a prediction says runs next (see `speculative`): once a prediction, and that it was wrong when
+another operation came, when it is overdue, or when what waited is cancelled. A deployment that is
+switched in needs no hint any more. On nodes that hold everything, and of jobs of which nothing is
+known and nothing waits, nobody is told anything.
+
+Results do not depend on hints, and neither does any other command.
+Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.commands import PrefetchState
+from phaseloom.scheduler.core.devices import host_memory
+from phaseloom.scheduler.core.dispatch import speculative
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Expected
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import WpgState
+
+NOT_TOLD_S = -1.0
+
+
+def tell(step: Step) -> None:
+    """Send and withdraw what this step has changed."""
+    for name in sorted(step.foreseen):
+        job = step.state.jobs.get(name)
+        for deployment in step.deployments_of(job.key) if job is not None else []:
+            _tell(step, deployment)
+
+
+def _tell(step: Step, deployment: Deployment) -> None:
+    if not deployment.spans or _is_resident(step, deployment):
+        return
+    is_told = deployment.hinted_s != NOT_TOLD_S
+    if _is_waiting(step, deployment):
+        if not is_told:
+            _send(step, deployment, step.now_s)
+        return
+    predictions = _predictions(step, deployment)
+    if is_told and not predictions:
+        _withdraw(step, deployment)
+    elif not is_told and predictions and not any(p.is_told for p in predictions):
+        _send(step, deployment, min(prediction.at_s for prediction in predictions))
+        late_s = max(prediction.late_s for prediction in predictions)
+        step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
+        for prediction in predictions:
+            prediction.is_told = True
+
+
+def _is_resident(step: Step, deployment: Deployment) -> bool:
+    return all(deployment.name in device.resident for device in step.devices_of(deployment))
+
+
+def _is_waiting(step: Step, deployment: Deployment) -> bool:
+    return any(deployment.name in device.ready for device in step.devices_of(deployment))
+
+
+def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
+    """By which the deployment is what its job runs next on a device."""
+    job = deployment.job_name
+    found = []
+    if deployment.state is not WpgState.READY or deployment.moving is not None:
+        return []
+    for device in step.devices_of(deployment):
+        running = step.state.deployments.get(device.running)
+        expected = device.expected.get(job)
+        if expected is None or (running is not None and running.job_name == job):
+            continue
+        if speculative.next_of(step, device, job, expected) is deployment:
+            found.append(expected)
+    return found
+
+
+def _send(step: Step, deployment: Deployment, use_s: float) -> None:
+    crowded = [node for node in step.nodes_of(deployment) if node.node in step.state.crowded]
+    if not any(host_memory.is_crowded(step, node) for node in crowded):
+        for node in crowded:
+            step.state.crowded.remove(node.node)
+        return
+    deployment.hinted_s = use_s
+    _command(step, deployment, max(0.0, use_s - step.now_s))
+
+
+def _withdraw(step: Step, deployment: Deployment) -> None:
+    deployment.hinted_s = NOT_TOLD_S
+    _command(step, deployment, None)
+
+
+def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
+    for node in step.nodes_of(deployment):
+        step.send(
+            PrefetchState,
+            node,
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            in_s=in_s,
+        )

@@ -1,0 +1,108 @@
+"""Phases as a device sees them, and how much its jobs have been kept waiting.
+
+A phase is a run of the operations of one job on one device in which no kind comes twice; where the
+controller declared it, it lasts until that ends it, at most a cycle. It may go on while more kinds
+are to come and the next is predicted soon.
+Ordering policies that serve phases go by it. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core.devices import estimates, round_robin
+from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.policies.registry import ORDERING
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device, Phase
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+
+SOON = 0.05
+"""Share of a job's period: a longer gap is not within a phase. As the profiler splits segments."""
+
+
+def began(step: Step, deployment: Deployment, op: Op) -> None:
+    """An operation is about to be permitted: it goes on with a phase, or begins one."""
+    if deployment.running:
+        return  # It joins others.
+    job = step.job_of(deployment)
+    name, kind = str(job.key), kind_of(deployment, op)
+    here = step.devices_of(deployment)
+    is_new = False
+    for device in here:
+        if not is_continued(step, device, deployment, op):
+            device.phase = Phase(name, [kind], step.now_s)
+            is_new = True
+        elif kind not in device.phase.kinds:
+            device.phase.kinds.append(kind)
+        device.served[name] = step.sequence
+    if is_new and ORDERING[step.config.ordering].is_strict:
+        round_robin.began(step, deployment, here)
+    if job.began_s < 0:
+        job.began_s = op.ready_s
+    job.lag_s += waited_s(step, deployment, op)
+    if deployment.epoch == step.sequence:
+        job.lag_s += estimates.switch_s(step.state, deployment)
+
+
+def is_continued(step: Step, device: Device, deployment: Deployment, op: Op) -> bool:
+    """Whether the operation belongs to the phase that the device is in."""
+    if device.phase.job != deployment.job_name:
+        return False
+    if kind_of(deployment, op) not in device.phase.kinds:
+        return True
+    job = step.job_of(deployment)
+    if not idle_hold.has_phase(step, job, device):
+        return False
+    config = step.config
+    longest_s = estimates.worst_period_s(step.state, job)
+    longest_s = longest_s or max(config.quantum_s, config.phase_hold_s)
+    return step.now_s < device.phase.began_s + longest_s
+
+
+def kind_of(deployment: Deployment, op: Op) -> str:
+    return f"{deployment.key.deployment}.{op.kind}"
+
+
+def goes_on_until_s(step: Step, device: Device) -> float:
+    """Until when the phase of a device with nothing of it ready may go on; 0: it is over."""
+    job = step.state.jobs.get(device.phase.job)
+    if job is None or device.is_let_go:
+        return 0.0
+    if idle_hold.has_phase(step, job, device):
+        return device.idle_since_s + step.config.phase_hold_s
+    expected = device.expected.get(device.phase.job)
+    soon_s = SOON * estimates.period_s(step.state, job)
+    is_soon = expected is not None and expected.at_s - expected.ended_s <= soon_s
+    if expected is None or not is_soon or _is_complete(step, device):
+        return 0.0
+    return max(expected.late_s, expected.ended_s + soon_s)
+
+
+def _is_complete(step: Step, device: Device) -> bool:
+    """Whether every kind of operation that the job is known to run here has come."""
+    trace = step.state.traces.get(device.phase.job)
+    if trace is None:
+        return True
+    here = {step.state.deployments[name].key for name in device.placed}
+    names = {key.deployment for key in here if str(key.job_key) == device.phase.job}
+    usual = {f"{e.deployment}.{e.kind}" for e in trace.estimates if e.deployment in names}
+    return usual <= set(device.phase.kinds)
+
+
+def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
+    """For how long something else kept it from running."""
+    return max(0.0, step.now_s - max(op.ready_s, deployment.idle_since_s))
+
+
+def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
+    """How much longer the operation may wait before its job misses its SLO.
+
+    Over its life so far: what was not waiting, or switching, would have passed alone as well.
+    Returns: inf where it has none.
+    """
+    job = step.job_of(deployment)
+    if job.spec.slo <= 0:
+        return float("inf")
+    life_s = step.now_s - (job.began_s if job.began_s >= 0 else op.ready_s)
+    alone_s = life_s - job.lag_s - waited_s(step, deployment, op)
+    return job.spec.slo * alone_s - life_s

@@ -1,0 +1,171 @@
+"""What could run: a deployment's operations that wait for nothing but a device.
+
+Of the ordered ones that is the mutating one at `head_seq`, or the reading ones from there up to the
+first mutating one or gap; of the unordered ones every one. An operation counts once what it names
+in `after` is done, while its WPG is up.
+Cost: O(operations looked at); a device knows by name which of its deployments have any.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Device
+from phaseloom.scheduler.core.state.operation import Mutation, Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.wpgs import moves
+
+READ_AHEAD = 512
+"""So far above `head_seq` reading operations may run: bounds what ended ones stay on the books."""
+
+
+def note(step: Step) -> None:
+    """Book on their devices which of the touched deployments have a ready operation."""
+    for name in sorted(step.touched):
+        deployment = step.state.deployments.get(name)
+        if deployment is None:
+            continue
+        step.foresee(deployment)
+        is_ready = next(operations(step, deployment), None) is not None
+        for device in step.devices_of(deployment):
+            if is_ready:
+                device.ready[name] = deployment.job_name
+            else:
+                device.ready.pop(name, None)
+
+
+def on(
+    step: Step, device: Device, *, of_job: str | None = None, but_job: str = ""
+) -> Iterator[tuple[Deployment, Op]]:
+    """Deployments with something to run on the device, each with what it would begin with.
+
+    Args: of_job: only this job's. but_job: all but this one's.
+    """
+    for name, job in device.ready.items():
+        if job != but_job and of_job in (None, job):
+            deployment = step.state.deployments[name]
+            op = first(step, deployment)
+            if op is not None:
+                yield deployment, op
+
+
+def is_any_on(step: Step, device: Device, *, of_job: str | None = None, but_job: str = "") -> bool:
+    return next(on(step, device, of_job=of_job, but_job=but_job), None) is not None
+
+
+def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
+    """Ready ones by arrival, whether or not their weights version can be had."""
+    if deployment.retry_at_s > step.now_s:
+        return iter(())
+    if deployment.replay and deployment.state is WpgState.RECOVERING:
+        return iter(() if deployment.running else (_replay_op(step, deployment),))
+    if deployment.state is not WpgState.READY or moves.is_held(deployment):
+        return iter(())
+    unordered = (op for op in deployment.unordered.values() if _may_begin(deployment, op))
+    if deployment.head_seq not in deployment.operations:
+        return unordered
+    if not deployment.unordered:
+        return _ordered(deployment)
+    return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
+
+
+def first(step: Step, deployment: Deployment) -> Op | None:
+    """What would run first, were the device free."""
+    reachable = (op for op in operations(step, deployment) if is_reachable(step, deployment, op))
+    return next(reachable, None)
+
+
+def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
+    """What may run together from now on: one mutating operation, or reading ones by arrival.
+
+    A reading one that ran while its WPG died runs alone: should it be what kills it, the others
+    do not suffer for it again, and the blame is clear.
+    """
+    chosen: list[Op] = []
+    for op in operations(step, deployment):
+        if len(chosen) == room:
+            break
+        if not is_reachable(step, deployment, op):
+            continue
+        if op.is_mutating or op.uncertain:
+            return chosen or [op]
+        chosen.append(op)
+    return chosen
+
+
+def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
+    """Reading operations that may begin beside those that run: none from behind a mutating one."""
+    running = deployment.open_operation(deployment.running[0])
+    if running is None or running.is_mutating or running.uncertain:
+        return []
+    chosen = batch(step, deployment, room)
+    return [op for op in chosen if not (op.is_mutating or op.uncertain)]
+
+
+def waits_elsewhere(deployment: Deployment) -> bool:
+    """Whether its next ordered operation is known and comes after others'."""
+    head = deployment.operations.get(deployment.head_seq)
+    return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
+
+
+def waits_for_device(op: Op) -> bool:
+    is_wanted = not (op.is_cancelled or op.is_settling or op.is_cut)
+    return op.state is OpState.QUEUED and op.eligible_s >= 0 and is_wanted
+
+
+def _ordered(deployment: Deployment) -> Iterator[Op]:
+    head = deployment.head_seq
+    for seq in range(head, head + READ_AHEAD):
+        op = deployment.operations.get(seq)
+        if op is None:
+            return
+        if op.is_mutating and not op.has_ended:
+            if seq == head and waits_for_device(op):
+                yield op
+            return
+        if _may_begin(deployment, op):
+            yield op
+
+
+def _may_begin(deployment: Deployment, op: Op) -> bool:
+    return waits_for_device(op) and not moves.holds_back(deployment, op)
+
+
+def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
+    """Whether the weights version that it brings can be had, as far as is known.
+
+    A version lives in the memory of its policy's node and may be gone with it: it is then cut again
+    when the policy is rebuilt, unless it is on disk.
+    """
+    policy = step.deployment(op.version.policy) if op.version else None
+    if policy is None or op.version is None or op.version.seq < policy.first_seq:
+        return True
+    if policy.state is WpgState.LOST:
+        return False
+    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
+    return not is_rebuilding or op.version.seq in policy.durable_versions
+
+
+def _replay_op(step: Step, deployment: Deployment) -> Op:
+    seq = deployment.replay[0]
+    key = deployment.key
+    mutation = next((m for m in deployment.history if m.seq == seq), Mutation(seq, "save_state"))
+    # As old as the oldest that waits for it: whatever comes to the others, it has its turn.
+    waiting = [op for op in deployment.operations.values() if not op.has_ended]
+    waiting += [op for op in deployment.unordered.values() if not op.has_ended]
+    since_s = min((op.queued_s for op in waiting), default=step.now_s)
+    return Op(
+        key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),
+        id="",
+        kind=mutation.kind,
+        after=[],
+        version=mutation.version,
+        content_type="",
+        arrival=0,
+        queued_s=since_s,
+        eligible_s=since_s,
+    )

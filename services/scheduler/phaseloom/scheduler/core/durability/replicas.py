@@ -1,0 +1,265 @@
+"""Copies that others count on: before a node is left, what it alone secures is on another.
+
+Of a `remote` job two nodes have each part of its newest seal. Of a policy that was deleted, a node
+has the weights versions that others of its job still need, and nobody can make them again. Where
+too few of these nodes are to stay, one more fetches a copy from those that have it: another one
+than before where it could not, again and again. What the left node has stays there until the next
+seal is committed, or until nobody needs the version.
+
+A seal that is under way, or a move, brings copies of its own: then nothing is asked for here. Cost
+of `go_on`: linear in the deployments, while some node is to be left; else nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from phaseloom.common.contract.commands import FilesTicket, MirrorState, Ticket
+from phaseloom.common.contract.events import StateMirrored
+from phaseloom.common.contract.ids import NodeId, VersionKey, parse_operation_key
+from phaseloom.common.contract.specs import Durability
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.state.deployment import Copying, Deployment, MoveStage
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+
+RETRY_PAUSE_S = 5.0
+"""Before a copy that has failed is asked for again; twice as long each time."""
+MAX_RETRY_PAUSE_S = 80.0
+
+
+def go_on(step: Step) -> None:
+    """Ask for what is missing. Called where nodes, or what is on them, may have changed."""
+    if not step.state.closing:
+        return
+    for _, deployment in sorted(step.state.deployments.items()):
+        if _has_rest(deployment):
+            at_risk = list(_parts_at_risk(step, deployment))
+            _give_up_failed(step, deployment, at_risk)
+            for part in at_risk:
+                _copy_part(step, deployment, part)
+    for _, job in sorted(step.state.jobs.items()):
+        for version in _orphans_at_risk(step, job):
+            _copy_orphan(step, job, version)
+
+
+# --- what is at risk -----------------------------------------------------------------------------
+
+
+def _has_rest(deployment: Deployment) -> bool:
+    """Whether no other copies of it are being made."""
+    move = deployment.moving
+    return not deployment.sealing and (move is None or move.stage is MoveStage.WAITING)
+
+
+def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
+    """Of its seal, by the place of their nodes."""
+    if deployment.state is WpgState.STOPPED or not deployment.seal_seq:
+        return
+    if step.job_of(deployment).spec.durability is not Durability.REMOTE:
+        return  # what it is rebuilt from is where it is, and moves with it
+    for part in range(len(deployment.spans)):
+        if len(_staying(step, seals.holders(deployment, part))) < seals.NUM_REMOTE_COPIES:
+            yield part
+
+
+def _orphans_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
+    if job.state in JOB_ENDED:
+        return
+    for name, nodes in sorted(job.orphans.items()):
+        is_remote = job.spec.durability is Durability.REMOTE
+        num_wanted = min(len(nodes), seals.NUM_REMOTE_COPIES) if is_remote else 1
+        if len(_staying(step, nodes)) < num_wanted:
+            yield _version(name)
+
+
+def _version(name: str) -> VersionKey:
+    key = parse_operation_key(name)
+    assert key.seq is not None
+    return VersionKey(key.deployment_key, key.seq)
+
+
+def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
+    return [node for node in nodes if node not in step.state.closing]
+
+
+# --- asking --------------------------------------------------------------------------------------
+
+
+def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
+    """Copies that nobody needs any more, as where a node is to stay after all: another part may
+    need their nodes."""
+    for copying in [c for c in deployment.copying if c.is_failed and c.part not in at_risk]:
+        deployment.copying.remove(copying)
+        seals.give_up_copy(step, deployment, copying.node)
+
+
+def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
+    before = next((c for c in deployment.copying if c.part == part), None)
+    if not _is_to_be_asked(step, before):
+        return
+    sources = seals.sources(step, deployment, part, but=NodeId(""))
+    taken = seals.nodes_in_use(deployment)
+    if before is not None:
+        taken.discard(before.node)
+    fit = [node for node in seals.fit_for_copy(step, deployment) if node not in taken]
+    node = _another(fit, before)
+    if node is None or not sources:
+        return
+    command = step.send(
+        MirrorState,
+        step.node(node),
+        deployment=deployment.key,
+        seal_seq=deployment.seal_seq,
+        versions=seals.durable_needed(step, deployment),
+        sources=sources,
+        ticket=seals.ticket(deployment, [node]),
+        rank_offset=sum(len(earlier.devices) for earlier in deployment.spans[:part]),
+        num_ranks=deployment.spec.layout.num_ranks,
+    )
+    if before is not None:
+        deployment.copying.remove(before)
+        if before.node != node:
+            seals.give_up_copy(step, deployment, before.node)
+    failures = before.failures if before is not None else 0
+    revision = step.node(node).revision
+    deployment.copying.append(Copying(node, revision, command, part, failures=failures))
+    step.tell("copied again", f"{node}, from a node that is left", deployment.name)
+
+
+def _copy_orphan(step: Step, job: Job, version: VersionKey) -> None:
+    name = str(version)
+    before = job.copying.get(name)
+    if not _is_to_be_asked(step, before):
+        return
+    nodes = job.orphans[name]
+    sources = [step.node(node).state_endpoint for node in nodes if step.node(node).is_up]
+    hosts = step.state.cluster.hosts.values()
+    told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
+    fit = [h.node for h in hosts if h.is_up and h.can_move and h.node not in (*nodes, *told)]
+    own = {node for deployment in step.deployments_of(job.key) for node in deployment.nodes}
+    fit.sort(key=lambda node: (node not in own, node))  # rather where it is read
+    node = _another(fit, before)
+    if node is None or not sources:
+        return
+    incarnation = _newest_incarnation(step, job, version)
+    command = step.send(
+        MirrorState,
+        step.node(node),
+        deployment=version.policy,
+        seal_seq=0,
+        versions=[],
+        sources=sources,
+        ticket=FilesTicket(version.policy, incarnation, [str(node)]),
+        keeps=Ticket(version, version.policy, incarnation, [str(node)]),
+    )
+    failures = before.failures if before is not None else 0
+    if before is not None and before.node != node:
+        seals.release_at(step, [before.node], [version])  # it may have got it after all
+    job.copying[name] = Copying(node, step.node(node).revision, command, failures=failures)
+    step.tell("copied again", f"{node}, from a node that is left", name)
+
+
+def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
+    """Of the policy's name: a ticket of an earlier life than one that was seen is refused."""
+    successor = step.deployment(version.policy)
+    known = job.incarnations.get(version.policy.deployment, 0)
+    return max(known, successor.incarnation if successor is not None else 0)
+
+
+def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
+    if before is None:
+        return True
+    if before.is_failed:
+        return before.retry_at_s <= step.now_s
+    return not before.is_under_way(step.node(before.node))
+
+
+def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
+    """Each in its turn, where some fail."""
+    if before is not None and before.is_failed:
+        fit = sorted(fit)
+        fit = [*(node for node in fit if node > before.node), *fit]
+    return fit[0] if fit else None
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def mirrored(step: Step, event: StateMirrored) -> bool:
+    """A node has its copy, or could not get it. Returns: whether it was asked for here."""
+    deployment = step.deployment(event.deployment)
+    if deployment is not None:
+        for copying in deployment.copying:
+            if copying.command == event.command:
+                _part_came(step, deployment, copying, event)
+                return True
+    job = step.state.jobs.get(str(event.deployment.job_key))
+    for name, copying in job.copying.items() if job is not None else ():
+        if job is not None and copying.command == event.command:
+            _orphan_came(step, job, name, event)
+            return True
+    return False
+
+
+def _part_came(step: Step, deployment: Deployment, copying: Copying, event: StateMirrored) -> None:
+    if event.error is not None:
+        _failed(step, copying, event, deployment.name)
+        return
+    deployment.copying.remove(copying)
+    seals.note_copy(deployment, copying.part, event.node)
+    step.has_new_room = True  # people may wait to hear that a node is needed no more
+
+
+def _orphan_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
+    if name not in job.orphans:
+        del job.copying[name]
+        seals.release_at(step, [event.node], [_version(name)])
+    elif event.error is not None:
+        _failed(step, job.copying[name], event, name)
+    else:
+        del job.copying[name]
+        job.orphans[name] = [*job.orphans[name], event.node]
+        step.has_new_room = True
+
+
+def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
+    assert event.error is not None
+    copying.is_failed = True
+    copying.failures += 1
+    pause_s = min(RETRY_PAUSE_S * 2 ** (copying.failures - 1), MAX_RETRY_PAUSE_S)
+    copying.retry_at_s = step.now_s + pause_s
+    step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
+    step.tell("not copied", f"{event.node}: {event.error.message}", subject)
+
+
+# --- in words ------------------------------------------------------------------------------------
+
+
+def counted_on(step: Step, node: NodeId) -> list[str]:
+    """What would be in fewer places than it must be, were this node switched off; one line each."""
+    lines = []
+    for _, deployment in sorted(step.state.deployments.items()):
+        for part in _parts_at_risk(step, deployment):
+            if node in seals.holders(deployment, part) and node not in deployment.nodes:
+                what = f"{deployment.name}: a copy of its seal at {deployment.seal_seq} counts here"
+                copying = next((c for c in deployment.copying if c.part == part), None)
+                lines.append(f"{what}; {_progress(step, deployment, copying)}")
+    for _, job in sorted(step.state.jobs.items()):
+        for version in _orphans_at_risk(step, job):
+            if node in job.orphans[str(version)]:
+                what = f"weights version {version}, which nobody can make again, is here"
+                lines.append(f"{what}; {_progress(step, None, job.copying.get(str(version)))}")
+    return lines
+
+
+def _progress(step: Step, deployment: Deployment | None, copying: Copying | None) -> str:
+    if deployment is not None and not _has_rest(deployment):
+        return "another one is being made"
+    if copying is None:
+        return "there is no other node that could take one"
+    if copying.is_failed:
+        left_s = max(0.0, copying.retry_at_s - step.now_s)
+        return f"{copying.node} could not take one, another try in {left_s:.0f} s"
+    return f"{copying.node} is fetching one"

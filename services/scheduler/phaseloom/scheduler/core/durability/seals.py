@@ -1,0 +1,493 @@
+"""Seals, the purge floor, and which weights versions are kept.
+
+The floor F(d) is the seq below which a deployment's operation stream is not needed: its newest
+committed seal, or less while a `publish_weights` under it made a version that somebody needs and
+that is not yet as durable as the seal. Kept versions: a policy's newest, and every one that a
+deployment holds, has a queued sync for, or may have to sync again where it is rebuilt. Of a deleted
+policy the latter stay, on its node, as *orphans*: nobody can make them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phaseloom.common.contract.commands import FilesTicket, ReleaseVersions, SealState, StopWpg
+from phaseloom.common.contract.events import SealCommitted, SealFailed
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
+from phaseloom.common.contract.specs import Durability
+from phaseloom.scheduler.core.operations import gradients
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.deployment import Deployment, MoveStage
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.node import Closing
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+from phaseloom.scheduler.core.state.tree import State
+
+NUM_REMOTE_COPIES = 2
+"""Of each part of a `remote` seal, its own node's included."""
+_GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
+
+
+def mutated(step: Step, deployment: Deployment, op: Op) -> None:
+    """A mutating operation took effect."""
+    gradients.took_effect(deployment, op)
+    if op.kind == "publish_weights":
+        seq = op.key.seq
+        assert seq is not None
+        job = step.job(op.key.job_key)
+        job.published.append(VersionKey(deployment.key, seq))
+        release_versions(step, job)
+    elif op.kind == "sync_weights":
+        deployment.holds = op.version
+        # The whole state is replaced: what came before is not needed to rebuild it.
+        if not volatile_versions(step, deployment) and not deployment.cuts:
+            delete(step, deployment, [m.seq for m in deployment.history[:-1]])
+            deployment.history = deployment.history[-1:]
+        release_versions(step, step.job(op.key.job_key))
+    if deployment.spec.trainable:
+        if not deployment.since_seal:
+            deployment.changed_s = step.now_s
+        deployment.since_seal += 1
+        deployment.since_seal_bytes += op.num_bytes
+
+
+def needed_versions(step: Step, job: Job) -> set[VersionKey]:
+    """Versions of the job that must be kept."""
+    newest: dict[str, VersionKey] = {}
+    for version in job.published:
+        if not is_orphan(step, version):
+            newest[str(version.policy)] = version
+    return {*newest.values(), *wanted_versions(step, job)}
+
+
+def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
+    """Those that a deployment, `but` one, holds, has a queued sync for or may sync again."""
+    needed: set[VersionKey] = set()
+    for other in step.deployments_of(job.key):
+        if other is but:
+            continue
+        if other.holds is not None:
+            needed.add(other.holds)
+        needed.update(other.queued_syncs.values())
+        needed.update(m.version for m in other.history if m.version is not None)
+    return needed
+
+
+def is_orphan(step: Step, version: VersionKey) -> bool:
+    """Whether its policy is deleted; one of the same name may have been created since."""
+    policy = step.deployment(version.policy)
+    return policy is None or version.seq < policy.first_seq
+
+
+def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
+    """Where its parts were cut; none: nowhere that is known."""
+    policy = step.deployment(version.policy)
+    if policy is not None and version.seq >= policy.first_seq:
+        holders = [node for part in policy.copies for node in part]
+        return list(dict.fromkeys([*policy.nodes, *policy.left, *holders]))
+    return step.job(version.policy.job_key).orphans.get(str(version), [])
+
+
+def _own_needed(step: Step, deployment: Deployment) -> set[int]:
+    """Seqs of the needed versions that this policy has published."""
+    needed = needed_versions(step, step.job_of(deployment))
+    own = {version.seq for version in needed if version.policy == deployment.key}
+    return {seq for seq in own if seq >= deployment.first_seq}
+
+
+def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
+    """Needed versions of this policy that its node's memory alone holds."""
+    return _own_needed(step, deployment) - set(deployment.durable_versions)
+
+
+def release_versions(step: Step, job: Job) -> None:
+    """Drop what nothing needs any more."""
+    needed = needed_versions(step, job)
+    _release(step, job, [version for version in job.published if version not in needed])
+
+
+def release_all(step: Step, job: Job) -> None:
+    _release(step, job, job.published)
+
+
+def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
+    if not gone:
+        return
+    places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
+    places.update(node for nodes in job.orphans.values() for node in nodes)
+    places.update(copying.node for copying in job.copying.values())
+    release_at(step, places, gone)
+    job.published = [version for version in job.published if version not in gone]
+    for version in gone:
+        nodes = job.orphans.pop(str(version), [])
+        prefix = f"{version.policy}."
+        if nodes and not any(name.startswith(prefix) for name in job.orphans):
+            fetching = [c.node for name, c in job.copying.items() if name.startswith(prefix)]
+            _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
+        copying = job.copying.get(str(version))
+        if copying is not None and not copying.is_under_way(step.node(copying.node)):
+            del job.copying[str(version)]  # of what is under way, its word is waited for
+
+
+def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:
+    for name in sorted(nodes):
+        step.send(ReleaseVersions, step.node(name), versions=versions)
+
+
+def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
+    """Nothing of a deleted policy is needed any more: its seals may go, too.
+
+    Where its name is used again, the next seal replaces them.
+    """
+    if step.deployment(policy) is not None:
+        return
+    incarnation = job.incarnations[policy.deployment]
+    for node in nodes:
+        step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
+        step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
+
+
+def release_restored(step: Step, deployment: Deployment) -> None:
+    """A WPG came back with its seal's versions; some may have been released meanwhile, and what a
+    dead incarnation was publishing when its job fell back is nobody's."""
+    needed = needed_versions(step, step.job_of(deployment))
+    seqs = [*deployment.durable_versions, *deployment.unfinished_versions]
+    deployment.unfinished_versions = []
+    restored = [VersionKey(deployment.key, seq) for seq in seqs]
+    gone = [version for version in restored if version not in needed]
+    if gone:
+        for node in step.nodes_of(deployment):
+            step.send(ReleaseVersions, node, versions=gone)
+
+
+def is_outcome_needed(state: State, key: OperationKey) -> bool:
+    """Whether the outcome of an operation that ended long ago must still be kept.
+
+    A rebuild compares with it, and an `attach` tells by it what a gap is.
+    """
+    deployment = state.deployments.get(str(key.deployment_key))
+    if deployment is None or key.seq is None:
+        return False
+    if state.jobs[str(key.job_key)].state in JOB_ENDED:
+        return False
+    history = deployment.history
+    return key.seq >= (history[0].seq if history else deployment.next_seq)
+
+
+def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
+    """Whether to seal now: enough has changed since, and there are no gradients to carry along.
+
+    Args: times: how much more patient to be with the number of mutations: a seal costs least when
+        the state leaves its device anyway. A long log or an old seal waits for nothing.
+    """
+    config = step.config
+    has_enough = deployment.since_seal > 0 and (
+        deployment.since_seal >= config.seal_every * times
+        or deployment.since_seal_bytes >= config.seal_bytes
+        or step.now_s - deployment.changed_s >= config.seal_age_s
+    )
+    return (
+        config.seal_every > 0
+        and has_enough
+        and not deployment.sealing
+        # What is being saved may have to be made again, from the seal before it.
+        and not deployment.cuts
+        and (deployment.moving is None or deployment.moving.stage is MoveStage.WAITING)
+        and not deployment.replay
+        and deployment.last_kind in _GRADIENT_FREE
+        # A refused step throws gradients away: a seal must not bring them back.
+        and not gradients.pending(deployment)
+    )
+
+
+def seal(step: Step, deployment: Deployment) -> None:
+    durability = step.job_of(deployment).spec.durability
+    replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
+    if replicas is None:
+        step.tell("not sealed", "no other node is there to keep a copy of it", deployment.name)
+        deployment.seal_asked = deployment.since_seal = deployment.since_seal_bytes = 0
+        return
+    deployment.sealing = deployment.seal_asked = deployment.applied
+    deployment.seal_parts = {}
+    deployment.part_copies = {}
+    versions = [seq for seq in _own_needed(step, deployment) if seq <= deployment.applied]
+    for node in step.nodes_of(deployment):
+        step.send(
+            SealState,
+            node,
+            deployment=deployment.key,
+            incarnation=deployment.incarnation,
+            seq=deployment.applied,
+            versions=sorted(versions),
+            durability=durability,
+            replicas={} if not replicas else replicas[node.node],
+            num_parts=len(deployment.spans),
+            ticket=ticket(deployment, replicas[node.node]) if replicas else None,
+        )
+
+
+def committed(step: Step, event: SealCommitted) -> None:
+    """A node has its part on disk; of several, the last one's makes the seal."""
+    deployment = step.deployment(event.deployment)
+    if deployment is None or event.node not in deployment.nodes:
+        return
+    if event.seq <= max(deployment.seal_seq, deployment.origin_seq):
+        return
+    versions = _note_part(deployment, event)
+    if versions is None:
+        return
+    deployment.seal_seq = event.seq
+    deployment.durable_versions = versions
+    _note_copies(step, deployment, event)
+    drop_other_parts(step, deployment)
+    later = [m for m in deployment.history if m.seq > event.seq]
+    deployment.since_seal = len(later)
+    deployment.since_seal_bytes = sum(m.num_bytes for m in later)
+    deployment.changed_s = step.now_s
+    if deployment.sealing <= event.seq:
+        deployment.sealing = 0
+    floor = _floor(step, deployment)
+    delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
+    deployment.history = [m for m in deployment.history if m.seq > floor]
+    release_versions(step, step.job_of(deployment))
+    clear_left(step, deployment)
+    _look_at_copies(step)
+
+
+def _look_at_copies(step: Step) -> None:
+    """Copies may be on nodes that are to be left."""
+    if step.state.closing:
+        step.has_new_room = True
+
+
+def clear_left(step: Step, deployment: Deployment) -> None:
+    """Nodes that it was on have nothing any more that it could be rebuilt from."""
+    orphans = step.job_of(deployment).orphans
+    if any(name.startswith(f"{deployment.name}.") for name in orphans):
+        return  # of an earlier policy of its name: they go with its job
+    for node in deployment.left:
+        forget_at(step, deployment, node)
+    deployment.left = []
+
+
+def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """Have a node that it is not on drop all that it has of it."""
+    step.state.stopping.setdefault(node, {})[deployment.name] = deployment.incarnation
+    step.send(
+        StopWpg,
+        step.node(node),
+        deployment=deployment.key,
+        incarnation=deployment.incarnation,
+        forget=True,
+    )
+
+
+def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
+    """The weights versions that are durable with the seal; None: it has parts that are not yet."""
+    if len(deployment.spans) == 1:
+        return event.versions
+    if event.seq != deployment.seal_asked:
+        return None
+    parts = deployment.seal_parts
+    parts[event.node] = event.versions
+    deployment.part_copies[event.node] = event.copies
+    if any(node not in parts for node in deployment.nodes):
+        return None
+    return sorted(set.intersection(*(set(part) for part in parts.values())))
+
+
+def _note_copies(step: Step, deployment: Deployment, event: SealCommitted) -> None:
+    """Who has the new seal. Who has only the one before is told to forget it, but for the nodes
+    that it is about to go to."""
+    before = _copied_to(deployment)
+    deployment.copying = []
+    parts = deployment.part_copies if len(deployment.spans) > 1 else {event.node: event.copies}
+    # One that was noted by a core that knew of no copies has none.
+    gone = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
+    deployment.copies = [
+        [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
+        for node in deployment.nodes
+    ]
+    for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
+        forget_at(step, deployment, node)  # it is told so should it be back all the same
+    holders = {node for part in deployment.copies for node in part}
+    holders.update(_targets(deployment))
+    left = dict.fromkeys([*deployment.left, *before])
+    deployment.left = [node for node in left if node not in holders]
+
+
+# --- who has it ----------------------------------------------------------------------------------
+
+
+def holders(deployment: Deployment, index: int) -> list[NodeId]:
+    """Nodes that have this part of its newest seal; none where it has none."""
+    if not deployment.seal_seq:
+        return []
+    # Of a seal of before copies were noted its own nodes have it.
+    return deployment.copies[index] if deployment.copies else [deployment.nodes[index]]
+
+
+def note_copy(deployment: Deployment, index: int, node: NodeId) -> None:
+    """This node has that part of its newest seal, too."""
+    if not deployment.copies:
+        deployment.copies = [[own] for own in deployment.nodes]
+    part = deployment.copies[index]
+    if node not in part:
+        deployment.copies[index] = [*part, node]
+
+
+def drop_other_parts(step: Step, deployment: Deployment) -> None:
+    """A node has one part of a seal: one that is about to get another forgets this first."""
+    for index, node in enumerate(_targets(deployment)):
+        others = [part for i, part in enumerate(deployment.copies) if i != index]
+        if node not in deployment.nodes and any(node in part for part in others):
+            deployment.copies = [[n for n in part if n != node] for part in deployment.copies]
+            forget_at(step, deployment, node)
+
+
+def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """What this node was told to fetch, and may have got, is not needed there."""
+    if len(deployment.spans) > 1:
+        forget_at(step, deployment, node)  # it may be about to get another part
+    elif node not in deployment.left:
+        deployment.left = [*deployment.left, node]
+
+
+def stop_copying(step: Step, deployment: Deployment) -> None:
+    """No copies need to stand in for nodes that are left."""
+    for copying in deployment.copying:
+        give_up_copy(step, deployment, copying.node)
+    deployment.copying = []
+
+
+def nodes_with(deployment: Deployment) -> list[NodeId]:
+    """All nodes that have, or may have, anything of it."""
+    every = [*deployment.nodes, *deployment.left, *_copied_to(deployment), *_targets(deployment)]
+    return list(dict.fromkeys(every))
+
+
+def nodes_in_use(deployment: Deployment) -> set[NodeId]:
+    """Nodes that have, or will have, a part of its newest seal: none can take another."""
+    return {*deployment.nodes, *_copied_to(deployment), *_targets(deployment)}
+
+
+def _copied_to(deployment: Deployment) -> list[NodeId]:
+    copies = [node for part in deployment.copies for node in part]
+    return [*copies, *(copying.node for copying in deployment.copying)]
+
+
+def _targets(deployment: Deployment) -> list[NodeId]:
+    """Where it is to go."""
+    return [] if deployment.moving is None else [span.node for span in deployment.moving.spans]
+
+
+def drop_copies(deployment: Deployment) -> None:
+    """Its seal counts no more: whoever has it, and does not run it, will be told to forget it."""
+    deployment.left = [node for node in nodes_with(deployment) if node not in deployment.nodes]
+    deployment.copies = []
+    deployment.copying = []
+
+
+def is_readable(step: Step, deployment: Deployment) -> bool:
+    """Whether every part of the seal that it is rebuilt from is on some node that is up."""
+    if not deployment.seal_seq:
+        return True
+    return all(
+        any(step.node(node).is_up for node in holders(deployment, index))
+        for index in range(len(deployment.spans))
+    )
+
+
+def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
+    """Where a node gets its part of the seal, and the versions; endpoints of state managers. Not
+    from those that have another part, under the same name."""
+    own = holders(deployment, index)
+    parts = range(len(deployment.spans))
+    others = {node for i in parts if i != index for node in holders(deployment, i)}
+    names = [*own, *(node for node in [*deployment.nodes, *deployment.left] if node not in others)]
+    if deployment.holds is not None:
+        names += nodes_of(step, deployment.holds)
+    nodes = [step.node(name) for name in dict.fromkeys(names) if name != but]
+    return [node.state_endpoint for node in nodes if node.is_up]
+
+
+def durable_needed(step: Step, deployment: Deployment) -> list[int]:
+    """Seqs of its weights versions that its next life does not make again."""
+    return sorted(_own_needed(step, deployment) & set(deployment.durable_versions))
+
+
+def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
+    """For its seals and durable versions. Not signed yet: the shell knows the secret."""
+    return FilesTicket(deployment.key, deployment.incarnation, [str(node) for node in nodes])
+
+
+def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
+    """Other nodes that could take a copy of a part of its seal.
+
+    First those that it is about to go to, or that have a copy of an earlier seal; then those of
+    its own pool, where it could be rebuilt at once.
+    """
+    known = nodes_with(deployment)
+    fit = [
+        host
+        for host in step.state.cluster.hosts.values()
+        if host.is_up
+        and host.can_move
+        and host.node not in deployment.nodes
+        and deployment.name not in step.state.stopping.get(host.node, {})
+    ]
+    fit.sort(
+        key=lambda host: (
+            host.node not in known,
+            host.pool != deployment.spec.pool,
+            host.node,
+        )
+    )
+    return [host.node for host in fit]
+
+
+def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
+    """Which other nodes get a copy of the part of each of its nodes; None: there are too few."""
+    wanted = _targets(deployment)
+    names = fit_for_copy(step, deployment)
+    others = [name for name in names if name not in wanted]
+    chosen: dict[NodeId, dict[NodeId, str]] = {}
+    for index, node in enumerate(deployment.nodes):
+        # Where a node is about to get a part, it gets no other.
+        name = wanted[index] if len(wanted) == len(deployment.spans) else None
+        if name is None or name not in names:
+            if not others:
+                return None
+            name = others.pop(0)
+        chosen[node] = {name: step.node(name).state_endpoint}
+    return chosen
+
+
+def failed(step: Step, event: SealFailed) -> None:
+    deployment = step.deployment(event.deployment)
+    if deployment is None or event.node not in deployment.nodes:
+        return
+    step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
+    if event.seq != deployment.seal_asked:
+        return  # it is given up already, where another node said so first
+    deployment.sealing = deployment.seal_asked = 0
+    # Not at once again: what filled the disk is likely still there.
+    deployment.since_seal = deployment.since_seal_bytes = 0
+    _look_at_copies(step)
+
+
+def _floor(step: Step, deployment: Deployment) -> int:
+    pending = volatile_versions(step, deployment)
+    # While an incarnation is being rebuilt, it needs all that came after the seal it began with.
+    is_rebuilding = deployment.state in (WpgState.STARTING, WpgState.RECOVERING)
+    sealed = deployment.base if is_rebuilding else deployment.seal_seq
+    return min([sealed, *[seq - 1 for seq in pending]])
+
+
+def delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:
+    if seqs:
+        key = deployment.key
+        keys = [OperationKey(key.tenant, key.job, key.deployment, str(seq)) for seq in seqs]
+        step.emit(outputs.DeleteOperations(keys))

@@ -1,0 +1,162 @@
+"""Deployments that come and go while their job runs, and what one leaves behind.
+
+One that is added starts beside the others; if it cannot, it ends alone, STOPPED with its error, and
+the job goes on. One that is deleted takes its open operations with it. Its name may be used again:
+sequence numbers and incarnations go on from its last ones, since outcomes, seals and late messages
+of the first may still be about.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.operations import operations
+from phaseloom.scheduler.core.placement import assignment
+from phaseloom.scheduler.core.state.deployment import Deployment, Span
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState
+from phaseloom.scheduler.core.wpgs import wpgs
+
+
+def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
+    """Open its books; it has no place yet."""
+    key = DeploymentKey(job.key.tenant, job.key.job, spec.name)
+    last_seq = job.last_seqs.get(spec.name, 0)
+    # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
+    # Those that were told may be confirmed late, and an incarnation dies once.
+    told = [stopping.pop(str(key), 0) for stopping in step.state.stopping.values()]
+    deployment = Deployment(
+        key=key,
+        spec=spec,
+        incarnation=max([job.incarnations.get(spec.name, 0), *told]),
+        first_seq=last_seq + 1,
+        next_seq=last_seq + 1,
+        applied=last_seq,
+        origin_seq=last_seq,
+    )
+    step.state.deployments[str(key)] = deployment
+    return deployment
+
+
+def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
+    """Add one to a job that has not ended; placed now, or with the job where that waits."""
+    if any(other.name == spec.name for other in job.spec.deployments):
+        return ErrorInfo(
+            Code.ALREADY_EXISTS,
+            f"job {job.key} has a deployment {spec.name!r}",
+            field="spec.name",
+            remedy="choose another name, or delete that one",
+        )
+    where: list[Span] = []
+    if job.state is not JobState.SUBMITTED:
+        found = assignment.room_for(step, job, spec)
+        if isinstance(found, ErrorInfo):
+            return found
+        where = found
+    job.spec = replace(job.spec, deployments=[*job.spec.deployments, spec])
+    deployment = add(step, job, spec)
+    if where:
+        deployment.is_trial = True
+        assignment.extend(step, job, deployment, where)
+    else:
+        assignment.repin(step, job)
+    step.changed_jobs.add(str(job.key))
+    return None
+
+
+def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
+    """Its open operations end ABORTED, its workers are stopped and its state is dropped.
+
+    Weights versions of it that others hold, or have a queued sync for, stay on its node.
+    """
+    deployment = step.deployment(DeploymentKey(job.key.tenant, job.key.job, name))
+    if deployment is None:
+        return unknown(job, name)
+    if len(job.spec.deployments) == 1:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"{name!r} is the only deployment of job {job.key}",
+            field="deployment",
+            remedy="finish the job",
+        )
+    aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
+    operations.abort_all(step, deployment, aborted)
+    step.tell("deployment deleted", "on request", deployment.name)
+    _orphan_versions(step, job, deployment)
+    is_forgotten = deployment.name not in {version.rpartition(".")[0] for version in job.orphans}
+    wpgs.stop(step, deployment, forget=is_forgotten)
+    close_books(step, deployment)
+    job.incarnations[name] = deployment.incarnation + 1
+    for device in step.devices_of(deployment):
+        device.ready.pop(deployment.name, None)
+    others = [spec for spec in job.spec.deployments if spec.name != name]
+    job.spec = replace(job.spec, deployments=others)
+    del step.state.deployments[deployment.name]
+    seals.release_versions(step, job)
+    _wake_those_that_wait(step, deployment)
+    for other in step.deployments_of(job.key):
+        step.touch(other)  # a sync may have waited for it to be rebuilt
+    step.changed_jobs.add(str(job.key))
+    assignment.repin(step, job)
+    return None
+
+
+def unknown(job: Job, name: str) -> ErrorInfo:
+    names = ", ".join(spec.name for spec in job.spec.deployments)
+    return ErrorInfo(
+        Code.NOT_FOUND,
+        f"job {job.key} has no deployment {name!r}",
+        field="deployment",
+        remedy=f"use one of {names}",
+    )
+
+
+def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
+    """Note where those of its versions are that others want."""
+    if not policy.spans:
+        return
+    wanted = seals.wanted_versions(step, job, but=policy)
+    for version in job.published:
+        if version.policy == policy.key and version in wanted:
+            job.orphans.setdefault(str(version), seals.nodes_of(step, version))
+
+
+def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
+    """Operations that come after what was never published on it: it will not be now."""
+    prefix = f"{deployment.name}."
+    for key in [key for key in step.state.waiters if key.startswith(prefix)]:
+        step.woken += step.state.waiters.pop(key)
+
+
+def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
+    """It was added to a job that runs, and cannot start: it stays, STOPPED, to tell why."""
+    deployment = step.state.deployments[name]
+    if step.job(deployment.key.job_key).state in JOB_ENDED:
+        return
+    step.tell("deployment cannot start", error.message, name)
+    operations.abort_all(step, deployment, error)
+    wpgs.stop(step, deployment)
+    deployment.error = error
+    deployment.spans = []
+    assignment.repin(step, step.job(deployment.key.job_key))
+
+
+def close_books(step: Step, deployment: Deployment) -> None:
+    """What an ended deployment leaves on the books is small, whatever it was."""
+    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
+    for seq in deployment.operations:
+        step.state.waiters.pop(f"{deployment.name}.{seq}", None)
+    job = step.job(deployment.key.job_key)
+    job.last_seqs[deployment.key.deployment] = deployment.last_seq
+    deployment.operations = {}
+    deployment.history = []
+    deployment.not_completed = []
+    deployment.missing_gradients = []
+    deployment.queued_syncs = {}
+    deployment.spec = replace(deployment.spec, model=ModelSpec({}))
+    step.state.switch_s.pop(deployment.name, None)

@@ -1,0 +1,303 @@
+"""The life of jobs: submitted, placed on nodes, active, ended."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import (
+    DeploymentCreated,
+    DeploymentDeleted,
+    DrainRequested,
+    JobFinished,
+    JobSubmitted,
+)
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.jobs import deployments, draining, rollback
+from phaseloom.scheduler.core.operations import operations
+from phaseloom.scheduler.core.placement import assignment, evacuation
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
+from phaseloom.scheduler.core.wpgs import moves, wpgs
+
+MIN_KEPT_S = 600.0
+"""Of an ended job: for as long the bus takes another's messages of the same ids for copies."""
+
+
+def submit(step: Step, event: JobSubmitted) -> None:
+    name = str(event.job)
+    old = step.state.jobs.get(name)
+    if old is not None and old.state not in JOB_ENDED:
+        error = ErrorInfo(
+            Code.ALREADY_EXISTS,
+            f"job {name} exists, in state {old.state}",
+            field="job",
+            remedy="choose another name, or attach to it",
+        )
+        step.emit(outputs.Answer(event.request, error=error))
+        return
+    job = Job(
+        key=event.job,
+        spec=event.spec,
+        submitted_s=step.now_s,
+        submitted_sequence=step.sequence,
+    )
+    if old is not None:
+        _succeed(step, job, old)
+    step.state.jobs[name] = job
+    step.changed_jobs.add(name)
+    for spec in event.spec.deployments:
+        deployments.add(step, job, spec)
+    step.state.cluster.waiting.append(groups.member_of(job.key, event.spec, step.now_s))
+    _place_waiting(step, name)
+    step.emit(outputs.Answer(event.request, status=status(step, job)))
+
+
+def _succeed(step: Step, job: Job, old: Job) -> None:
+    """The name was an ended job's, of which outcomes, seals and late messages may still be about:
+    sequence numbers and incarnations go on from its last ones, and its sessions are over."""
+    job.session = job.ended_session = old.session
+    job.last_seqs = dict(old.last_seqs)
+    job.incarnations = dict(old.incarnations)
+    for deployment in step.deployments_of(job.key):
+        name = deployment.key.deployment
+        job.last_seqs[name] = max(deployment.last_seq, job.last_seqs.get(name, 0))
+        job.incarnations[name] = deployment.incarnation + 1
+        del step.state.deployments[deployment.name]
+    step.emit(outputs.DropCheckpoint(job.key))
+
+
+def forget(step: Step, name: str, submitted_sequence: int) -> None:
+    """A job ended so long ago that nobody asks for it any more, unless its name is used again."""
+    job = step.state.jobs.get(name)
+    if job is None or job.submitted_sequence != submitted_sequence:
+        return
+    names = {*job.last_seqs, *(spec.name for spec in job.spec.deployments)}
+    for deployment in step.deployments_of(job.key):
+        del step.state.deployments[deployment.name]
+    del step.state.jobs[name]
+    step.emit(outputs.ForgetJob(job.key, sorted(names)))
+
+
+def place_waiting(step: Step) -> None:
+    if step.has_new_room:
+        step.has_new_room = False
+        evacuation.go_on(step)
+        _place_waiting(step)
+
+
+def _place_waiting(step: Step, only: str = "") -> None:
+    """Place what waits and has room now, the oldest first.
+
+    Args: only: nothing has changed for the others.
+    """
+    cluster = step.state.cluster
+    if not cluster.waiting:
+        return  # as before the log's first configuration
+    may_overtake = assignment.policy_of(step).may_overtake
+    blocked: set[str] = set()
+    for member in list(cluster.waiting):
+        job = step.state.jobs[member.job]
+        shared = sorted(blocked & member.needs.keys())
+        if only in ("", member.job):
+            if shared:
+                why = f"an older job waits for pool {', '.join(shared)}, and goes first"
+                _take(step, job, member, Waits(why))
+            else:
+                _take(step, job, member, assignment.seek(step, job, member))
+        is_first = not blocked.issuperset(member.needs)
+        if job.state is JobState.SUBMITTED and not may_overtake and is_first:
+            blocked |= admission.blocked_pools(cluster, member)
+
+
+def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
+    """What placement has decided."""
+    match decision:
+        case Placed():
+            job.error = None
+            group = assignment.put(step, job, member, decision)
+            step.move_job(job, JobState.PROFILING if group.is_closed else JobState.PLACED)
+        case Refused(error):
+            _fail(step, job, error)
+        case Waits(why) if not job.spec.may_wait:
+            _fail(step, job, _no_room(step, why))
+        case Waits(why):
+            _wait(step, job, why)
+
+
+def _wait(step: Step, job: Job, why: str) -> None:
+    error = ErrorInfo(
+        Code.UNAVAILABLE,
+        f"the job waits for a place: {why}",
+        field="spec.deployments",
+        remedy="start more nodes, or finish a job; "
+        f"known pools: {assignment.known_pools(step.state.cluster)}",
+    )
+    if job.error != error:
+        job.error = error
+        step.changed_jobs.add(str(job.key))
+
+
+def _no_room(step: Step, why: str) -> ErrorInfo:
+    return ErrorInfo(
+        Code.RESOURCE_EXHAUSTED,
+        f"there is no place for the job now, and it may not wait: {why}",
+        field="spec.may_wait",
+        remedy="let it wait, try again once a job has ended, or start more nodes; "
+        f"known pools: {assignment.known_pools(step.state.cluster)}",
+    )
+
+
+def settle(step: Step) -> None:
+    """What the step's event means for jobs: ready, doomed, or a place at last."""
+    for name in sorted(step.unrecoverable):
+        job = step.state.jobs[name]
+        if rollback.is_possible(step, job):
+            rollback.roll_back(step, job, step.unrecoverable[name])
+        else:
+            step.doomed.setdefault(name, step.unrecoverable[name])
+    for name in sorted(step.doomed):
+        _fail(step, step.state.jobs[name], step.doomed[name])
+    for name in sorted(step.stillborn):
+        deployments.end_alone(step, name, step.stillborn[name])
+    for name in sorted(step.changed_jobs):
+        job = step.state.jobs[name]
+        _end_drained(step, job)
+        up_or_gone = (WpgState.READY, WpgState.STOPPED)
+        ready = all(d.state in up_or_gone for d in step.deployments_of(job.key))
+        if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
+            step.move_job(job, JobState.ACTIVE)
+        has_new_session = job.session > job.ended_session
+        if job.state is JobState.ROLLED_BACK and ready and has_new_session:
+            step.move_job(job, JobState.ACTIVE)
+            job.error = None
+    place_waiting(step)
+
+
+def finish(step: Step, event: JobFinished) -> None:
+    job = step.state.jobs.get(str(event.job))
+    if job is not None and job.state not in JOB_ENDED:
+        job.error = None
+        reason = "it was given up" if event.failed else "the controller finished"
+        _end(step, job, JobState.FAILED if event.failed else JobState.DONE, reason)
+    _answer(step, event.request, job or event.job)
+
+
+def drain(step: Step, event: DrainRequested) -> None:
+    job = step.state.jobs.get(str(event.job))
+    error = None
+    if job is not None and job.state not in JOB_ENDED:
+        error = draining.begin(step, job)
+        _end_drained(step, job)
+    _answer(step, event.request, job or event.job, error)
+
+
+def _end_drained(step: Step, job: Job) -> None:
+    if job.state is JobState.DRAINING and draining.is_done(step, job):
+        job.error = None
+        _end(step, job, JobState.DONE, "it was drained")
+
+
+def create_deployment(step: Step, event: DeploymentCreated) -> None:
+    job = step.state.jobs.get(str(event.job))
+    error = None
+    if job is not None:
+        error = _closed(job) or deployments.create(step, job, event.spec)
+        if job.state is JobState.SUBMITTED:
+            _place_waiting(step, str(job.key))
+    _answer(step, event.request, job or event.job, error)
+
+
+def delete_deployment(step: Step, event: DeploymentDeleted) -> None:
+    key = event.deployment
+    job = step.state.jobs.get(str(key.job_key))
+    error = None
+    if job is not None:
+        error = _ended(job) or deployments.delete(step, job, key.deployment)
+    _answer(step, event.request, job or key.job_key, error)
+
+
+def _closed(job: Job) -> ErrorInfo | None:
+    if job.state is JobState.DRAINING:
+        return operations.draining(job)
+    return _ended(job)
+
+
+def _ended(job: Job) -> ErrorInfo | None:
+    if job.state not in JOB_ENDED:
+        return None
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"job {job.key} has ended",
+        field="job",
+        remedy="submit a new job",
+    )
+
+
+def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None = None) -> None:
+    """Args: job: its key where it does not exist."""
+    if isinstance(job, JobKey):
+        what = f"job {job} does not exist"
+        error = ErrorInfo(Code.NOT_FOUND, what, field="job", remedy="see `phaseloom jobs`")
+    if error is not None or isinstance(job, JobKey):
+        step.emit(outputs.Answer(request, error=error))
+    else:
+        step.emit(outputs.Answer(request, status=status(step, job)))
+
+
+def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
+    """It cannot run: never could (REJECTED), or cannot any more (FAILED)."""
+    if job.state in JOB_ENDED:
+        return
+    job.error = error
+    never_ran = job.state in (JobState.SUBMITTED, JobState.PROFILING, JobState.PLACED)
+    _end(step, job, JobState.REJECTED if never_ran else JobState.FAILED, error.message)
+
+
+def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
+    step.move_job(job, state)
+    step.tell(f"job {state}", reason, str(job.key))
+    error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
+    for deployment in step.deployments_of(job.key):
+        operations.abort_all(step, deployment, error)
+        wpgs.stop(step, deployment)
+        deployments.close_books(step, deployment)
+    seals.release_all(step, job)
+    step.state.traces.pop(str(job.key), None)
+    operations.forget_waiters(step, job.key)
+    lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
+    job.spec = replace(job.spec, deployments=lean)
+    kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)
+    step.set_timer(f"forget/{job.key}/{job.submitted_sequence}", step.now_s + kept_s)
+    assignment.release(step, job)
+
+
+def status(step: Step, job: Job) -> JobStatus:
+    return JobStatus(
+        job=job.key.job,
+        state=job.state,
+        error=job.error,
+        deployments=[
+            DeploymentStatus(
+                name=d.key.deployment,
+                pool=d.spec.pool,
+                node=d.node or "",
+                state=d.state,
+                incarnation=d.incarnation,
+                next_seq=d.next_seq,
+                open_operations=[str(s) for s in sorted(d.operations) if not d.is_done(s)]
+                + sorted(d.unordered),
+                error=d.error,
+                moving=moves.describe(d),
+            )
+            for d in step.deployments_of(job.key)
+        ],
+        placement=assignment.describe(step, job),
+    )

@@ -1,0 +1,114 @@
+"""Outcomes: what a finished operation means for its deployment."""
+
+from __future__ import annotations
+
+import bisect
+
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import OperationFinished, StateCut
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.scheduler.core.dispatch import speculative
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.jobs import rollback
+from phaseloom.scheduler.core.operations import gradients, operations
+from phaseloom.scheduler.core.placement import assignment
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.operation import Mutation
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.wpgs import wpgs
+
+
+def finish(step: Step, event: OperationFinished) -> None:
+    """An outcome is stored. DONE decides outcomes, epochs decide claims."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None:
+        return
+    if event.incarnation == 0:
+        _settle(step, deployment, event)
+        return
+    in_this_life = event.incarnation == deployment.incarnation and bool(deployment.spans)
+    if in_this_life:
+        if event.key in deployment.running:
+            step.free(deployment, event.key, event.kind)
+            speculative.expect(step, deployment, event.kind)
+        step.touch(deployment)
+    elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
+        # Word of a dead life that came late: the operation is being run again and will tell.
+        return
+    if event.dirty and in_this_life:
+        _record(step, deployment, event)
+        wpgs.rebuild(step, deployment, event.error)
+    elif deployment.replay and event.key.seq == deployment.replay[0]:
+        if event.key.seq in deployment.cuts:
+            _record(step, deployment, event)
+        wpgs.replayed(step, deployment, deployment.replay[0])
+    else:
+        _record(step, deployment, event)
+
+
+def cut(step: Step, event: StateCut) -> None:
+    """What a `save_state` saves is apart from its deployment: that goes on while it is written."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None or event.incarnation != deployment.incarnation:
+        return
+    op = deployment.open_operation(event.key)
+    if op is None or event.key not in deployment.running or deployment.replay:
+        return
+    op.is_cut = True
+    if event.key.seq is not None:
+        bisect.insort(deployment.cuts, event.key.seq)
+    if deployment.moving is not None:
+        step.changed_jobs.add(deployment.job_name)
+    step.free(deployment, event.key, op.kind)
+    speculative.expect(step, deployment, op.kind)
+    step.touch(deployment)
+
+
+def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    seq = event.key.seq
+    op = deployment.open_operation(event.key)
+    if op is None or op.has_ended:
+        return
+    if op.state is OpState.QUEUED:
+        # It ended in an incarnation that died before its word came.
+        step.move_op(op, OpState.PERMITTED)
+    completed = event.outcome is Outcome.COMPLETED
+    step.move_op(op, OpState(event.outcome))
+    rollback.note_checkpoint(step, event)
+    if op.is_mutating and completed:
+        assert seq is not None
+        deployment.history.append(
+            Mutation(seq, op.kind, op.num_bytes, op.version, event.duration_s)
+        )
+        deployment.applied = seq
+        seals.mutated(step, deployment, op)
+        if op.kind == "optim_step":
+            assignment.stepped(step, deployment.key.job_key)
+    else:
+        step.emit(outputs.DeleteOperations([op.key]))
+    was_refused = gradients.was_refused(deployment, op, event)
+    operations.close(step, deployment, op, completed)
+    if was_refused:
+        # Those who refused zeroed them; where that incarnation died, its successor did it again.
+        seals.delete(step, deployment, gradients.drop(deployment, op))
+
+
+def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    """What was stored as the outcome of an operation whose incarnation died.
+
+    Where it changes what is in effect, a live incarnation has been made from something else.
+    """
+    op = deployment.open_operation(event.key)
+    if op is None:
+        return
+    applied, history = deployment.applied, list(deployment.history)
+    _record(step, deployment, event)
+    if op.is_mutating and op.state is OpState.COMPLETED:
+        deployment.applied = applied
+    is_up = deployment.state in (WpgState.RECOVERING, WpgState.READY)
+    if is_up and deployment.history != history:
+        reason = f"{event.key.slot} had ended as {event.outcome} in the incarnation before"
+        wpgs.rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
+    step.touch(deployment)

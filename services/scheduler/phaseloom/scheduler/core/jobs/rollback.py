@@ -1,0 +1,82 @@
+"""A job that cannot be rebuilt falls back, whole, to its last checkpoint.
+
+Never one deployment alone: the others hold what came after it. Every open operation ends, every
+WPG starts again from its checkpoint (or, where the checkpoint names none, from its seeds), and the
+sessions that knew the lost state are over. A controller that attaches goes on from its own blob.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.operations import operations
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JobState
+from phaseloom.scheduler.core.wpgs import wpgs
+
+_CAN_ROLL_BACK = frozenset({JobState.ACTIVE, JobState.ROLLED_BACK})
+
+
+def note_checkpoint(step: Step, event: OperationFinished) -> None:
+    """A `save_state` with a controller's blob is the job's last checkpoint from now on."""
+    if event.checkpoints:
+        job = step.job(event.key.job_key)
+        job.checkpoint = event.checkpoints.get(event.key.deployment, "")
+        job.checkpoints = event.checkpoints
+
+
+def is_possible(step: Step, job: Job) -> bool:
+    """Whether the job has a checkpoint of every deployment that trains."""
+    trainable = [d for d in step.deployments_of(job.key) if d.spec.trainable]
+    return (
+        job.state in _CAN_ROLL_BACK
+        and bool(job.checkpoint)
+        and all(d.key.deployment in job.checkpoints for d in trainable)
+    )
+
+
+def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
+    step.tell("job rolled back", f"to {job.checkpoint}: {error.message}", str(job.key))
+    details = {"rolled_back_to": job.checkpoint}
+    aborted = ErrorInfo(
+        Code.ABORTED,
+        f"job {job.key} fell back to its checkpoint {job.checkpoint}: {error.message}",
+        remedy="attach again, and go on from the checkpoint",
+        details=details,
+    )
+    job.error = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
+    job.ended_session = job.session
+    step.move_job(job, JobState.ROLLED_BACK)
+    seals.release_all(step, job)
+    for deployment in step.deployments_of(job.key):
+        _note_unfinished(deployment)
+        operations.abort_all(step, deployment, aborted)
+        _reset(step, deployment, job.checkpoints.get(deployment.key.deployment, ""))
+    for deployment in step.deployments_of(job.key):
+        wpgs.restart(step, deployment)
+
+
+def _note_unfinished(deployment: Deployment) -> None:
+    """What it publishes now may be there before it is killed."""
+    for key in deployment.running:
+        op = deployment.open_operation(key)
+        if op is not None and op.kind == "publish_weights" and key.seq is not None:
+            deployment.unfinished_versions.append(key.seq)
+
+
+def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
+    """Its state is the checkpoint's; the log behind it is not needed."""
+    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
+    deployment.origin_seq = deployment.applied = deployment.last_seq
+    deployment.checkpoint = checkpoint
+    deployment.seal_seq = 0
+    seals.drop_copies(deployment)
+    deployment.durable_versions = []
+    deployment.history = []
+    deployment.missing_gradients = []
+    deployment.since_seal = deployment.since_seal_bytes = 0
+    deployment.holds = None
+    deployment.losses = 0

@@ -1,0 +1,57 @@
+"""Controllers: attached, alone with their queue, and what they declare of their phases."""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.events import PhaseDeclared, SessionLost, SessionOpened
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
+
+
+def opened(step: Step, event: SessionOpened) -> None:
+    """Its router has found the job; the order of two attaches in the log may differ from theirs.
+    One that was called lost is back when its heartbeat is.
+    """
+    job = _live(step, event.job)
+    if job is None or event.session < job.session:
+        return
+    if event.session == job.session and job.has_controller:
+        return
+    _end_phases(step, job)  # of the controller before
+    job.session = event.session
+    job.has_controller = True
+    step.changed_jobs.add(str(job.key))
+
+
+def lost(step: Step, event: SessionLost) -> None:
+    """What is queued still runs; nothing is kept for what may never come."""
+    job = _live(step, event.job)
+    if job is None or event.session != job.session or not job.has_controller:
+        return
+    _end_phases(step, job)
+    job.has_controller = False
+    step.tell(
+        "controller lost",
+        f"session {event.session} has no heartbeat; its devices are not kept for it",
+        str(job.key),
+    )
+    for deployment in step.deployments_of(job.key):
+        step.touch(deployment)
+
+
+def declared(step: Step, event: PhaseDeclared) -> None:
+    job = _live(step, event.job)
+    if job is not None:
+        idle_hold.declare(step, event)
+
+
+def _live(step: Step, key: JobKey) -> Job | None:
+    job = step.state.jobs.get(str(key))
+    return None if job is None or job.state in JOB_ENDED else job
+
+
+def _end_phases(step: Step, job: Job) -> None:
+    for pool in sorted({spec.pool for spec in job.spec.deployments}):
+        idle_hold.declare(step, PhaseDeclared(job.key, job.session, pool, is_open=False))

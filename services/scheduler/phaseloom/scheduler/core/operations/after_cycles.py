@@ -1,0 +1,93 @@
+"""Cycles in `after`: operations that wait for one another would wait for ever.
+
+An operation waits for what its `after` names. In its own deployment a mutating one waits for every
+lower seq, a reading one for the mutating ones below it (and through them for what is below those).
+The one that closes a cycle is the last of it to be filed; what it closes with named it, or one
+behind it, before. Cost: nothing for an operation that nobody has named yet, which is the rule; else
+linear in the job's open operations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.tree import State
+
+_Place = tuple[str, int]
+"""(deployment's text form, seq)"""
+
+
+def note_targets(state: State, op: Op) -> None:
+    """Remember how far each deployment is waited for."""
+    for after in op.after:
+        other = state.deployments.get(_name(op, after.deployment))
+        if other is not None:
+            other.awaited_seq = max(other.awaited_seq, after.seq)
+
+
+def find(state: State, deployment: Deployment, op: Op) -> list[str]:
+    """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself.
+
+    Returns: empty where there is none.
+    """
+    seq = op.key.seq
+    if seq is None or deployment.awaited_seq < seq:
+        return []
+    start = (deployment.name, seq)
+    came_from: dict[_Place, _Place] = {}
+    open_seqs: dict[str, list[int]] = {}
+    frontier = [start]
+    seen = {start}
+    while frontier:
+        place = frontier.pop()
+        for target in _waits_for(state, place, open_seqs):
+            if target == start:
+                return _path(came_from, place, start)
+            if target not in seen:
+                seen.add(target)
+                came_from[target] = place
+                frontier.append(target)
+    return []
+
+
+def _waits_for(state: State, place: _Place, open_seqs: dict[str, list[int]]) -> list[_Place]:
+    """What directly holds back the operation at a place, as far as it is known.
+
+    Args: open_seqs: of each deployment looked at so far, in order.
+    """
+    name, seq = place
+    deployment = state.deployments.get(name)
+    op = deployment.operations.get(seq) if deployment else None
+    if deployment is None or op is None or op.has_ended:
+        return []
+    if name not in open_seqs:
+        open_seqs[name] = sorted(s for s, o in deployment.operations.items() if not o.has_ended)
+    below = _below(deployment, op, seq, open_seqs[name])
+    targets = [(_name(op, after.deployment), after.seq) for after in op.after]
+    return [(name, lower) for lower in below] + targets
+
+
+def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[int]:
+    """Down to the next mutating one, which waits for what is below it itself."""
+    held_by: list[int] = []
+    for lower in reversed(seqs[: bisect_left(seqs, seq)]):
+        is_mutating = deployment.operations[lower].is_mutating
+        if op.is_mutating or is_mutating:
+            held_by.append(lower)
+        if is_mutating:
+            break
+    return held_by
+
+
+def _name(op: Op, deployment: str) -> str:
+    return str(DeploymentKey(op.key.tenant, op.key.job, deployment))
+
+
+def _path(came_from: dict[_Place, _Place], last: _Place, start: _Place) -> list[str]:
+    places = [start, last]
+    while places[-1] != start:
+        places.append(came_from[places[-1]])
+    return [f"{name.rpartition('.')[2]} {seq}" for name, seq in reversed(places)]

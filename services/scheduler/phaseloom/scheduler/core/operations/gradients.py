@@ -1,0 +1,73 @@
+"""Which gradients a step would be missing.
+
+`forward_backward`s add up until an `optim_step`. Where one of them was not completed, the step is
+permitted as *partial*: the workers refuse it and zero the gradients, unless it says that a part is
+what it wants. What a refused step threw away has no effect any more and is never run again.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.operation import Op
+
+_ENDS_A_BATCH = frozenset({"optim_step", "load_state", "sync_weights"})
+_UNKNOWN = ""
+"""Kind of an operation that could not be read, or was never published: it may have been one."""
+
+
+def is_partial(deployment: Deployment, op: Op) -> bool:
+    """Whether this step would act on a part of what was meant."""
+    seq = op.key.seq
+    if op.kind != "optim_step" or seq is None:
+        return False
+    return any(missing < seq for missing in deployment.missing_gradients)
+
+
+def not_completed(deployment: Deployment, op: Op) -> None:
+    seq = op.key.seq
+    if seq is not None and op.kind in ("forward_backward", _UNKNOWN):
+        deployment.missing_gradients.append(seq)
+
+
+def took_effect(deployment: Deployment, op: Op) -> None:
+    if op.kind in _ENDS_A_BATCH:
+        _forget_missing(deployment, op)
+
+
+def was_refused(deployment: Deployment, op: Op, event: OperationFinished) -> bool:
+    """Whether the workers refused a partial step, and zeroed the gradients."""
+    return (
+        event.outcome is Outcome.FAILED
+        and not event.dirty
+        and event.error is not None
+        and event.error.code is Code.FAILED_PRECONDITION
+        and is_partial(deployment, op)
+    )
+
+
+def drop(deployment: Deployment, op: Op) -> list[int]:
+    """The gradients were zeroed by a refused step; returns the seqs that have no effect now."""
+    dropped = pending(deployment)
+    deployment.history = [m for m in deployment.history if m.seq not in dropped]
+    _forget_missing(deployment, op)
+    return dropped
+
+
+def pending(deployment: Deployment) -> list[int]:
+    """Seqs of the `forward_backward`s whose gradients are in the state."""
+    found: list[int] = []
+    for mutation in reversed(deployment.history):
+        if mutation.kind in _ENDS_A_BATCH:
+            break
+        if mutation.kind == "forward_backward":
+            found.append(mutation.seq)
+    return found[::-1]
+
+
+def _forget_missing(deployment: Deployment, op: Op) -> None:
+    seq = op.key.seq
+    assert seq is not None
+    deployment.missing_gradients = [m for m in deployment.missing_gradients if m > seq]

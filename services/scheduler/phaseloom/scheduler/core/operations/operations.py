@@ -1,0 +1,351 @@
+"""The life of operations: filed, made eligible, ended.
+
+Order (I1): a deployment's ordered operations run in `seq` order and after what they name: a
+mutating one alone, once everything before it has ended; reading ones between two mutating ones
+together, so that they may end in another order. A reading operation without order may run whenever
+its deployment's WPG is up. The first entry for a key decides (I2); later ones are ignored.
+
+What has no permit ends at once when it is cancelled or its time is over; it keeps its place in the
+order, and what names it in `after` fails. An operation whose WPG died while it was permitted may
+have taken effect: what is stored as its outcome decides, and is looked up before any other is told.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
+from phaseloom.common.contract.events import QueuedOperation
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
+from phaseloom.common.contract.operations import Completion, Outcome
+from phaseloom.scheduler.core.operations import after_cycles, gradients
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
+
+RETRY_AFTER_S = 1.0
+"""Where too much is open: some of it may have ended by then."""
+
+
+def file(step: Step, event: QueuedOperation) -> None:
+    """Take in what a router admitted or refused."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None:
+        _refuse_unknown(step, event)
+        return
+    seq = event.key.seq
+    if seq is None:
+        if event.key.slot in deployment.unordered:
+            return
+    elif seq in deployment.operations:
+        if deployment.is_done(seq):
+            step.emit(outputs.DeleteOperations([event.key]))
+        return
+    elif seq < deployment.next_seq:
+        if all(mutation.seq != seq for mutation in deployment.history):
+            # A copy that came after its original was done and deleted.
+            step.emit(outputs.DeleteOperations([event.key]))
+        return
+    op = Op(
+        key=event.key,
+        id=event.id,
+        kind=event.kind,
+        after=event.after,
+        version=event.version,
+        content_type=event.content_type,
+        arrival=step.sequence,
+        queued_s=step.now_s,
+        expires_s=step.now_s + event.timeout_s if event.timeout_s > 0 else 0.0,
+        num_bytes=event.num_bytes,
+    )
+    error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
+    if seq is None:
+        deployment.unordered[event.key.slot] = op
+    else:
+        deployment.operations[seq] = op
+    if error is not None:
+        # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
+        end_unrun(step, deployment, op, error)
+    else:
+        _admit(step, deployment, op)
+    step.touch(deployment)
+
+
+def _admit(step: Step, deployment: Deployment, op: Op) -> None:
+    after_cycles.note_targets(step.state, op)
+    cycle = after_cycles.find(step.state, deployment, op)
+    if cycle:
+        error = ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"`after` closes a cycle: {' after '.join(cycle)}",
+            field="after",
+            remedy="let operations come after earlier ones only",
+        )
+        end_unrun(step, deployment, op, error)
+        return
+    if op.version is not None and op.key.seq is not None:
+        deployment.queued_syncs[op.key.seq] = op.version
+    settle_after(step, deployment, op)
+    if op.expires_s and op.state is OpState.QUEUED:
+        step.set_timer(_expiry_timer(op.key), op.expires_s)
+
+
+def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
+    """Why an operation that its router found sound cannot be taken."""
+    job = step.job(event.key.job_key)
+    if job.state in JOB_ENDED:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"
+        )
+    if job.state is JobState.DRAINING:
+        return draining(job)
+    if deployment.state is WpgState.STOPPED:
+        return _could_not_start(deployment)
+    if event.session <= job.ended_session:
+        return over_since_roll_back(job, event.session)
+    if event.session < job.session:
+        # A router may not know of a session yet that another gave out: here the log's order counts.
+        return session_over(event.session, job.session)
+    return None
+
+
+def _too_many(step: Step, deployment: Deployment) -> ErrorInfo | None:
+    num_open = len(deployment.operations) + len(deployment.unordered)
+    if num_open >= step.config.max_open_operations:
+        return ErrorInfo(
+            Code.RESOURCE_EXHAUSTED,
+            f"{deployment.name} has {num_open} open operations",
+            remedy="wait for some of them to end",
+            details={"retry_after_s": str(RETRY_AFTER_S)},
+        )
+    return None
+
+
+def draining(job: Job) -> ErrorInfo:
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"job {job.key}: the job is draining",
+        remedy="submit a new job for what is to come",
+    )
+
+
+def _could_not_start(deployment: Deployment) -> ErrorInfo:
+    reason = deployment.error.message if deployment.error else "it was stopped"
+    return ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"deployment {deployment.key} could not start: {reason}",
+        remedy="delete it, and create it anew",
+    )
+
+
+def over_since_roll_back(job: Job, session: int) -> ErrorInfo:
+    """Of a session that ended with the state that it knew; or with an earlier job of the name."""
+    details = {"rolled_back_to": job.checkpoint} if job.checkpoint else {}
+    return ErrorInfo(
+        Code.ABORTED,
+        f"session {session} is over",
+        field="session",
+        remedy="attach again, and go on from the job's last checkpoint",
+        details=details,
+    )
+
+
+def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
+    error = event.error or ErrorInfo(
+        Code.NOT_FOUND,
+        f"deployment {event.key.deployment_key} does not exist",
+        field="subject.deployment",
+        remedy="submit the job with this deployment first",
+    )
+    step.emit(
+        outputs.WriteCompletion(
+            event.key, Completion(event.id, Outcome.FAILED, error=error), event.content_type
+        )
+    )
+    step.emit(outputs.DeleteOperations([event.key]))
+    job = step.state.jobs.get(str(event.key.job_key))
+    name, seq = event.key.deployment, event.key.seq
+    if job is not None and name in job.last_seqs and seq is not None:
+        # Of a deleted deployment: one of the same name must not be given this outcome for its own.
+        job.last_seqs[name] = max(seq, job.last_seqs[name])
+
+
+def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
+    """Find out whether anything that `op` names is still open; wait for the first that is."""
+    for after in op.after:
+        key = DeploymentKey(op.key.tenant, op.key.job, after.deployment)
+        other = step.deployment(key)
+        if other is None:
+            error = ErrorInfo(
+                Code.NOT_FOUND,
+                f"`after` names deployment {after.deployment!r}, which this job does not have",
+                field="after",
+            )
+            end_unrun(step, deployment, op, error)
+            return
+        if other.was_not_completed(after.seq) or after.seq < other.first_seq:
+            error = ErrorInfo(
+                Code.FAILED_PRECONDITION,
+                f"{after.deployment} {after.seq} was not completed",
+                field="after",
+                remedy="look at that operation's error first",
+            )
+            end_unrun(step, deployment, op, error)
+            return
+        if not other.is_done(after.seq):
+            step.state.waiters.setdefault(f"{key}.{after.seq}", []).append(str(op.key))
+            return
+    op.eligible_s = step.now_s
+
+
+def end_unrun(
+    step: Step,
+    deployment: Deployment,
+    op: Op,
+    error: ErrorInfo,
+    outcome: Outcome = Outcome.FAILED,
+) -> None:
+    """An operation that will never run ends now; the scheduler writes its outcome."""
+    step.move_op(op, OpState(outcome))
+    completion = Completion(op.id, outcome, error=error)
+    step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
+    step.emit(outputs.DeleteOperations([op.key]))
+    close(step, deployment, op, completed=False)
+
+
+def give_up(
+    step: Step,
+    deployment: Deployment,
+    op: Op,
+    error: ErrorInfo,
+    outcome: Outcome = Outcome.FAILED,
+) -> None:
+    """End an operation that has no permit now; where it may have taken effect, what is stored
+    decides."""
+    if not op.uncertain:
+        end_unrun(step, deployment, op, error, outcome)
+        return
+    op.is_settling = True
+    op.eligible_s = -1.0
+    completion = Completion(op.id, outcome, error=error)
+    step.emit(outputs.SettleCompletion(op.key, op.kind, completion, op.content_type))
+
+
+def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
+    """End what has no permit if it was cancelled, or if its time is over.
+
+    What had a permit when its WPG died was in time.
+    """
+    if op.state is not OpState.QUEUED or op.is_settling:
+        return
+    if op.is_cancelled:
+        cancelled = ErrorInfo(Code.ABORTED, "cancelled", remedy="submit it again if it is needed")
+        give_up(step, deployment, op, cancelled, Outcome.CANCELLED)
+    elif op.expires_s and op.expires_s <= step.now_s and not op.uncertain:
+        waited_s = op.expires_s - op.queued_s
+        expired = ErrorInfo(
+            Code.DEADLINE_EXCEEDED,
+            f"it had no permit {waited_s:g} s after it was queued",
+            field="timeout_s",
+            remedy="give it more time; `explain` says what an operation waits for",
+        )
+        end_unrun(step, deployment, op, expired, Outcome.EXPIRED)
+
+
+def expire(step: Step, key_text: str) -> None:
+    """The timer of an operation's expiry has fired."""
+    key = parse_operation_key(key_text)
+    deployment = step.deployment(key.deployment_key)
+    op = deployment.open_operation(key) if deployment else None
+    if deployment is not None and op is not None:
+        end_unwanted(step, deployment, op)
+        step.touch(deployment)
+
+
+def _expiry_timer(key: OperationKey) -> str:
+    return f"expire/{key}"
+
+
+def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
+    """Take an ended operation off the books and wake whoever waited for it."""
+    seq = op.key.seq
+    job = step.job(op.key.job_key)
+    if job.state is JobState.DRAINING:
+        step.changed_jobs.add(str(job.key))  # this may have been the last
+    if op.expires_s:
+        step.state.timers.pop(_expiry_timer(op.key), None)
+    if completed:
+        deployment.losses = 0
+    if seq is None:
+        deployment.unordered.pop(op.key.slot, None)
+        return
+    deployment.queued_syncs.pop(seq, None)
+    if op.is_cut:
+        op.is_cut = False
+        deployment.cuts.remove(seq)
+        if deployment.moving is not None:
+            step.changed_jobs.add(str(job.key))  # it may have waited for that
+    if not completed:
+        bisect.insort(deployment.not_completed, seq)
+        gradients.not_completed(deployment, op)
+    step.woken += step.state.waiters.pop(str(op.key), [])
+    if seq == deployment.next_seq:
+        _advance(step, deployment)
+    # Above `next_seq` a reading one, and a refused one, stays on the books until its turn comes.
+
+
+def _advance(step: Step, deployment: Deployment) -> None:
+    """Move `next_seq` past everything that has an outcome."""
+    while True:
+        op = deployment.operations.get(deployment.next_seq)
+        if op is None or not op.has_ended:
+            return
+        del deployment.operations[deployment.next_seq]
+        deployment.next_seq += 1
+        deployment.losses = 0
+        step.touch(deployment)
+
+
+def wake_all(step: Step) -> None:
+    """Settle whoever waited for what this step ended; one failure may end a long chain of others,
+    hence a list and no recursion."""
+    while step.woken:
+        key = parse_operation_key(step.woken.pop())
+        deployment = step.deployment(key.deployment_key)
+        if deployment is None:
+            continue
+        op = deployment.open_operation(key)
+        if op is not None and op.state is OpState.QUEUED and not op.is_settling:
+            settle_after(step, deployment, op)
+        step.touch(deployment)
+
+
+def forget_waiters(step: Step, job: JobKey) -> None:
+    """Of an ended job, who waited for what was never published."""
+    prefix = f"{job}."
+    for key in [key for key in step.state.waiters if key.startswith(prefix)]:
+        del step.state.waiters[key]
+
+
+def requeue(step: Step, op: Op) -> None:
+    """A permitted operation lost its WPG."""
+    if op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+        op.uncertain = True
+        # An ordered one is run again among the mutations, where its place is.
+        op.is_cut = op.is_cut and op.key.seq is not None
+        deployment = step.deployment(op.key.deployment_key)
+        assert deployment is not None
+        end_unwanted(step, deployment, op)
+
+
+def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
+    """End everything that is open: the job ends."""
+    for op in [*deployment.operations.values(), *deployment.unordered.values()]:
+        if op.state is OpState.PERMITTED:
+            step.move_op(op, OpState.QUEUED)
+        if op.state is OpState.QUEUED:
+            end_unrun(step, deployment, op, error)

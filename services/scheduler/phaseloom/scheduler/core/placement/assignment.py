@@ -1,0 +1,302 @@
+"""Where jobs go: their node group, and the devices of its nodes that their deployments get.
+
+A deployment gets, on each of its nodes, the devices that the fewest others are on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeLost, NodeUp
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Group,
+    Host,
+    Limits,
+    Member,
+    Need,
+    Placed,
+    Placement,
+    Waits,
+)
+from phaseloom.scheduler.core.state.deployment import Deployment, Span
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.node import Closing, Leave
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.wpgs import wpgs
+
+_FEW = 8
+"""Jobs of a group, up to which each is told who the others are: it costs their square."""
+
+# --- what there is -------------------------------------------------------------------------------
+
+
+def configured(step: Step, config: SchedulerConfig) -> None:
+    step.state.cluster.limits = Limits(config.max_group_jobs, config.duty_limit, config.switch_s)
+    step.has_new_room = True
+
+
+def node_up(step: Step, event: NodeUp) -> None:
+    node = step.node(event.node)
+    if node.revision != event.revision or not node.is_up:
+        return  # the word of an earlier life, or of one that has ended since
+    host = Host(
+        node=event.node,
+        pool=event.pool,
+        num_devices=len(event.devices),
+        host_bytes=event.host_memory_bytes,
+        price_per_hour=event.price_per_hour,
+        can_move=event.can_move,
+    )
+    groups.host_up(step.state.cluster, host)
+    leave = step.state.closing.get(event.node)
+    if leave is not None and leave.is_drained:
+        step.state.closing[event.node] = Leave(Closing.DRAIN, is_drained=True)
+        groups.host_down(step.state.cluster, event.node)
+    elif leave is not None:
+        del step.state.closing[event.node]
+
+
+def node_lost(step: Step, event: NodeLost) -> None:
+    node = step.state.nodes.get(event.node)
+    if node is not None and not node.is_up:
+        groups.host_down(step.state.cluster, event.node)
+
+
+def policy_of(step: Step) -> Placement:
+    return PLACEMENT[step.config.placement]
+
+
+# --- a job gets a place --------------------------------------------------------------------------
+
+
+def seek(step: Step, job: Job, member: Member) -> Decision:
+    """Ask for a place for a job that waits for one."""
+    cluster = step.state.cluster
+    groups.set_end(cluster, member, job.spec.duration_s)
+    return admission.decide(cluster, member, policy_of(step))
+
+
+def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
+    """Start its deployments where placement said."""
+    group = groups.join(step.state.cluster, member, placed)
+    job.why_here = placed.why
+    count_iterations(step, job)
+    _note_company(step, group)
+    for deployment in step.deployments_of(job.key):
+        wpgs.place(step, deployment, spans(step, deployment.spec, member))
+    return group
+
+
+def count_iterations(step: Step, job: Job) -> None:
+    """How many there will be, as far as its spec tells how long it would run alone: by its first
+    cycle, for a job that drifts does not do fewer because each takes longer."""
+    cluster = step.state.cluster
+    member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
+    if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
+        solo_s = admission.worst_period_s(member.cycle)
+        member.num_iterations = max(1, round(job.spec.duration_s / solo_s))
+
+
+def stepped(step: Step, job: JobKey) -> None:
+    """An `optim_step` of it is done: the last of an iteration ends that.
+
+    Before the cycle is known each counts as an iteration; `groups.set_cycle` makes that good."""
+    cluster = step.state.cluster
+    name = cluster.placed.get(str(job))
+    if name is None:
+        return
+    member = cluster.groups[name].members[str(job)]
+    member.num_optim_steps += 1
+    if member.num_optim_steps >= (member.cycle.num_optim_steps if member.cycle else 1):
+        member.num_optim_steps = 0
+        member.iterations += 1
+        member.alone_s += timing_of(member).solo_s
+        member.iterated_s = step.now_s
+
+
+def move(step: Step, job: Job, placed: Placed) -> None:
+    """Its deployments go elsewhere, with their state."""
+    cluster = step.state.cluster
+    old = groups.group_of(cluster, str(job.key))
+    member = old.members[str(job.key)]
+    released = groups.leave(cluster, member.job)
+    groups.join(cluster, member, placed)
+    note_free(step, [name for name in released if not cluster.hosts[name].group])
+    step.changed_jobs.add(member.job)
+    _note_company(step, old)
+    _note_company(step, groups.group_of(cluster, member.job))
+    step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
+    job.why_here = placed.why
+    _move_all(step, job, member)
+    step.has_new_room = True
+
+
+def _move_all(step: Step, job: Job, member: Member) -> None:
+    """Those that are not where the job is pinned, nor on their way there."""
+    for deployment in step.deployments_of(job.key):
+        pins = set(member.nodes.get(deployment.spec.pool, []))
+        if not pins.issuperset(span.node for span in target(deployment)):
+            wpgs.move(step, deployment, spans(step, deployment.spec, member))
+
+
+def target(deployment: Deployment) -> list[Span]:
+    """Where it is, or will be."""
+    return deployment.spans if deployment.moving is None else deployment.moving.spans
+
+
+def release(step: Step, job: Job) -> None:
+    """It has ended, placed or not."""
+    cluster = step.state.cluster
+    name = str(job.key)
+    if name in cluster.placed:
+        _note_company(step, groups.group_of(cluster, name))
+        step.state.is_replan_due = True
+    note_free(step, groups.leave(cluster, name))
+    step.has_new_room = True
+
+
+def note_free(step: Step, nodes: list[NodeId]) -> None:
+    """One that came back as of another pool, while a group held it, is of that from now on."""
+    cluster = step.state.cluster
+    for name in nodes:
+        host, pool = cluster.hosts[name], step.node(name).pool
+        if host.is_up and host.pool != pool:
+            groups.host_up(cluster, replace(host, pool=pool))
+
+
+def spans(step: Step, spec: DeploymentSpec, member: Member) -> list[Span]:
+    """Of the nodes that its job is pinned to, the least loaded."""
+    return _spans(step, spec, member.nodes[spec.pool])
+
+
+def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
+    if spec.num_nodes < len(nodes):
+        load = {name: sum(len(d.placed) for d in step.node(name).devices) for name in nodes}
+        chosen = set(sorted(nodes, key=lambda name: load[name])[: spec.num_nodes])
+        nodes = [name for name in nodes if name in chosen]
+    num_devices = groups.devices_per_node(spec)
+    return [Span(name, _least_loaded(step, name, num_devices)) for name in nodes]
+
+
+def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
+    devices = step.node(node).devices
+    by_load = sorted(range(len(devices)), key=lambda i: (len(devices[i].placed), i))
+    return sorted(by_load[:num_devices])
+
+
+# --- deployments that come and go while their job runs --------------------------------------------
+
+
+def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorInfo:
+    """One more deployment of a job that has a place: on its own nodes, else on others of its group,
+    else on free ones."""
+    cluster = step.state.cluster
+    need = Need(spec.num_nodes, groups.devices_per_node(spec), spec.host_bytes)
+    asked = Member(job=str(job.key), slo=0.0, needs={spec.pool: need})
+    nowhere = admission.fits_nowhere(cluster, asked)
+    if isinstance(nowhere, Waits):
+        return ErrorInfo(
+            Code.UNAVAILABLE,
+            f"there is no node for it: {nowhere.why}",
+            field="spec.pool",
+            remedy=f"start a node of it; known pools: {known_pools(cluster)}",
+        )
+    if nowhere is not None:
+        return ErrorInfo(
+            nowhere.error.code,
+            nowhere.error.message,
+            field="spec.layout",
+            remedy=nowhere.error.remedy,
+        )
+    group = groups.group_of(cluster, str(job.key))
+    own = group.members[str(job.key)].nodes.get(spec.pool, [])
+    among = admission.nodes_among(cluster, group, asked, first=own, beside=True)
+    if among is None:
+        return ErrorInfo(
+            Code.RESOURCE_EXHAUSTED,
+            f"every node of pool {spec.pool!r} that could take it is another job's",
+            field="spec.pool",
+            remedy="try again once one of those jobs has ended",
+        )
+    return _spans(step, spec, among[spec.pool])
+
+
+def extend(step: Step, job: Job, deployment: Deployment, where: list[Span]) -> None:
+    """Args: where: as `room_for` answered."""
+    wpgs.place(step, deployment, where)
+    repin(step, job)
+
+
+def repin(step: Step, job: Job) -> None:
+    """Its deployments are not what they were: nodes that it does not use are released, and what it
+    asks for while it waits is another."""
+    cluster = step.state.cluster
+    name = str(job.key)
+    if name not in cluster.placed:
+        for member in cluster.waiting:
+            if member.job == name:
+                member.needs = groups.needs_of(job.spec.deployments)
+        step.has_new_room = True
+        return
+    alive = [d for d in step.deployments_of(job.key) if d.state is not WpgState.STOPPED]
+    if not alive:
+        return
+    nodes: dict[str, list[NodeId]] = {}
+    for deployment in alive:
+        pool = deployment.spec.pool
+        names = nodes.setdefault(pool, [])
+        names += [span.node for span in target(deployment) if span.node not in names]
+    needs = groups.needs_of(d.spec for d in alive)
+    note_free(step, groups.repin(cluster, name, needs, nodes))
+    step.changed_jobs.add(name)
+    step.has_new_room = True
+
+
+# --- in words ------------------------------------------------------------------------------------
+
+
+def describe(step: Step, job: Job) -> str:
+    """Where a job is, with whom and why; empty: it has no place. Jobs of other tenants are counted
+    and not named."""
+    cluster = step.state.cluster
+    name = cluster.placed.get(str(job.key))
+    if name is None:
+        return ""
+    group = cluster.groups[name]
+    member = group.members[str(job.key)]
+    nodes = sorted(member.nodes.items())
+    where = "; ".join(f"{pool}: {', '.join(names)}" for pool, names in nodes)
+    why = f" (when it came: {job.why_here})" if job.why_here else ""
+    measured = "" if member.cycle else ", its cycle is being measured"
+    return f"group {name}, {where}{_others(job, group.members)}{why}{measured}"
+
+
+def _note_company(step: Step, group: Group) -> None:
+    """Somebody comes or goes: what the others' views say of their company is stale."""
+    if len(group.members) <= _FEW + 1:
+        step.changed_jobs.update(group.members)
+
+
+def _others(job: Job, members: Collection[str]) -> str:
+    if len(members) > _FEW:
+        return f", with {_FEW} others or more"
+    prefix = f"{job.key.tenant}."
+    own = [m.removeprefix(prefix) for m in members if m.startswith(prefix) and m != str(job.key)]
+    num_foreign = sum(not m.startswith(prefix) for m in members)
+    named = [*own, *([f"{num_foreign} of other tenants"] if num_foreign else [])]
+    return f", with {', '.join(named)}" if named else ", alone"
+
+
+def known_pools(cluster: Cluster) -> str:
+    return ", ".join(sorted({host.pool for host in cluster.hosts.values()})) or "none"

@@ -1,0 +1,253 @@
+"""Nodes that are to be left: one that is drained on request, one that does not come back.
+
+A node that is drained takes nothing new, and each deployment on it moves to another of its pool,
+its state with it, as soon as there is room: on the nodes of its own group, on free ones, else where
+its job would be placed anew. It stays drained until that is undone, whatever becomes of its agent.
+
+Of a node that is away for longer than a grace, what can be rebuilt without it goes elsewhere: what
+has a copy of its seal on another node, or never had a seal. The rest waits for it. Once it counts
+as gone for good, what it alone had is lost: jobs that need that fall back, whole, to their last
+checkpoint, or fail. Whatever of it comes back later is told to forget.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.api import NodeStatus
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import NodeDrainRequested
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.scheduler.core.durability import replicas, seals
+from phaseloom.scheduler.core.placement import assignment, repack
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.cluster import Member
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.node import Closing, Leave, Node
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.wpgs import moves, wpgs
+
+
+def requested(step: Step, event: NodeDrainRequested) -> None:
+    """An operator has said what is to become of a node."""
+    node = step.state.nodes.get(event.node)
+    error = _refusal(step, node, event)
+    if node is None or error is not None:
+        step.emit(outputs.Answer(event.request, error=error))
+        return
+    if event.undo:
+        _undo(step, node)
+    else:
+        _close(step, node, Closing.GONE if event.gone else Closing.DRAIN)
+        go_on(step)
+    step.emit(outputs.Answer(event.request, node=status(step, node.node)))
+
+
+def _refusal(step: Step, node: Node | None, event: NodeDrainRequested) -> ErrorInfo | None:
+    if node is None:
+        return ErrorInfo(
+            Code.NOT_FOUND,
+            f"node {event.node} is not known",
+            field="node",
+            remedy=f"known nodes: {', '.join(sorted(step.state.nodes)) or 'none'}",
+        )
+    if event.gone and node.is_up:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"node {node.node} is up",
+            field="gone",
+            remedy="drain it; say that it is gone once it is",
+        )
+    if not event.undo and not event.gone and not step.state.cluster.hosts[node.node].can_move:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"the state manager of node {node.node} cannot hand over what it has",
+            field="node",
+            remedy="finish or cancel the jobs on it",
+        )
+    return None
+
+
+def _close(step: Step, node: Node, why: Closing) -> None:
+    known = step.state.closing.get(node.node)
+    was_drained = known is not None and known.is_drained
+    is_asked = why is Closing.DRAIN
+    if is_asked and not was_drained:
+        step.tell("node draining", "on request", node.node)
+    if known is not None and (is_asked or known.why is why):
+        known.is_drained = was_drained or is_asked
+        return
+    step.state.closing[node.node] = Leave(why, is_drained=was_drained or is_asked)
+    step.has_new_room = True
+    if is_asked:
+        groups.host_down(step.state.cluster, node.node)
+    elif why is Closing.GONE:
+        step.tell("node gone", "it does not come back: what it alone had is lost", node.node)
+        _write_off(step, node.node)
+
+
+def _undo(step: Step, node: Node) -> None:
+    leave = step.state.closing.get(node.node)
+    if leave is None or not leave.is_drained:
+        return
+    leave.is_drained = False
+    step.tell("node not drained any more", "on request", node.node)
+    if leave.why is not Closing.DRAIN:
+        return  # it is away: it may be used again once it is back
+    del step.state.closing[node.node]
+    if node.is_up:
+        cluster = step.state.cluster
+        groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))
+        step.has_new_room = True
+
+
+def missed(step: Step, what: str, name: str, revision: int) -> None:
+    """A node has been away for as long as its timer took."""
+    node = step.state.nodes.get(name)
+    if node is None or node.is_up or node.revision != revision:
+        return
+    leave = step.state.closing.get(node.node)
+    if what == Closing.GONE or leave is None or leave.why is Closing.DRAIN:
+        _close(step, node, Closing(what))
+
+
+def go_on(step: Step) -> None:
+    """Have whatever can leave the closed nodes do so, and copies made of what counts there. Called
+    where there may be new room."""
+    for name, leave in sorted(step.state.closing.items()):
+        for job in _jobs_on(step, name):
+            _leave(step, job, name, leave.why)
+    replicas.go_on(step)
+    for name, leave in sorted(step.state.closing.items()):
+        is_in_use = bool(_deployments_on(step, name)) or bool(replicas.counted_on(step, name))
+        if not leave.is_told and not is_in_use:
+            leave.is_told = True
+            step.tell("node is empty", f"nothing is on it any more ({leave.why})", name)
+
+
+def _jobs_on(step: Step, node: NodeId) -> list[Job]:
+    """Jobs that are pinned to it."""
+    cluster = step.state.cluster
+    group = cluster.groups.get(cluster.hosts[node].group)
+    members = [] if group is None else group.members.values()
+    pinned = [m.job for m in members if any(node in names for names in m.nodes.values())]
+    return [step.state.jobs[name] for name in pinned]
+
+
+def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
+    """Those that are on it, or on their way to it."""
+    return [
+        deployment
+        for deployment in step.state.deployments.values()
+        if deployment.state is not WpgState.STOPPED
+        and (
+            node in deployment.nodes
+            or any(span.node == node for span in assignment.target(deployment))
+        )
+    ]
+
+
+def _write_off(step: Step, node: NodeId) -> None:
+    """What only this node had of a deployment does not come back."""
+    for deployment in step.state.deployments.values():
+        if deployment.state is WpgState.STOPPED:
+            continue
+        had_seal = deployment.seal_seq > 0
+        if node in seals.nodes_with(deployment) and node not in deployment.nodes:
+            seals.forget_at(step, deployment, node)  # it is told so once it is back
+        deployment.copies = [
+            [name for name in seals.holders(deployment, index) if name != node]
+            for index in range(len(deployment.spans) if had_seal else 0)
+        ]
+        deployment.left = [name for name in deployment.left if name != node]
+        if had_seal and not all(deployment.copies):
+            step.unrecoverable[deployment.job_name] = ErrorInfo(
+                Code.DATA_LOSS,
+                f"node {node} is gone, and no other one has the seal of {deployment.name}",
+                remedy="submit jobs with durability `remote` where nodes may be lost for good",
+                details={"node": node, "deployment": deployment.name},
+            )
+
+
+def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
+    """Move what a job has on the node to others, if they have room."""
+    there = [
+        deployment
+        for deployment in step.deployments_of(job.key)
+        if any(span.node == node for span in assignment.target(deployment))
+        and deployment.state is not WpgState.STOPPED
+    ]
+    if not there:
+        assignment.repin(step, job)
+        return
+    if why is Closing.AWAY and not all(_needs_no(node, deployment) for deployment in there):
+        return
+    if not _leave_within_group(step, job, node, there):
+        _leave_group(step, job, node)
+
+
+def _needs_no(node: NodeId, deployment: Deployment) -> bool:
+    """Whether it can be rebuilt without this node."""
+    parts = range(len(deployment.spans) if deployment.seal_seq else 0)
+    return all(set(seals.holders(deployment, index)) - {node} for index in parts)
+
+
+def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:
+    """To other nodes of its group, or to free ones that join it."""
+    cluster = step.state.cluster
+    group = groups.group_of(cluster, str(job.key))
+    member = group.members[str(job.key)]
+    pool = cluster.hosts[node].pool
+    others = [name for name in member.nodes[pool] if name != node]
+    asked = Member(job=member.job, slo=0.0, needs={pool: member.needs[pool]})
+    among = admission.nodes_among(cluster, group, asked, first=others)
+    if among is None or not all(cluster.hosts[name].can_move for name in among[pool]):
+        return False
+    chosen = [*others, *(name for name in among[pool] if name not in others)]
+    released = groups.repin(cluster, member.job, member.needs, {**member.nodes, pool: chosen})
+    assignment.note_free(step, released)
+    step.tell("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
+    for deployment in there:
+        wpgs.move(step, deployment, assignment.spans(step, deployment.spec, member))
+    step.changed_jobs.update(group.members)
+    return True
+
+
+def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
+    """Where it would be placed, were it new."""
+    part = groups.movable(step.state.cluster)
+    if str(job.key) not in part.placed:
+        return False
+    _, placed = repack.placed_anew(step, part, job)
+    if placed is None or any(node in names for names in placed.nodes.values()):
+        return False
+    assignment.move(step, job, replace(placed, why=f"{node} is left; {placed.why}"))
+    return True
+
+
+def status(step: Step, name: NodeId) -> NodeStatus:
+    """What is to be told of a node. Reads only."""
+    node = step.state.nodes[name]
+    leave = step.state.closing.get(name)
+    deployments = _deployments_on(step, name)
+    waits = [] if leave is None else [_why_there(step, d, name) for d in deployments]
+    if leave is not None and leave.why is Closing.DRAIN:
+        waits += replicas.counted_on(step, name)
+    return NodeStatus(
+        node=name,
+        is_up=node.is_up,
+        is_draining=leave is not None and leave.is_drained,
+        is_gone=leave is not None and leave.why is Closing.GONE,
+        deployments=[deployment.key for deployment in deployments],
+        waits_for=waits,
+    )
+
+
+def _why_there(step: Step, deployment: Deployment, node: NodeId) -> str:
+    if deployment.moving is not None and all(s.node != node for s in deployment.moving.spans):
+        return f"{deployment.name} moves {moves.describe(deployment)}"
+    job = JobKey(deployment.key.tenant, deployment.key.job)
+    return f"{deployment.name}: no other node of pool {deployment.spec.pool!r} has room for {job}"

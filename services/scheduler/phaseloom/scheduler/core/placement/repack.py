@@ -1,0 +1,252 @@
+"""Jobs that have a place get another: once their cycle is known, when it drifts, when others left.
+
+A job that was measured on nodes of its own asks the policy again, and goes where that is cheaper
+(PlexRL §4.3). One that drifts so far that its group cannot carry it any more is placed anew, that
+one alone (WEAVE §5.3). And where the policy plans for the whole cluster, it does so whenever a job
+has come or left, on a copy, beside the scheduler's loop: what it answers is an event, and a move is
+made only if the groups and nodes that it touches are as they were. Jobs move between nodes that
+can; what is elsewhere stays where it is.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.events import PhaseTrace, PlannedMove, ReplanComputed
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.scheduler.core.placement import assignment
+from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.planning.weave.timing import is_overloaded
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Group,
+    Host,
+    Member,
+    Move,
+    Need,
+    Placed,
+    Pool,
+)
+from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.outputs import ComputeReplan
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED
+from phaseloom.scheduler.core.state.tree import State
+
+WORTH = 1e-6
+"""Of the cost of what is moved: a saving below that is rounding."""
+
+# --- one job, whose cycle is news ----------------------------------------------------------------
+
+
+def traced(step: Step, trace: PhaseTrace) -> None:
+    """The profiler has something to say of a job."""
+    name = str(trace.job)
+    job = step.state.jobs.get(name)
+    if job is None or job.state in JOB_ENDED:
+        return
+    step.state.traces[name] = trace
+    cycle = admission.cycle_of(trace)
+    if cycle is None or name not in step.state.cluster.placed:
+        return
+    group = groups.group_of(step.state.cluster, name)
+    known = group.members[name].cycle
+    if known is None:
+        groups.set_cycle(step.state.cluster, name, cycle)
+        _profiled(step, job)
+    elif trace.drift or trace.period_s > admission.worst_period_s(known):
+        was_overloaded = _is_overloaded(step, group)
+        groups.set_cycle(step.state.cluster, name, cycle)
+        if not was_overloaded and _is_overloaded(step, group):
+            _resubmit(step, job, cycle.period_s)
+    elif cycle.num_optim_steps != known.num_optim_steps:
+        recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
+        groups.set_cycle(step.state.cluster, name, recounted)
+    else:
+        return
+    assignment.count_iterations(step, job)
+    step.changed_jobs.add(name)
+    step.has_new_room = True
+
+
+def _profiled(step: Step, job: Job) -> None:
+    """Its nodes are open to others; it goes to others where that is cheaper."""
+    member = _member(step, job)
+    assert member.cycle is not None
+    step.tell("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
+    if not _can_move(step.state.cluster, member):
+        return
+    before = groups.movable(step.state.cluster)
+    if member.job not in before.placed:
+        return  # another of its group is where nothing moves
+    after, placed = placed_anew(step, before, job)
+    if placed is not None and groups.cost(after) < groups.cost(before) * (1 - WORTH):
+        assignment.move(step, job, placed)
+
+
+def _is_overloaded(step: Step, group: Group) -> bool:
+    """By the bound that the policy places by: what it lets in is not overloaded."""
+    cluster = step.state.cluster
+    own = assignment.policy_of(step).is_overloaded
+    return own(cluster, group) if own else is_overloaded(group, cluster.limits.switch_s)
+
+
+def _resubmit(step: Step, job: Job, period_s: float) -> None:
+    member = _member(step, job)
+    drifted = f"its cycle takes {period_s:.3g} s now, more than its group has room for"
+    placed: Placed | None = None
+    part = groups.movable(step.state.cluster)
+    if member.job in part.placed:
+        _, placed = placed_anew(step, part, job)
+    if placed is not None and not _is_there(member, placed):
+        assignment.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
+    else:
+        step.tell("job drifted", f"{drifted}, and there is no other place for it", member.job)
+
+
+def placed_anew(step: Step, part: Cluster, job: Job) -> tuple[Cluster, Placed | None]:
+    """Where the policy would place it, were it new; and the cluster with it there."""
+    after = groups.copy(part)
+    member = groups.group_of(after, str(job.key)).members[str(job.key)]
+    groups.leave(after, member.job)
+    member = replace(member, nodes={}, shift_s=0.0)
+    decision = admission.decide(after, member, assignment.policy_of(step))
+    if not isinstance(decision, Placed):
+        return after, None
+    groups.join(after, member, decision)
+    return after, decision
+
+
+def _member(step: Step, job: Job) -> Member:
+    return groups.group_of(step.state.cluster, str(job.key)).members[str(job.key)]
+
+
+def _is_there(member: Member, placed: Placed) -> bool:
+    there = {pool: set(names) for pool, names in placed.nodes.items()}
+    return there == {pool: set(names) for pool, names in member.nodes.items()}
+
+
+def _can_move(cluster: Cluster, member: Member) -> bool:
+    return all(cluster.hosts[name].can_move for names in member.nodes.values() for name in names)
+
+
+# --- the whole cluster, beside the loop ----------------------------------------------------------
+
+
+def ask(step: Step) -> None:
+    """Have moves computed where a job has come or left and the policy plans for the whole cluster.
+    One at a time: who comes or leaves meanwhile has it computed again."""
+    state = step.state
+    if not state.is_replan_due or state.replanning:
+        return
+    state.is_replan_due = False
+    hosts = state.cluster.hosts.values()
+    if assignment.policy_of(step).replan is None or not any(host.can_move for host in hosts):
+        return
+    asked = _question(state, step.sequence)
+    if asked.cluster.groups:
+        state.replanning = step.sequence
+        step.emit(asked)
+
+
+def unanswered(state: State) -> ComputeReplan | None:
+    """What was asked and may be computed nowhere any more: its asker has died. It is to be answered
+    though there may be nothing to plan any more: nothing else is asked before."""
+    return _question(state, state.replanning) if state.replanning else None
+
+
+def _question(state: State, as_of: int) -> ComputeReplan:
+    assert state.config is not None
+    return ComputeReplan(as_of, state.config.placement, groups.movable(state.cluster))
+
+
+def compute(asked: ComputeReplan) -> ReplanComputed:
+    """What the policy would move. Pure, and as long as it takes: not for the scheduler's loop."""
+    replan = PLACEMENT[asked.placement].replan
+    versions = {name: group.version for name, group in asked.cluster.groups.items()}
+    homes = dict(asked.cluster.placed)
+    moves = replan(groups.copy(asked.cluster)) if replan is not None else []
+    touched = {homes[move.job] for move in moves} | {move.placed.group for move in moves}
+    return ReplanComputed(
+        as_of=asked.as_of,
+        moves=[_planned(move) for move in moves],
+        num_groups=asked.cluster.num_groups,
+        versions={name: version for name, version in versions.items() if name in touched},
+    )
+
+
+def _planned(move: Move) -> PlannedMove:
+    placed = move.placed
+    job = JobKey(*move.job.split("."))
+    return PlannedMove(job, placed.group, placed.nodes, placed.why, placed.shift_s)
+
+
+def answered(step: Step, event: ReplanComputed) -> None:
+    """Make those of the moves that still hold."""
+    state = step.state
+    if event.as_of != state.replanning:
+        return  # answered twice, by two that led
+    state.replanning = 0
+    plan = _Plan(step, event)
+    for move in event.moves:
+        plan.make(move)
+    if plan.num_left_out:
+        reason = f"{plan.num_left_out} of {len(event.moves)}: their groups have changed since"
+        step.tell("moves left out", reason)
+
+
+class _Plan:
+    """Moves that build on one another: what one leaves out, those behind it do not touch."""
+
+    def __init__(self, step: Step, event: ReplanComputed) -> None:
+        self._step = step
+        self._num_groups = event.num_groups
+        self.num_left_out = 0
+        known = step.state.cluster.groups
+        self._as_planned = {
+            name: name
+            for name, version in event.versions.items()
+            if name in known and known[name].version == version
+        }
+        """The plan's name of a group → its name, of those that are as the plan has them."""
+
+    def make(self, move: PlannedMove) -> None:
+        made = ""
+        if not move.group:
+            self._num_groups += 1
+            made = f"g{self._num_groups}"
+        cluster = self._step.state.cluster
+        source = cluster.placed.get(str(move.job), "")
+        target = self._as_planned.get(move.group, "")
+        if not self._holds(source, target, move):
+            self.num_left_out += 1
+            self._as_planned = {
+                plans: ours
+                for plans, ours in self._as_planned.items()
+                if ours not in (source, target)
+            }
+            return
+        job = self._step.state.jobs[str(move.job)]
+        placed = Placed(target, move.nodes, move.why, move.shift_s)
+        assignment.move(self._step, job, placed)
+        self._as_planned[made or move.group] = cluster.placed[str(move.job)]
+
+    def _holds(self, source: str, target: str, move: PlannedMove) -> bool:
+        cluster = self._step.state.cluster
+        if source not in self._as_planned.values() or source == target:
+            return False
+        if move.group and target not in cluster.groups:
+            return False
+        needs = cluster.groups[source].members[str(move.job)].needs
+        return move.nodes.keys() == needs.keys() and all(
+            self._takes(cluster.hosts[name], pool, needs[pool], target)
+            for pool, names in move.nodes.items()
+            for name in names
+        )
+
+    def _takes(self, host: Host, pool: Pool, need: Need, group: str) -> bool:
+        """A node may have come back as another, or another deployment may still be on it."""
+        free = self._step.state.cluster.free.get(pool, [])
+        is_there = host.pool == pool and admission.is_usable(host, need) and host.can_move
+        return is_there and (host.group == group if host.group else host.node in free)

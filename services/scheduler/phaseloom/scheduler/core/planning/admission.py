@@ -1,0 +1,346 @@
+"""Whether a job gets a place: what is the same under every placement policy.
+
+A job asks for nodes that exist, a job without a known cycle gets nodes of its own where there are
+free ones, and everything else is the policy's. Plain functions on the cluster, usable without a
+core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import PhaseTrace
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle, Segment
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Group,
+    Host,
+    Member,
+    Need,
+    Placed,
+    Placement,
+    Pool,
+    Refused,
+    Waits,
+)
+
+
+def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
+    """Where a job goes now.
+
+    A job that is measured has its nodes to itself only as long as nobody else has no place: where
+    the policy finds none, it is asked again with the closed groups open. A job that is to be
+    measured itself finds them open at once: a cycle is measured net of waiting, and where all
+    groups are alike they fill evenly.
+    """
+    nowhere = fits_nowhere(cluster, member)
+    if nowhere is not None:
+        return nowhere
+    if member.cycle is None:
+        return nodes_of_its_own(cluster, member) or _place_among_all(cluster, member, policy)
+    decision = policy.place(cluster, member)
+    if isinstance(decision, Waits) and any(group.is_closed for group in cluster.groups.values()):
+        decision = _place_among_all(cluster, member, policy)
+    return decision
+
+
+def _place_among_all(cluster: Cluster, member: Member, policy: Placement) -> Decision:
+    """Closed groups are open to it; one that it does not join stays as it is."""
+    closed = [group for group in cluster.groups.values() if group.is_closed]
+    for group in closed:
+        group.is_closed = False
+    decision = policy.place(cluster, member)
+    for group in closed:
+        group.is_closed = True
+    return decision
+
+
+def fits_nowhere(cluster: Cluster, member: Member) -> Waits | Refused | None:
+    """Why no node of some pool can take the job, whatever runs there."""
+    for pool, need in sorted(member.needs.items()):
+        if any(is_usable(cluster.hosts[name], need) for name in cluster.free.get(pool, [])):
+            continue
+        hosts = [host for host in cluster.hosts.values() if host.pool == pool]
+        if any(is_usable(host, need) for host in hosts):
+            continue
+        refused = _too_small(pool, need, hosts)
+        if refused is not None:
+            return refused
+        return Waits(f"pool {pool!r}: {_why_none(hosts)}")
+    return None
+
+
+def is_usable(host: Host, need: Need) -> bool:
+    """Whether the node is up and has what the job takes of one, were it alone there."""
+    return host.is_up and _is_large_enough(host, need)
+
+
+def _is_large_enough(host: Host, need: Need) -> bool:
+    return host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
+
+
+def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
+    """As far as the pool's nodes are known, no one is large enough."""
+    if not hosts or any(_is_large_enough(host, need) for host in hosts):
+        return None
+    most = max(host.num_devices for host in hosts)
+    if most < need.num_devices:
+        what = f"takes {need.num_devices} devices of one node of pool {pool!r}"
+        has = f"no node has more than {most}"
+        remedy = f"lay it out over at most {most} ranks a node, or start a node with "
+        remedy += f"{need.num_devices} devices"
+    else:
+        most = max(h.host_bytes for h in hosts if h.num_devices >= need.num_devices)
+        what = f"takes {need.host_bytes} bytes of host memory of one node of pool {pool!r}"
+        has = f"no node with {need.num_devices} devices has more than {most}"
+        remedy = f"spread it over more nodes, or start a node with {need.host_bytes} bytes"
+    error = ErrorInfo(
+        Code.RESOURCE_EXHAUSTED,
+        f"the job {what}, where {has}",
+        field="spec.deployments",
+        remedy=remedy,
+    )
+    return Refused(error)
+
+
+def _why_none(hosts: list[Host]) -> str:
+    if not hosts:
+        return "no node has ever declared it"
+    if any(host.is_up for host in hosts):
+        return "every node of it that is large enough is down or drained"
+    return "every node of it is down or drained"
+
+
+def nodes_of_its_own(cluster: Cluster, member: Member) -> Placed | None:
+    """A cold start: free nodes, where there are enough, until a clean cycle is measured
+    (PlexRL §4.3, WEAVE §4.2)."""
+    nodes: dict[Pool, list[NodeId]] = {}
+    for pool, need in member.needs.items():
+        free = [cluster.hosts[name] for name in cluster.free.get(pool, [])]
+        fitting = [host for host in free if is_usable(host, need)]
+        if len(fitting) < need.num_nodes:
+            return None
+        fitting.sort(key=lambda host: (host.num_devices, host.price_per_hour, host.node))
+        nodes[pool] = [host.node for host in fitting[: need.num_nodes]]
+    return Placed("", nodes, "free nodes, for it alone at first")
+
+
+def nodes_among(
+    cluster: Cluster,
+    group: Group,
+    member: Member,
+    *,
+    first: Sequence[NodeId] = (),
+    beside: bool = False,
+) -> dict[Pool, list[NodeId]] | None:
+    """Nodes of a group for what a job needs, free ones beside them where it has not enough.
+
+    Those that the fewest members are pinned to, among those whose host memory holds all of them.
+    Args:    first: preferred.
+             beside: what it needs comes beside what its job has there; else in its stead.
+    Returns: None where it does not fit.
+    """
+    nodes: dict[Pool, list[NodeId]] = {}
+    for pool, need in member.needs.items():
+        ranked = []
+        for name in group.nodes.get(pool, []):
+            users = [m for m in group.members.values() if name in m.nodes.get(pool, [])]
+            others = [m for m in users if beside or m.job != member.job]
+            used_bytes = sum(m.needs[pool].host_bytes for m in others)
+            host = cluster.hosts[name]
+            if is_usable(host, need) and used_bytes + need.host_bytes <= host.host_bytes:
+                ranked.append((name not in first, len(users), name))
+        own = [name for _, _, name in sorted(ranked)]
+        free = [n for n in cluster.free.get(pool, []) if is_usable(cluster.hosts[n], need)]
+        nodes[pool] = [*own, *free][: need.num_nodes]
+        if len(nodes[pool]) < need.num_nodes:
+            return None
+    return nodes
+
+
+def blocked_pools(cluster: Cluster, waiting: Member) -> set[Pool]:
+    """Those of which jobs behind one that waits get nothing, where none may be overtaken: all that
+    it needs. Where it waits for more nodes to come up it holds nobody back: no end of a job helps.
+    """
+    is_served = all(_has_enough(cluster, pool, need) for pool, need in waiting.needs.items())
+    return set(waiting.needs) if is_served else set()
+
+
+def _has_enough(cluster: Cluster, pool: Pool, need: Need) -> bool:
+    """Whether the pool's nodes could take the job, whatever runs there."""
+    usable = (h for h in cluster.hosts.values() if h.pool == pool and is_usable(h, need))
+    return len(list(islice(usable, need.num_nodes))) == need.num_nodes
+
+
+# --- what a job does -----------------------------------------------------------------------------
+
+
+def cycle_of(trace: PhaseTrace) -> Cycle | None:
+    """A cycle as the profiler measured it, net of waiting and switches; None: none was found.
+
+    The excess of the worst case is spread over the segments by their duration.
+    """
+    if trace.period_s <= 0:
+        return None
+    worst = max(1.0, trace.worst_period_s / trace.period_s)
+    segments = [
+        Segment(pool, offset_s, duration_s, worst_s=worst * duration_s)
+        for segment in trace.segments
+        for pool, offset_s, duration_s in _within(segment, trace.period_s)
+    ]
+    segments.sort(key=lambda s: (s.offset_s, s.pool))
+    return Cycle(trace.period_s, segments, max(1, trace.num_optim_steps))
+
+
+def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, float]]:
+    """What runs into the next cycle is this one's from its beginning on."""
+    offset_s = segment.offset_s % period_s
+    duration_s = min(segment.duration_s, period_s)
+    over_s = offset_s + duration_s - period_s
+    if over_s > 0:
+        yield segment.pool, 0.0, over_s
+        duration_s -= over_s
+    if duration_s > 0:
+        yield segment.pool, offset_s, duration_s
+
+
+def worst_period_s(cycle: Cycle) -> float:
+    """How long a cycle takes where each segment takes its worst time, one after the other."""
+    excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in cycle.segments if s.worst_s)
+    return cycle.period_s + excess_s
+
+
+# --- the duty-ratio bound ------------------------------------------------------------------------
+
+_NUM_CYCLES = 8
+"""Of each member, of which the second half counts: by then they have settled."""
+_MAX_SEGMENTS = 4096
+"""Simulated at most, whatever the ratio of the members' periods."""
+
+
+def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str, float]:
+    """Share of each member's time that it is predicted to wait for the others (PlexRL §7.2).
+
+    The paper bounds it and does not say how it is predicted. Here the members' cycles are run
+    against one another, first come first served on each node, all nodes of a segment at once,
+    each cycle beginning where the one before it ended; the first begin at the members' shifts.
+    Usual durations, not the worst: a share of a long run is asked for.
+
+    Args:   members: with the nodes that they are, or would be, pinned to; one whose cycle is not
+                known is left out.
+            switch_s: charged to a segment on a node that another member used last.
+    Cost:   O(n log n) in the segments of about eight cycles of each.
+    """
+    runs = [_Run(m.job, m.cycle, m.nodes, m.shift_s) for m in members if m.cycle is not None]
+    used: dict[NodeId, _Busy] = {}
+    for run in runs:
+        for name in {name for names in run.nodes.values() for name in names}:
+            used.setdefault(name, _Busy()).num_members += 1
+    if all(busy.num_members < 2 for busy in used.values()):
+        return {run.job: 0.0 for run in runs}
+    ready: list[tuple[float, int, int]] = []
+    for rank, run in enumerate(runs):
+        for index in run.begin(run.began_s):
+            heappush(ready, (run.ready_s(index), rank, index))
+    for _ in range(_MAX_SEGMENTS):
+        if not ready or all(len(run.lates_s) >= _NUM_CYCLES for run in runs):
+            break
+        ready_s, rank, index = heappop(ready)
+        run = runs[rank]
+        end_s = _serve(run, index, ready_s, used, switch_s)
+        for following in run.ended(index, end_s):
+            heappush(ready, (run.ready_s(following), rank, following))
+    return {run.job: run.share for run in runs}
+
+
+@dataclass(slots=True)
+class _Busy:
+    """A node."""
+
+    until_s: float = 0.0
+    last: str = ""
+    """Who used it last."""
+    num_members: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """A member going through its cycle again and again."""
+
+    job: str
+    cycle: Cycle
+    nodes: dict[Pool, list[NodeId]]
+    began_s: float
+    lates_s: list[float] = field(default_factory=list)
+    """By how much each cycle so far took longer than alone."""
+    ends_s: dict[int, float] = field(default_factory=dict)
+    """Of the segments of this one that have run."""
+    begun: set[int] = field(default_factory=set)
+
+    @property
+    def share(self) -> float:
+        settled_s = self.lates_s[len(self.lates_s) // 2 :]
+        late_s = sum(settled_s)
+        return late_s / (late_s + max(1, len(settled_s)) * self.cycle.period_s)
+
+    def begin(self, at_s: float) -> list[int]:
+        """The next cycle. Returns: its segments that come after no other."""
+        self.began_s = at_s
+        self.ends_s = {}
+        self.begun = {i for i in range(len(self.cycle.segments)) if not self._before(i)}
+        return sorted(self.begun)
+
+    def _before(self, index: int) -> list[int]:
+        """Segments that end before this one begins: it waits for them."""
+        segments = self.cycle.segments
+        at_s = segments[index].offset_s + 1e-9 * self.cycle.period_s
+        return [i for i, s in enumerate(segments) if i != index and _end_s(s) <= at_s]
+
+    def ready_s(self, index: int) -> float:
+        """As much after what comes before it as in the cycle alone."""
+        offset_s = self.cycle.segments[index].offset_s
+        late_s = max((self._late_s(i) for i in self._before(index)), default=0.0)
+        return self.began_s + offset_s + late_s
+
+    def _late_s(self, index: int) -> float:
+        planned_s = self.began_s + _end_s(self.cycle.segments[index])
+        return max(0.0, self.ends_s[index] - planned_s)
+
+    def ended(self, index: int, end_s: float) -> list[int]:
+        """Returns: the segments that are ready by that, of the next cycle after the last."""
+        self.ends_s[index] = end_s
+        segments = self.cycle.segments
+        if len(self.ends_s) == len(segments):
+            late_s = max(self._late_s(i) for i in self.ends_s)
+            self.lates_s.append(late_s)
+            return self.begin(self.began_s + self.cycle.period_s + late_s)
+        left = [i for i in range(len(segments)) if i not in self.begun]
+        following = [i for i in left if all(before in self.ends_s for before in self._before(i))]
+        self.begun.update(following)
+        return following
+
+
+def _end_s(segment: Segment) -> float:
+    return segment.offset_s + segment.duration_s
+
+
+def _serve(
+    run: _Run, index: int, ready_s: float, used: dict[NodeId, _Busy], switch_s: float
+) -> float:
+    """Run a segment once all of its nodes are free. Returns: when it ends."""
+    segment = run.cycle.segments[index]
+    nodes = [used[name] for name in run.nodes.get(segment.pool, [])]
+    start_s = max([ready_s, *(node.until_s for node in nodes)])
+    if any(node.last not in ("", run.job) for node in nodes):
+        start_s += switch_s
+    end_s = start_s + segment.duration_s
+    for node in nodes:
+        node.until_s = end_s
+        node.last = run.job
+    return end_s

@@ -1,0 +1,321 @@
+"""Node groups: who shares which nodes. Plain functions on the cluster that placement sees.
+
+A job that has a place is a member of one group and pinned to nodes of it; a node belongs to one
+group or is free. The nodes of a group are exactly those that its members are pinned to: with the
+last member of a node the node is released, with the last of a group the group (WEAVE §5.3).
+A node that is down keeps its group, whose members wait for it; released, it is free once it is up.
+
+Usable without a core. Lists of nodes are replaced and never changed in place, so that copies share
+them. Cost: of `join` and `leave`, linear in the group; of `copy`, in the cluster.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from copy import copy as shallow
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec
+from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
+
+# --- what a job needs ----------------------------------------------------------------------------
+
+
+def member_of(job: JobKey, spec: JobSpec, submitted_s: float = 0.0) -> Member:
+    """The job as placement sees it, without a place."""
+    return Member(
+        job=str(job),
+        slo=spec.slo,
+        needs=needs_of(spec.deployments),
+        cycle=spec.cycle,
+        submitted_s=submitted_s,
+        num_iterations=iterations_of(spec.cycle, spec.duration_s),
+    )
+
+
+def iterations_of(cycle: Cycle | None, duration_s: float) -> int:
+    """How many a job will do that takes so long alone; 0: not known."""
+    if cycle is None or not duration_s:
+        return 0
+    excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in cycle.segments if s.worst_s)
+    return max(1, round(duration_s / (cycle.period_s + excess_s)))
+
+
+def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
+    """What deployments of one job take together: on the same nodes, their host memory added up."""
+    needs: dict[Pool, Need] = {}
+    for spec in sorted(specs, key=lambda spec: spec.pool):
+        before = needs.get(spec.pool, Need(0, 0, 0))
+        needs[spec.pool] = Need(
+            num_nodes=max(before.num_nodes, spec.num_nodes),
+            num_devices=max(before.num_devices, devices_per_node(spec)),
+            host_bytes=before.host_bytes + spec.host_bytes,
+        )
+    return needs
+
+
+def devices_per_node(spec: DeploymentSpec) -> int:
+    return -(-spec.layout.num_ranks // spec.num_nodes)
+
+
+def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
+    """Note when it would end, were it placed now. Args: duration_s: alone; 0: not known."""
+    slowdown = member.slo or 1 / max(1e-9, 1 - cluster.limits.duty_limit)
+    member.ends_s = cluster.now_s + duration_s * slowdown if duration_s else 0.0
+
+
+# --- hosts ---------------------------------------------------------------------------------------
+
+
+def host_up(cluster: Cluster, host: Host) -> None:
+    """A node came, or came back: then it is still its group's."""
+    old = cluster.hosts.get(host.node)
+    group = old.group if old is not None else ""
+    if old is not None:
+        _take(cluster, old)
+    # A group knows its nodes by pool: as long as one holds it, it is of the pool that it was.
+    pool = old.pool if old is not None and group else host.pool
+    leaving = old.leaving if old is not None else []
+    host = replace(host, group=group, pool=pool, is_up=True, leaving=leaving)
+    cluster.hosts[host.node] = host
+    _release(cluster, host)
+
+
+def host_down(cluster: Cluster, node: NodeId) -> None:
+    host = cluster.hosts.get(node)
+    if host is not None:
+        _take(cluster, host)
+        host.is_up = False
+
+
+def _take(cluster: Cluster, host: Host) -> None:
+    """From the free ones, if it is one of them."""
+    free = cluster.free.get(host.pool, [])
+    index = bisect_left(free, host.node)
+    if index < len(free) and free[index] == host.node:
+        del free[index]
+
+
+def hold(cluster: Cluster, node: NodeId, deployment: str) -> None:
+    """A deployment is to leave the node: until then that is not free, whoever it is pinned to."""
+    host = cluster.hosts[node]
+    _take(cluster, host)
+    host.leaving = [*host.leaving, deployment]
+
+
+def let_go(cluster: Cluster, node: NodeId, deployment: str) -> None:
+    """It has left, or stays after all."""
+    host = cluster.hosts[node]
+    if deployment in host.leaving:
+        host.leaving = [name for name in host.leaving if name != deployment]
+        _release(cluster, host)
+
+
+def _release(cluster: Cluster, host: Host) -> None:
+    if host.is_up and not host.group and not host.leaving:
+        insort(cluster.free.setdefault(host.pool, []), host.node)
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
+    """Give a job its place; free nodes among those chosen become the group's.
+
+    The first member of a group without a known cycle closes it, the next one opens it.
+    """
+    assert member.job not in cluster.placed, f"{member.job} has a place"
+    cluster.waiting = [other for other in cluster.waiting if other.job != member.job]
+    group = cluster.groups.get(placed.group)
+    if group is None:
+        assert not placed.group, f"{placed.group} is no group"
+        cluster.num_groups += 1
+        group = Group(f"g{cluster.num_groups}", is_closed=member.cycle is None)
+        cluster.groups[group.name] = group
+    else:
+        group.is_closed = False
+    member.shift_s = placed.shift_s
+    member.began_s = cluster.now_s + placed.shift_s
+    group.members[member.job] = member
+    cluster.placed[member.job] = group.name
+    _pin(cluster, group, member, placed.nodes)
+    return group
+
+
+def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[NodeId]]) -> None:
+    member.nodes = {pool: list(names) for pool, names in nodes.items() if names}
+    group.version += 1
+    for pool, names in member.nodes.items():
+        for name in names:
+            host = cluster.hosts[name]
+            assert host.group in ("", group.name), f"{name} is of {host.group}, not {group.name}"
+            if not host.group:
+                _take(cluster, host)
+                host.group = group.name
+                group.nodes[pool] = [*group.nodes.get(pool, []), name]
+
+
+def leave(cluster: Cluster, job: str) -> list[NodeId]:
+    """Take a job's place away, or its place among those that wait.
+
+    Returns: the nodes that are nobody's any more.
+    """
+    cluster.waiting = [member for member in cluster.waiting if member.job != job]
+    name = cluster.placed.pop(job, "")
+    if not name:
+        return []
+    group = cluster.groups[name]
+    del group.members[job]
+    group.version += 1
+    released = _release_unused(cluster, group)
+    if not group.members:
+        del cluster.groups[name]
+    return released
+
+
+def repin(
+    cluster: Cluster, job: str, needs: dict[Pool, Need], nodes: dict[Pool, list[NodeId]]
+) -> list[NodeId]:
+    """A member takes more or fewer nodes: of its group, or free ones.
+
+    Returns: the nodes that are nobody's any more.
+    """
+    group = group_of(cluster, job)
+    member = group.members[job]
+    member.needs = needs
+    _pin(cluster, group, member, nodes)
+    return _release_unused(cluster, group)
+
+
+def _release_unused(cluster: Cluster, group: Group) -> list[NodeId]:
+    used = {name for m in group.members.values() for names in m.nodes.values() for name in names}
+    released = []
+    for pool, names in list(group.nodes.items()):
+        gone = [name for name in names if name not in used]
+        if gone:
+            group.nodes[pool] = [name for name in names if name in used]
+            released += gone
+        if not group.nodes[pool]:
+            del group.nodes[pool]
+    for name in released:
+        host = cluster.hosts[name]
+        host.group = ""
+        _release(cluster, host)
+    return released
+
+
+def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
+    """What a job does has been measured: its group is open to others."""
+    group = group_of(cluster, job)
+    member = group.members[job]
+    before = member.cycle.num_optim_steps if member.cycle else 1
+    steps = member.iterations * before + member.num_optim_steps
+    member.iterations, member.num_optim_steps = divmod(steps, cycle.num_optim_steps)
+    is_first = member.cycle is None
+    member.cycle = cycle
+    if is_first:
+        reckon_alone(member)
+    elif before != cycle.num_optim_steps:
+        member.alone_s *= before / cycle.num_optim_steps
+    group.is_closed = False
+    group.version += 1
+
+
+def reckon_alone(member: Member) -> None:
+    """What its iterations so far took is not known by the cycle of each: by that of now."""
+    member.alone_s = member.iterations * timing_of(member).solo_s
+
+
+def group_of(cluster: Cluster, job: str) -> Group:
+    return cluster.groups[cluster.placed[job]]
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def cost(cluster: Cluster) -> float:
+    """Of the nodes that belong to groups, an hour."""
+    return sum(host.price_per_hour for host in cluster.hosts.values() if host.group)
+
+
+def copy(cluster: Cluster) -> Cluster:
+    """One that may be changed without the other's knowing."""
+    return replace(
+        cluster,
+        hosts={name: shallow(host) for name, host in cluster.hosts.items()},
+        groups={name: _copy_group(group) for name, group in cluster.groups.items()},
+        free={pool: list(names) for pool, names in cluster.free.items()},
+        placed=dict(cluster.placed),
+        waiting=[shallow(member) for member in cluster.waiting],
+    )
+
+
+def _copy_group(group: Group) -> Group:
+    members = {job: shallow(member) for job, member in group.members.items()}
+    return replace(group, members=members, nodes=dict(group.nodes))
+
+
+def movable(cluster: Cluster) -> Cluster:
+    """A copy with what can be moved, and where to."""
+    part = copy(cluster)
+    part.hosts = {name: host for name, host in part.hosts.items() if host.can_move}
+    part.free = {
+        pool: [name for name in names if name in part.hosts] for pool, names in part.free.items()
+    }
+    part.groups = {
+        name: group
+        for name, group in part.groups.items()
+        if all(node in part.hosts for names in group.nodes.values() for node in names)
+    }
+    for host in list(part.hosts.values()):
+        if host.group and host.group not in part.groups:
+            del part.hosts[host.node]
+    part.placed = {job: name for job, name in part.placed.items() if name in part.groups}
+    return part
+
+
+def validate(cluster: Cluster) -> None:
+    """Raises: AssertionError: names the invariant and the entity."""
+    for pool, names in cluster.free.items():
+        of_pool = [host for host in cluster.hosts.values() if host.pool == pool]
+        free = [h.node for h in of_pool if h.is_up and not h.group and not h.leaving]
+        assert names == sorted(free), f"free nodes of {pool}: {names}"
+    listed = {name for names in cluster.free.values() for name in names}
+    for host in cluster.hosts.values():
+        is_taken = host.group or host.leaving or not host.is_up
+        assert is_taken or host.node in listed, f"{host.node} is not free"
+        if host.group:
+            own = cluster.groups[host.group].nodes[host.pool]
+            assert host.node in own, f"{host.node} is not of {host.group}"
+    for name, group in cluster.groups.items():
+        assert name == group.name
+        _validate_group(cluster, group)
+    members = {job: name for name, group in cluster.groups.items() for job in group.members}
+    assert members == cluster.placed, "not every job that has a place is known to"
+    waiting = [member.job for member in cluster.waiting]
+    assert len(set(waiting)) == len(waiting), "a job waits twice"
+    assert not set(waiting) & set(members), "a job that has a place waits for one"
+
+
+def _validate_group(cluster: Cluster, group: Group) -> None:
+    assert group.members, f"{group.name} has no members"
+    assert not group.is_closed or len(group.members) == 1, f"{group.name} is closed and shared"
+    pinned: dict[Pool, set[NodeId]] = {}
+    for job, member in group.members.items():
+        assert job == member.job
+        for pool, need in member.needs.items():
+            names = member.nodes[pool]
+            assert len(set(names)) == len(names) >= need.num_nodes, f"{job} is pinned to {names}"
+            pinned.setdefault(pool, set()).update(names)
+        assert member.nodes.keys() == member.needs.keys(), f"{job} is pinned beside its needs"
+    nodes = {pool: set(names) for pool, names in group.nodes.items()}
+    assert nodes == pinned, f"{group.name} has {nodes}, of which its members use {pinned}"
+    for pool, names in group.nodes.items():
+        assert len(set(names)) == len(names), f"{group.name}: a node twice in {names}"
+        for name in names:
+            host = cluster.hosts[name]
+            assert (host.group, host.pool) == (group.name, pool), f"{name} is of another group"

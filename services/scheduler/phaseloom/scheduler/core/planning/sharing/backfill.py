@@ -1,0 +1,142 @@
+"""A reservation for the head of the line (EASY backfill).
+
+The head's earliest start follows from when the jobs before it end at the latest. A later job is let
+past only where it leaves that start as it is. A job whose end is not known never ends here: where
+the head's start depends on it there is no start to protect.
+
+Cost: a look at every member, and at the cycles of those groups that would be free first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import msgspec
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.admission import is_usable
+from phaseloom.scheduler.core.planning.sharing.sites import (
+    Pinned,
+    free_nodes,
+    longest_wait,
+    site_in,
+    sites_in,
+)
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Member, Need, Pool
+
+
+class Reservation:
+    """Of the oldest job that waits, against a later one."""
+
+    def __init__(self, cluster: Cluster, member: Member) -> None:
+        self._cluster = cluster
+        self._member = member
+        head = cluster.waiting[0] if cluster.waiting else None
+        self._head = None if head is None or head.job == member.job else head
+        self._start_s: float | None = None
+        """Of the head, once it was needed."""
+
+    def allows(self, group: str, nodes: Pinned) -> bool:
+        """Whether the head starts as early with the member placed like this as without."""
+        if self._head is None:
+            return True
+        if self._start_s is None:
+            self._start_s = earliest_start(self._cluster, self._head)
+        if _end_s(self._member) <= self._start_s:
+            return True
+        with_it = _with(self._cluster, self._member, group, nodes)
+        return earliest_start(with_it, self._head) <= self._start_s
+
+
+def earliest_start(cluster: Cluster, head: Member) -> float:
+    """When there will be a place for it, if nobody else comes and all end as late as they may.
+
+    Either on nodes of its own, or in a group with some of its jobs gone, beside the others.
+    """
+    own_s = _own_start(cluster, head)
+    by_time = sorted(
+        (at_s, i, gone, group)
+        for i, group in enumerate(cluster.groups.values())
+        for at_s, gone in _openings(cluster, group)
+        if at_s < own_s
+    )
+    for at_s, _, gone, group in by_time:
+        if _takes(cluster, group, gone, head):
+            return at_s
+    return own_s
+
+
+def _with(cluster: Cluster, member: Member, name: str, pinned: Pinned) -> Cluster:
+    """The cluster with one more job; all that did not change is shared."""
+    joined = msgspec.structs.replace(member, nodes=pinned)
+    group = cluster.groups.get(name, Group(name))
+    nodes = dict(group.nodes)
+    free = dict(cluster.free)
+    for pool, names in pinned.items():
+        known = nodes.get(pool, [])
+        nodes[pool] = known + [name for name in names if name not in known]
+        free[pool] = [name for name in free.get(pool, []) if name not in names]
+    members = {**group.members, member.job: joined}
+    grown = msgspec.structs.replace(group, members=members, nodes=nodes)
+    return msgspec.structs.replace(cluster, groups={**cluster.groups, name: grown}, free=free)
+
+
+def _own_start(cluster: Cluster, head: Member) -> float:
+    """When enough nodes of every pool will be nobody's."""
+    until_s: dict[NodeId, float] = {}
+    for group in cluster.groups.values():
+        for member in group.members.values():
+            for names in member.nodes.values():
+                for name in names:
+                    until_s[name] = max(until_s.get(name, 0.0), _end_s(member))
+    starts_s = [cluster.now_s]
+    for pool, need in head.needs.items():
+        missing = need.num_nodes - len(free_nodes(cluster, pool, need, need.num_nodes))
+        if missing > 0:
+            frees_s = sorted(_frees(cluster, pool, need, until_s))
+            starts_s.append(frees_s[missing - 1] if len(frees_s) >= missing else inf)
+    return max(starts_s)
+
+
+def _frees(
+    cluster: Cluster, pool: Pool, need: Need, until_s: dict[NodeId, float]
+) -> Iterator[float]:
+    """When nodes of a pool that are in use will be nobody's."""
+    for name, at_s in until_s.items():
+        host = cluster.hosts[name]
+        if host.pool == pool and is_usable(host, need):
+            yield at_s
+
+
+def _openings(cluster: Cluster, group: Group) -> Iterator[tuple[float, int]]:
+    """(when, how many of its jobs are gone) of a group with room, as its jobs end one by one.
+
+    With the last of them the group is gone too: its nodes are free ones.
+    """
+    if group.is_closed:
+        return
+    ends_s = sorted(_end_s(member) for member in group.members.values())
+    for gone in range(len(ends_s)):
+        if len(ends_s) - gone < cluster.limits.max_group_jobs:
+            yield (max(cluster.now_s, ends_s[gone - 1]) if gone else cluster.now_s), gone
+
+
+def _takes(cluster: Cluster, group: Group, gone: int, head: Member) -> bool:
+    """Whether the head fits beside those that are left, on their nodes and the ones free now."""
+    ended = {member.job for member in sorted(group.members.values(), key=_end_s)[:gone]}
+    left = {job: member for job, member in group.members.items() if job not in ended}
+    nodes: dict[Pool, list[NodeId]] = {}
+    for pool, names in group.nodes.items():
+        used = {name for member in left.values() for name in member.nodes.get(pool, ())}
+        nodes[pool] = [name for name in names if name in used]
+    rest = msgspec.structs.replace(group, members=left, nodes=nodes)
+    site = site_in(cluster, rest, head)
+    return site is not None and any(
+        longest_wait(cluster.limits, candidate, head, 0.0)[1]
+        for candidate in sites_in(cluster, rest, head, site)
+    )
+
+
+def _end_s(member: Member) -> float:
+    return member.ends_s or inf

@@ -1,0 +1,221 @@
+"""Which of the groups that could take a job does (PlexRL §4.3.2, §6.3).
+
+Groups are gone through class by class of their number of jobs, in the order that the policy wants;
+the first class that has a feasible one decides. Within it: duty, in bands of a tenth; then the
+least interference that the timeline predicts at the best shift; then periods that are multiples of
+one another (§7.1); then the exact duty, and the group's age.
+
+Cost: linear in the groups with room; the timeline and the others' cycles are looked at for one
+group after the other, until one without interference is found, or `_MAX_COMPARED` that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from phaseloom.scheduler.core.planning.sharing.sites import (
+    Pinned,
+    Site,
+    longest_wait,
+    own_nodes,
+    period_mismatch,
+    site_in,
+    sites_in,
+)
+from phaseloom.scheduler.core.planning.timeline.timeline import Timeline
+from phaseloom.scheduler.core.planning.timeline.upkeep import has_room, of
+from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Group, Member, Placed, Waits
+
+ALPHA = 1.0
+"""The longest shift, as a share of the period."""
+_MAX_COMPARED = 4
+_BANDS = 10
+
+Accepts = Callable[[str, Pinned], bool]
+"""(group, empty for a new one; nodes) -> whether the job may go there."""
+
+
+class Refusals(msgspec.Struct):
+    """Why groups did not do, counted."""
+
+    full: int = 0
+    no_nodes: int = 0
+    waits: int = 0
+    held: int = 0
+    """For the head of the line."""
+    least_wait: float = 1.0
+
+
+class _Asked(msgspec.Struct):
+    """What one decision is about."""
+
+    cluster: Cluster
+    member: Member
+    most_first: bool
+    accepts: Accepts
+    refusals: Refusals = msgspec.field(default_factory=Refusals)
+    timeline: Timeline | None = None
+    """Once it was needed."""
+
+
+def join_or_open(
+    cluster: Cluster,
+    member: Member,
+    name: str,
+    *,
+    most_first: bool,
+    is_counted: bool = True,
+    accepts: Accepts = lambda *_: True,
+) -> Decision:
+    """Args: name: of the policy. most_first: whether full groups are preferred to empty nodes.
+    is_counted: whether the limit of jobs a group holds for it. accepts: what else a place must
+    keep."""
+    asked = _Asked(cluster, member, most_first, accepts)
+    by_jobs = _classes(asked, is_counted)
+    for num_jobs in sorted({0, *by_jobs}, reverse=most_first):
+        found = _best(asked, by_jobs[num_jobs]) if num_jobs else _on_its_own(asked)
+        if found is not None:
+            return msgspec.structs.replace(found, why=f"{name}: {found.why}")
+    return Waits(f"{name}: {_why_none(asked)}")
+
+
+def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
+    nodes = own_nodes(cluster, member)
+    if nodes is None:
+        return None
+    takes = ", ".join(f"{len(names)} of {pool}" for pool, names in nodes.items())
+    return Placed("", nodes, f"nodes of its own, {takes}")
+
+
+def lacking(cluster: Cluster, member: Member) -> str:
+    """What it needs against what is free, in numbers."""
+    return ", ".join(
+        f"{need.num_nodes} of {pool} where {len(cluster.free.get(pool, []))} are free"
+        for pool, need in member.needs.items()
+    )
+
+
+def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
+    """The groups with room, by how many jobs they have."""
+    by_jobs: dict[int, list[Group]] = {}
+    for group in asked.cluster.groups.values():
+        if has_room(group, asked.cluster.limits) or not (is_counted or group.is_closed):
+            by_jobs.setdefault(len(group.members), []).append(group)
+        else:
+            asked.refusals.full += 1
+    return by_jobs
+
+
+def _on_its_own(asked: _Asked) -> Placed | None:
+    placed = on_free_nodes(asked.cluster, asked.member)
+    if placed is None:
+        return None
+    if not asked.accepts("", placed.nodes):
+        asked.refusals.held += 1
+        return None
+    of(asked.cluster)  # job by job, lest the first that shares waits for all of them to be laid
+    return placed
+
+
+def _best(asked: _Asked, groups: list[Group]) -> Placed | None:
+    """Of groups with as many jobs each."""
+    sites = list(_sites(asked, groups))
+    ranked = sorted(((_rank(asked, site), i, site) for i, site in sites), key=lambda r: r[:2])
+    best: tuple[tuple[float, float, float, float], Placed] | None = None
+    num_compared = 0
+    for (band, mismatch, duty), _, site in ranked:
+        if best is not None and (band > best[0][0] or num_compared == _MAX_COMPARED):
+            break
+        fitted = _fit(asked, site)
+        if fitted is None:
+            continue
+        interference, placed = fitted
+        num_compared += 1
+        key = (band, interference, mismatch, duty)
+        if best is None or key < best[0]:
+            best = (key, placed)
+        if interference == 0:
+            break
+    return None if best is None else best[1]
+
+
+def _sites(asked: _Asked, groups: list[Group]) -> Iterator[tuple[int, Site]]:
+    for i, group in enumerate(groups):
+        site = site_in(asked.cluster, group, asked.member)
+        if site is None:
+            asked.refusals.no_nodes += 1
+        else:
+            yield i, site
+
+
+def _rank(asked: _Asked, site: Site) -> tuple[float, float, float]:
+    """(band of duty, mismatch of periods, duty), the least first."""
+    sign = -1 if asked.most_first else 1
+    mismatch = period_mismatch(asked.member, site.group.members.values())
+    return sign * int(_BANDS * site.duty), round(mismatch, 2), sign * site.duty
+
+
+def _fit(asked: _Asked, site: Site) -> tuple[float, Placed] | None:
+    """The place at its best shift, with the interference that the timeline predicts there."""
+    was_held = False
+    for candidate in sites_in(asked.cluster, site.group, asked.member, site):
+        if not asked.accepts(candidate.group.name, candidate.nodes):
+            was_held = True
+            continue
+        shift, interference = _shift(asked, candidate)
+        share, keeps = longest_wait(asked.cluster.limits, candidate, asked.member, shift)
+        if keeps:
+            return interference, _placed(asked, candidate, shift, interference, share)
+        asked.refusals.least_wait = min(asked.refusals.least_wait, share)
+    if was_held:
+        asked.refusals.held += 1
+    else:
+        asked.refusals.waits += 1
+    return None
+
+
+def _shift(asked: _Asked, site: Site) -> tuple[int, float]:
+    """The micro-shift, and the share of time in which the job meets others there.
+
+    Where no shift keeps every period clear, as with periods that are no multiples of one another,
+    none is taken.
+    """
+    if asked.member.cycle is None:
+        return 0, 0.0
+    timeline = asked.timeline = asked.timeline or of(asked.cluster)
+    demand = timeline.demand(asked.member.cycle)
+    origin = int(asked.cluster.now_s)
+    shift = timeline.find_shift(site.nodes, demand, origin, int(ALPHA * demand.period))
+    if shift is not None:
+        return shift, 0.0
+    return 0, round(timeline.overlap_share(site.nodes, demand, origin), 3)
+
+
+def _placed(asked: _Asked, site: Site, shift: int, interference: float, share: float) -> Placed:
+    limits = asked.cluster.limits
+    why = (
+        f"joins {site.group.name} as job {len(site.group.members) + 1} of at most "
+        f"{limits.max_group_jobs}, its nodes used {site.duty:.0%}; shifted by {shift} s it meets "
+        f"others {interference:.1%} of the time; the longest predicted wait is {share:.1%} of a "
+        f"job's time, of at most {limits.duty_limit:.0%}"
+    )
+    return Placed(site.group.name, site.nodes, why, float(shift))
+
+
+def _why_none(asked: _Asked) -> str:
+    refusals, limits = asked.refusals, asked.cluster.limits
+    reasons = [
+        (refusals.full, f"have {limits.max_group_jobs} jobs or are being measured"),
+        (refusals.no_nodes, "have too few nodes or too little host memory for it"),
+        (
+            refusals.waits,
+            f"would make a job wait more than its bound, {refusals.least_wait:.0%} of its time or "
+            f"more (limit {limits.duty_limit:.0%})",
+        ),
+        (refusals.held, "would delay the job at the head of the line"),
+    ]
+    groups = "; ".join(f"{count} {what}" for count, what in reasons if count)
+    places = f"; of {len(asked.cluster.groups)} groups and the free nodes {groups}"
+    return f"it needs {lacking(asked.cluster, asked.member)}{places if groups else ''}"

@@ -1,0 +1,296 @@
+"""Who is busy when, on the ring of coming time (PlexRL §4.3.1, §5.2.1).
+
+Two levels: of each pool, how many nodes are free and open in each slot (a segment tree); of each
+node, its free ranges. A job's footprint lies on every period of the ring from the moment it is
+reserved. Nodes that take no further job count as no capacity: nothing is looked for on them.
+
+Everything here follows from who is on which node and when each one's cycle began; it is kept beside
+the scheduler's state, not in it (`timeline.upkeep`).
+
+Deviation: PlexRL reserves free time only. Jobs that no shift fits may share nodes all the same, up
+to the duty limit (its §4.4: strict non-overlap is infeasible), so that a slot can be several jobs';
+it is free again when the last of them has gone.
+
+Cost: a reservation takes O(P log M) a node and O(P log L) a pool, of P periods on the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle
+from phaseloom.scheduler.core.planning.timeline.intervals import FreeRanges, common
+from phaseloom.scheduler.core.planning.timeline.ring import (
+    HORIZON_SLOTS,
+    Range,
+    footprint,
+    in_slots,
+    merged,
+    minus,
+    overlap,
+    starts,
+)
+from phaseloom.scheduler.core.planning.timeline.segment_tree import SegmentTree
+from phaseloom.scheduler.core.planning.timeline.shift import smallest_shift
+from phaseloom.scheduler.core.state.cluster import Pool
+
+Nodes = Mapping[Pool, Sequence[NodeId]]
+
+SHORTEST_PERIOD_S = 20.0
+"""Of shorter cycles, slots of a second are too coarse to say when they are busy: they have no
+footprint, and only the duty bound speaks about them."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """A cycle in slots."""
+
+    period: int
+    period_starts: list[int]
+    """On the ring, from the cycle's beginning."""
+    segments: dict[Pool, list[tuple[int, int]]]
+    """(offset, length) of each pool."""
+
+
+class Search(msgspec.Struct):
+    """How much of the search for free time the tree spared."""
+
+    looked_at: int = 0
+    """Shifts of a job on a set of nodes."""
+    pruned: int = 0
+    """Of these, refused by the tree before any node was looked at."""
+
+
+class _Track(msgspec.Struct):
+    """A node."""
+
+    pool: Pool
+    free: FreeRanges
+    held: dict[str, list[Range]] = {}
+    """By job: its footprint."""
+    is_open: bool = True
+
+
+class Timeline:
+    def __init__(
+        self,
+        nodes: Mapping[NodeId, Pool],
+        num_slots: int = HORIZON_SLOTS,
+        shortest_s: float = SHORTEST_PERIOD_S,
+    ) -> None:
+        self.num_slots = num_slots
+        self._shortest_s = shortest_s
+        self.search = Search()
+        self._tracks: dict[NodeId, _Track] = {}
+        self._on: dict[str, Nodes] = {}
+        self._trees: dict[Pool, SegmentTree] = {}
+        self._pending: dict[Pool, dict[int, int]] = {}
+        """Changes that the trees do not have yet, as steps at a slot: those of many nodes often are
+        the same, and ranges that touch become one."""
+        for node, pool in nodes.items():
+            self.add_node(node, pool)
+
+    def add_node(self, node: NodeId, pool: Pool) -> None:
+        assert node not in self._tracks, node
+        self._tracks[node] = _Track(pool, FreeRanges(self.num_slots))
+        self._change(pool, [(0, self.num_slots)], 1)
+
+    def remove_node(self, node: NodeId) -> None:
+        """What is reserved on it is kept nowhere."""
+        track = self._tracks.pop(node)
+        if track.is_open:
+            self._change(track.pool, track.free.ranges(), -1)
+
+    def set_open(self, node: NodeId, is_open: bool) -> None:
+        """Whether it takes further jobs."""
+        track = self._tracks[node]
+        if track.is_open != is_open:
+            track.is_open = is_open
+            self._change(track.pool, track.free.ranges(), 1 if is_open else -1)
+
+    def demand(self, cycle: Cycle) -> Demand:
+        """A cycle in slots; empty where it is too short for them."""
+        if cycle.period_s < self._shortest_s:
+            return Demand(self.num_slots, [0], {})
+        pools = dict.fromkeys(segment.pool for segment in cycle.segments)
+        segments = {
+            pool: in_slots((s.offset_s, s.duration_s) for s in cycle.segments if s.pool == pool)
+            for pool in pools
+        }
+        period_starts = starts(cycle.period_s, self.num_slots)
+        return Demand(self.num_slots // len(period_starts), period_starts, segments)
+
+    def reserve(
+        self, job: str, nodes: Nodes, demand: Demand, origin: int, may_overlap: bool = False
+    ) -> bool:
+        """Take a job's footprint on these nodes, in every period at once: all of it, or nothing.
+
+        Args: origin: the slot in which its cycle begins.
+        Returns: False, and nothing has changed: some of it is taken, and it may not overlap.
+        """
+        assert job not in self._on, job
+        busy = {pool: self._footprint(demand, pool, origin) for pool in nodes}
+        if not may_overlap and not all(
+            self._tracks[node].free.holds(start, end)
+            for pool, names in nodes.items()
+            for node in names
+            for start, end in busy[pool]
+        ):
+            return False
+        for pool, names in nodes.items():
+            for node in names:
+                self._take(self._tracks[node], job, busy[pool])
+        self._on[job] = {pool: tuple(names) for pool, names in nodes.items()}
+        return True
+
+    def release(self, job: str) -> None:
+        """Give back all that it has."""
+        for names in self._on.pop(job).values():
+            for node in names:
+                track = self._tracks.get(node)
+                if track is not None:
+                    self._give(track, job)
+
+    def fits(self, nodes: Nodes, demand: Demand, origin: int) -> bool:
+        """Whether its footprint is free on these nodes in every period: the tree is asked first."""
+        return self.find_shift(nodes, demand, origin, 0) is not None
+
+    def find_shift(self, nodes: Nodes, demand: Demand, origin: int, limit: int) -> int | None:
+        """The smallest shift, in slots up to `limit`, at which it fits in every period.
+
+        The first period's segments say which shifts are worth a look, the tree which of these
+        cannot be; only then the nodes' free ranges are gone through for all periods.
+        """
+        free = {pool: self._common(names) for pool, names in nodes.items()}
+        first = [
+            (origin + offset, length, free[pool].first_fit)
+            for pool in nodes
+            for offset, length in demand.segments.get(pool, [])
+        ]
+        every = [
+            (start + at, length, first_fit)
+            for start in demand.period_starts
+            for at, length, first_fit in first
+        ]
+        shift: int | None = 0
+        while shift is not None and shift <= limit:
+            self.search.looked_at += 1
+            if not self._may_fit(nodes, demand, origin + shift):
+                self.search.pruned += 1
+                shift = self._next(nodes, free, demand, origin, shift)
+                continue
+            lasts = smallest_shift(first, limit, shift)
+            if lasts == shift:
+                lasts = smallest_shift(every, limit, shift)
+                if lasts == shift:
+                    return shift
+            shift = lasts
+        return None
+
+    def overlap_share(self, nodes: Nodes, demand: Demand, origin: int) -> float:
+        """Share of all time in which it and another job are busy on the same of these nodes.
+
+        Of several pools: summed. This is the interference that is predicted (PlexRL §4.3.2).
+        """
+        total = 0
+        for pool, names in nodes.items():
+            held = (self._tracks[node].held.values() for node in names)
+            busy = merged(r for footprints in held for ranges in footprints for r in ranges)
+            total += overlap(self._footprint(demand, pool, origin), busy)
+        return total / self.num_slots
+
+    def num_free(self, pool: Pool, start: int, length: int) -> int:
+        """The fewest nodes of a pool that are free and open in any of these slots."""
+        tree = self._tree(pool)
+        return 0 if tree is None else tree.minimum(start, length)
+
+    def capacity(self, pool: Pool) -> list[int]:
+        """Nodes that are free and open, of every slot. Cost: O(L)."""
+        tree = self._tree(pool)
+        return [0] * self.num_slots if tree is None else tree.values()
+
+    def free_ranges(self, node: NodeId) -> list[Range]:
+        return self._tracks[node].free.ranges()
+
+    def jobs(self) -> Iterator[str]:
+        yield from self._on
+
+    def _may_fit(self, nodes: Nodes, demand: Demand, origin: int) -> bool:
+        """Whether the pools have so many nodes free in the first period, be it others."""
+        return all(
+            self.num_free(pool, origin + offset, length) >= len(names)
+            for pool, names in nodes.items()
+            for offset, length in demand.segments.get(pool, [])
+        )
+
+    def _next(
+        self,
+        nodes: Nodes,
+        free: Mapping[Pool, FreeRanges],
+        demand: Demand,
+        origin: int,
+        shift: int,
+    ) -> int | None:
+        """The next shift that brings a segment to the start of a free range."""
+        found = (
+            (free[pool].next_start(origin + offset + shift), origin + offset)
+            for pool in nodes
+            for offset, _ in demand.segments.get(pool, [])
+        )
+        return min((place - at for place, at in found if place is not None), default=None)
+
+    def _common(self, names: Sequence[NodeId]) -> FreeRanges:
+        """What is free on all of them; nodes with the same jobs are looked at once."""
+        different = {tuple(self._tracks[node].held): self._tracks[node].free for node in names}
+        if len(different) == 1:
+            return next(iter(different.values()))
+        return common(different.values(), self.num_slots)
+
+    def _footprint(self, demand: Demand, pool: Pool, origin: int) -> list[Range]:
+        segments = demand.segments.get(pool, [])
+        return footprint(segments, demand.period_starts, origin, self.num_slots)
+
+    def _take(self, track: _Track, job: str, busy: list[Range]) -> None:
+        track.held[job] = busy
+        taken = [part for start, end in busy for part in track.free.take(start, end)]
+        if track.is_open:
+            self._change(track.pool, taken, -1)
+
+    def _give(self, track: _Track, job: str) -> None:
+        busy = track.held.pop(job)
+        others = merged(part for ranges in track.held.values() for part in ranges)
+        freed = minus(busy, others)
+        for start, end in freed:
+            track.free.give(start, end)
+        if track.is_open:
+            self._change(track.pool, freed, 1)
+
+    def _change(self, pool: Pool, ranges: Iterable[Range], amount: int) -> None:
+        steps = self._pending.setdefault(pool, {})
+        for start, end in ranges:
+            steps[start] = steps.get(start, 0) + amount
+            steps[end] = steps.get(end, 0) - amount
+
+    def _tree(self, pool: Pool) -> SegmentTree | None:
+        """With all changes made; None: there is no such node."""
+        steps = self._pending.pop(pool, None)
+        if steps is not None:
+            if pool not in self._trees:
+                self._trees[pool] = SegmentTree([0] * self.num_slots)
+            self._trees[pool].add_all(_runs(steps))
+        return self._trees.get(pool)
+
+
+def _runs(steps: Mapping[int, int]) -> dict[Range, int]:
+    """The ranges between steps, where they add up to something."""
+    runs: dict[Range, int] = {}
+    total, since = 0, 0
+    for slot, step in sorted(steps.items()):
+        if step:
+            if total:
+                runs[since, slot] = total
+            total += step
+            since = slot
+    return runs

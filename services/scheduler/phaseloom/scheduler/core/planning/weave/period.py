@@ -1,0 +1,134 @@
+"""Steady-state period of the strict round robin of a co-execution group.
+
+In a meta-iteration every job runs one rollout on its nodes and one training phase on the group's
+train nodes, each node in the order of the jobs (WEAVE §4.3). A rollout over several nodes starts
+on all of them at once. That is a linear system in the max-plus algebra: its period is the greatest
+mean weight of a cycle of its precedence graph. Where the jobs' node sets are equal or disjoint
+(one rollout node a job, say) this is max(T_load, T_cycle); overlapping sets can exceed that, by
+half and more.
+
+Called by placement for every candidate: closed form first, memoised max-plus otherwise.
+Source: WEAVE §4.2, §4.3, Theorem 1. Deviation: the steady state, not one meta-iteration from an
+empty group, which is longer than any later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
+NEVER = float("-inf")
+MEMO = 8192
+"""Groups that are remembered, with rollouts over several nodes: some 10 MiB."""
+
+
+class Phases(NamedTuple):
+    """A job of a group, as the round robin sees it."""
+
+    rollout_s: float
+    train_s: float
+    nodes: tuple[str, ...]
+    """Rollout nodes that it is pinned to, without repetition."""
+    gap_s: float = 0.0
+    """From the end of training to the next rollout, on no node (weight synchronisation)."""
+
+    @property
+    def solo_s(self) -> float:
+        return self.rollout_s + self.train_s + self.gap_s
+
+
+def load_s(jobs: Sequence[Phases]) -> float:
+    """T_load: all phases on the busiest node; every train node carries the same."""
+    busy: dict[str, float] = {}
+    train_s = 0.0
+    for job in jobs:
+        train_s += job.train_s
+        for node in job.nodes:
+            busy[node] = busy.get(node, 0.0) + job.rollout_s
+    return max(train_s, max(busy.values(), default=0.0))
+
+
+def cycle_s(jobs: Sequence[Phases]) -> float:
+    """T_cycle: the longest iteration of a job alone."""
+    return max((job.solo_s for job in jobs), default=0.0)
+
+
+def period_s(jobs: Sequence[Phases]) -> float:
+    """Seconds that a meta-iteration takes once it is settled. Cost: O(jobs), or as `_max_plus`."""
+    bound_s = max(load_s(jobs), cycle_s(jobs))
+    if not _overlap(jobs):
+        return bound_s
+    return max(bound_s, _max_plus(_canonical(jobs)))
+
+
+def _overlap(jobs: Sequence[Phases]) -> bool:
+    """Whether two rollouts share some of their nodes, but not all."""
+    return any(
+        a.nodes != b.nodes and set(a.nodes) != set(b.nodes) and not set(a.nodes).isdisjoint(b.nodes)
+        for a, b in combinations(jobs, 2)
+        if len(a.nodes) > 1 or len(b.nodes) > 1
+    )
+
+
+_Shape = tuple[tuple[float, float, float, tuple[int, ...]], ...]
+
+
+def _canonical(jobs: Sequence[Phases]) -> _Shape:
+    """Nodes numbered as they appear, so that groups of one shape share a memo."""
+    numbers: dict[str, int] = {}
+    return tuple(
+        (
+            job.rollout_s,
+            job.train_s,
+            job.gap_s,
+            tuple(numbers.setdefault(node, len(numbers)) for node in job.nodes),
+        )
+        for job in jobs
+    )
+
+
+def _width(shape: _Shape) -> int:
+    """Of the state: when the train pool, each job and each rollout node are free again."""
+    return 1 + len(shape) + len({node for job in shape for node in job[3]})
+
+
+def _lap(shape: _Shape, free_s: list[float]) -> list[float]:
+    """One meta-iteration: when everything is free after it, from when it was before."""
+    after_s = list(free_s)
+    base = 1 + len(shape)
+    for i, (rollout_s, train_s, gap_s, nodes) in enumerate(shape):
+        starts_s = after_s[1 + i]
+        for node in nodes:
+            starts_s = max(starts_s, after_s[base + node])
+        rolled_s = starts_s + rollout_s
+        for node in nodes:
+            after_s[base + node] = rolled_s
+        after_s[0] = max(after_s[0], rolled_s) + train_s
+        after_s[1 + i] = after_s[0] + gap_s
+    return after_s
+
+
+@lru_cache(maxsize=MEMO)
+def _max_plus(shape: _Shape) -> float:
+    """Greatest cycle mean of the lap's matrix (Karp). Cost: O(width cubed), tens of thousands of
+    steps for a full group."""
+    width = _width(shape)
+    columns = []
+    for source in range(width):
+        unit = [NEVER] * width
+        unit[source] = 0.0
+        columns.append(_lap(shape, unit))
+    walks = [[0.0] * width]
+    for _ in range(width):
+        last = walks[-1]
+        walks.append(
+            [max(last[k] + columns[k][v] for k in range(width)) for v in range(width)],
+        )
+    longest = walks[-1]
+    return max(
+        min((longest[v] - walks[k][v]) / (width - k) for k in range(width))
+        for v in range(width)
+        if longest[v] > NEVER
+    )

@@ -1,0 +1,152 @@
+"""Nodes that a job could take: free ones, and those of a group with memory left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, TRAIN
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
+
+NO_NEED = Need(num_nodes=0)
+
+
+def need_of(member: Member, pool: Pool) -> Need:
+    return member.needs.get(pool, NO_NEED)
+
+
+def serves(host: Host, need: Need) -> bool:
+    """Whether a node that nobody uses could. Memory that is not declared is not checked."""
+    return (
+        host.is_up
+        and host.num_devices >= need.num_devices
+        and (host.host_bytes == 0 or host.host_bytes >= need.host_bytes)
+    )
+
+
+def free_nodes(cluster: Cluster, pool: Pool, need: Need, num_nodes: int) -> list[NodeId] | None:
+    """The first by name that serve; None: there are not so many."""
+    found = list(
+        islice((n for n in cluster.free.get(pool, ()) if serves(cluster.hosts[n], need)), num_nodes)
+    )
+    return found if len(found) == num_nodes else None
+
+
+def resident_bytes(members: Iterable[Member], pool: Pool) -> dict[NodeId, int]:
+    """Working sets by node of the pool."""
+    taken: dict[NodeId, int] = {}
+    for member in members:
+        need = need_of(member, pool)
+        for node in member.nodes.get(pool, ()):
+            taken[node] = taken.get(node, 0) + need.host_bytes
+    return taken
+
+
+def fits(host: Host, need: Need, taken_bytes: int) -> bool:
+    """Residency (WEAVE §4.2): all jobs pinned to a node stay in its host memory. Deviation from
+    line 8 of Algorithm 1: an exact fit is allowed."""
+    return serves(host, need) and (
+        host.host_bytes == 0 or taken_bytes + need.host_bytes <= host.host_bytes
+    )
+
+
+def price_per_hour(cluster: Cluster, nodes: Iterable[NodeId]) -> float:
+    return sum(cluster.hosts[node].price_per_hour for node in nodes)
+
+
+def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
+    """A new group of the job alone; None: too few nodes are free."""
+    nodes: dict[Pool, list[NodeId]] = {}
+    for pool, need in member.needs.items():
+        found = free_nodes(cluster, pool, need, need.num_nodes)
+        if found is None:
+            return None
+        nodes[pool] = found
+    return Placed("", nodes, why)
+
+
+def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | None:
+    """The group's train nodes, all of which every member uses; None: the job cannot.
+
+    WEAVE scales a job's data-parallel degree to the group's train pool (footnotes 2, 3); a job
+    here says how many nodes it takes, so only groups of that many are candidates.
+    """
+    need = need_of(member, TRAIN)
+    nodes = group.nodes.get(TRAIN, [])
+    if len(nodes) != need.num_nodes:
+        return None
+    taken = resident_bytes(group.members.values(), TRAIN)
+    if all(fits(cluster.hosts[n], need, taken.get(n, 0)) for n in nodes):
+        return nodes
+    return None
+
+
+def rolls_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId]:
+    """The group's rollout nodes that have room for the job."""
+    need = need_of(member, ROLLOUT)
+    taken = resident_bytes(group.members.values(), ROLLOUT)
+    return [
+        n for n in group.nodes.get(ROLLOUT, ()) if fits(cluster.hosts[n], need, taken.get(n, 0))
+    ]
+
+
+def has_promise(group: Group) -> bool:
+    """Whether a member of the group counts on an SLO."""
+    return any(member.slo > 0 for member in group.members.values())
+
+
+def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
+    """A place beside others for a job whose cycle nobody knows: with the fewest jobs, where no
+    promise can be broken. None: it was given a promise itself, or there is no such group."""
+    if member.slo > 0:
+        return None
+    found: tuple[int, Placed] | None = None
+    for group, rolls, trains in rooms(cluster, member):
+        size = len(group.members)
+        if has_promise(group) or (found is not None and found[0] <= size):
+            continue
+        users = Counter(
+            node for other in group.members.values() for node in other.nodes.get(ROLLOUT, ())
+        )
+        count = need_of(member, ROLLOUT).num_nodes
+        chosen = sorted(rolls, key=lambda node: users[node])[:count]
+        why = f"with {size} more, its cycle being unknown"
+        found = size, Placed(group.name, pinned(chosen, trains), why)
+    return found[1] if found is not None else None
+
+
+class Room(NamedTuple):
+    """A group that has a seat, and nodes with memory left for a job."""
+
+    group: Group
+    rolls: list[NodeId]
+    trains: list[NodeId]
+
+
+def rooms(cluster: Cluster, member: Member) -> Iterator[Room]:
+    """Groups that could hold a job by size and memory, in the order in which they were made."""
+    full = cluster.limits.max_group_jobs
+    for group in cluster.groups.values():
+        if group.is_closed or len(group.members) >= full:
+            continue
+        trains = trains_on(cluster, group, member)
+        rolls = rolls_on(cluster, group, member)
+        if trains is not None and len(rolls) >= need_of(member, ROLLOUT).num_nodes:
+            yield Room(group, rolls, trains)
+
+
+def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list[NodeId]]:
+    """Nodes by pool, without pools that a job does not use."""
+    nodes = {ROLLOUT: list(rolls), TRAIN: list(trains)}
+    return {pool: names for pool, names in nodes.items() if names}
+
+
+def alone_takes(cluster: Cluster, member: Member) -> str:
+    """What a group of its own would be made of, and how much of that is free."""
+    return ", ".join(
+        f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
+        for pool, need in member.needs.items()
+    )

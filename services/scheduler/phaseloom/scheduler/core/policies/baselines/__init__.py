@@ -1,0 +1,1 @@
+"""Policies that exist to be compared with: what papers and peers do."""

@@ -1,0 +1,51 @@
+"""HRRS as Algorithm 1 of PlexRL prints it: the switch counts for every waiting operation.
+
+Lines 4-9 charge the setup to each that does not run, whether or not it would switch, and lines
+16-17 once more at the head of the timeline. So nothing is drawn to the job that is resident, and
+the plan is a setup too long wherever nothing runs. Kept for comparison; `hrrs` is the one to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView, Entry, Ordering
+from phaseloom.scheduler.core.policies.ordering.hrrs import response_ratio
+
+
+def _service_s(candidate: Candidate) -> float:
+    setup_s = 0.0 if candidate.is_running else candidate.setup_s
+    return candidate.duration_s + setup_s
+
+
+def score(candidate: Candidate, now_s: float) -> float:
+    return response_ratio(candidate.waited_s(now_s), _service_s(candidate))
+
+
+def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
+    """Lines 13-24, both charges included."""
+    entries: list[Entry] = []
+    cursor_s = now_s
+    for candidate in ordered:
+        if not entries and not candidate.is_running:
+            cursor_s += candidate.setup_s
+        end_s = cursor_s + _service_s(candidate)
+        entries.append(Entry(candidate.operation, cursor_s, end_s))
+        cursor_s = end_s
+    return entries
+
+
+def _choose(view: DeviceView) -> Candidate:
+    """The highest score; ties: earlier arrival, the running one, then log entry, then key."""
+    return min(view.candidates, key=lambda c: (-score(c, view.now_s), c.by_arrival))
+
+
+def _why(candidate: Candidate, view: DeviceView) -> str:
+    return (
+        f"response ratio {score(candidate, view.now_s):.2f}: waited "
+        f"{candidate.waited_s(view.now_s):.2f} s for {candidate.duration_s:.2f} s of work"
+        f" and {candidate.setup_s:.2f} s of switching, needed or not"
+    )
+
+
+hrrs_literal = Ordering(_choose, _why, timeline=timeline)

@@ -1,0 +1,1 @@
+"""Placement policies to compare with."""

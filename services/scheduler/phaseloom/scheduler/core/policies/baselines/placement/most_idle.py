@@ -1,0 +1,55 @@
+"""The group whose nodes idle most, without a look at anybody's SLO (WEAVE §6.5, *Greedy*).
+
+A baseline: within the group the most idle rollout nodes; a new group only where none has room.
+Idle is the share of node time that is on no phase in a settled meta-iteration.
+"""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core.planning.weave.period import period_s
+from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, TRAIN, group_phases
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Group,
+    Member,
+    Placed,
+    Placement,
+    Waits,
+)
+
+
+def idle_share(group: Group, switch_s: float) -> float:
+    """Between 0 and 1; 1: nothing is known to run."""
+    jobs = group_phases(group, switch_s)
+    settled_s = period_s(jobs)
+    nodes = len(group.nodes.get(ROLLOUT, ())) + len(group.nodes.get(TRAIN, ()))
+    if not settled_s or not nodes:
+        return 1.0
+    trains = len(group.nodes.get(TRAIN, ()))
+    busy_s = sum(job.rollout_s * len(job.nodes) + job.train_s * trains for job in jobs)
+    return 1.0 - busy_s / (settled_s * nodes)
+
+
+def _place(cluster: Cluster, member: Member) -> Decision:
+    switch_s = cluster.limits.switch_s
+    # `min` keeps the first of equals: the group that was made first.
+    found = min(rooms(cluster, member), key=lambda r: -idle_share(r.group, switch_s), default=None)
+    if found is None:
+        alone = fresh(cluster, member, "alone: no group has room")
+        return alone or Waits(
+            f"no group has room, and alone it takes {alone_takes(cluster, member)}"
+        )
+    busy: dict[str, float] = {}
+    for job in group_phases(found.group, switch_s):
+        for node in job.nodes:
+            busy[node] = busy.get(node, 0.0) + job.rollout_s
+    ranked = sorted(found.rolls, key=lambda node: busy.get(node, 0.0))
+    rolls = ranked[: need_of(member, ROLLOUT).num_nodes]
+    idle = idle_share(found.group, switch_s)
+    why = f"the group idles most: {idle:.0%} of its node time"
+    return Placed(found.group.name, pinned(rolls, found.trains), why)
+
+
+most_idle = Placement(_place)

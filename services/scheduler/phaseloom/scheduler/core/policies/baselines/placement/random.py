@@ -1,0 +1,44 @@
+"""Any group that has room, or a new one, without a look at anybody's SLO (WEAVE §6.5, *Random*).
+
+A baseline. The core draws no numbers: the choice is a hash of the job's name and of how many groups
+there have been, so that a fold of the log repeats it.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Member,
+    Placed,
+    Placement,
+    Waits,
+)
+
+
+def _place(cluster: Cluster, member: Member) -> Decision:
+    alone = fresh(cluster, member, "drawn: nodes of its own")
+    found = list(rooms(cluster, member))
+    options = len(found) + (alone is not None)
+    if not options:
+        return Waits(f"no group has room, and alone it takes {alone_takes(cluster, member)}")
+    drawn = crc32(f"{member.job}/{cluster.num_groups}".encode())
+    chosen = drawn % options
+    if chosen == len(found):
+        assert alone is not None
+        return alone
+    room = found[chosen]
+
+    def rank(node: NodeId) -> tuple[int, str]:
+        return crc32(f"{member.job}/{node}".encode()), node
+
+    rolls = sorted(room.rolls, key=rank)[: need_of(member, ROLLOUT).num_nodes]
+    return Placed(room.group.name, pinned(rolls, room.trains), f"drawn among {options}")
+
+
+random = Placement(_place)

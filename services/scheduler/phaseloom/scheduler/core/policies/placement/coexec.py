@@ -1,0 +1,197 @@
+"""WEAVE's co-execution groups, as published (WEAVE §4.2, Algorithm 1).
+
+An arriving job goes where the marginal price is least: into the bubbles of a group, beside one with
+just enough new rollout nodes, or alone. No placement breaks residency or anybody's SLO, with the
+steady period of the strict round robin at worst-case durations. Pure; linear in the groups, which
+are looked at in the order in which they were made. Of equal prices the first found wins (line 13
+is strict), so the search ends at the first that costs nothing.
+
+Deviations: an exact fit in host memory is allowed; the SLO check takes the settled period, not one
+meta-iteration from an empty group; a switch is planned for each phase on shared nodes
+(`Limits.switch_s`); a group holds `Limits.max_group_jobs` at most; a job of few iterations is let
+in only where they suffice to make up for joining midway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.weave.candidates import seat_of
+from phaseloom.scheduler.core.planning.weave.period import cycle_s, load_s, period_s
+from phaseloom.scheduler.core.planning.weave.pool import (
+    free_nodes,
+    fresh,
+    need_of,
+    pinned,
+    price_per_hour,
+    rolls_on,
+    share_blindly,
+    trains_on,
+)
+from phaseloom.scheduler.core.planning.weave.refusal import no_place
+from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, Timing, phases, timing_of
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Decision,
+    Group,
+    Member,
+    Placed,
+    Placement,
+    Waits,
+)
+
+SLACK = 1e-9
+"""Of a comparison of seconds."""
+
+
+class _Settled:
+    """A group and what is the same for every placement on it."""
+
+    def __init__(self, cluster: Cluster, group: Group) -> None:
+        self.cluster = cluster
+        self.group = group
+        self.members = [
+            (timing_of(m), tuple(m.nodes.get(ROLLOUT, ()))) for m in group.members.values()
+        ]
+        self.switch_s = cluster.limits.switch_s
+
+    def has_slack(self) -> bool:
+        """Unsaturated (line 4)."""
+        jobs = phases(self.members, self.switch_s)
+        return load_s(jobs) < cycle_s(jobs)
+
+    def could_take(self, job: Timing) -> bool:
+        """Whether any nodes at all could do: what the train pool and the longest job allow."""
+        allowed_s = job.allowed_s
+        longest_s = job.solo_s
+        train_s = job.train_s
+        for timing, _ in self.members:
+            allowed_s = min(allowed_s, timing.allowed_s)
+            longest_s = max(longest_s, timing.solo_s)
+            train_s += timing.train_s
+        train_s += self.switch_s * (len(self.members) + 1)
+        return max(longest_s, train_s) <= allowed_s + SLACK
+
+    def period_with(self, member: Member, nodes: tuple[str, ...]) -> float | None:
+        """The steady period; None where it breaks somebody's SLO, or joining would."""
+        everybody = [*self.members, (timing_of(member), nodes)]
+        settled_s = period_s(phases(everybody, self.switch_s))
+        allowed_s = min(timing.allowed_s for timing, _ in everybody)
+        if settled_s > allowed_s + SLACK:
+            return None
+        return settled_s if self.can_be_joined(member, settled_s) else None
+
+    def can_be_joined(self, member: Member, settled_s: float) -> bool:
+        """Whether joining midway spares everybody's mean over its life.
+
+        The newcomer waits for its turn, and the others for it once more than ever after. A job of
+        few iterations cannot make up for that; where their number is not known, it is assumed to.
+        """
+        return all(
+            settled_s * (seat.left + 1) <= seat.budget_s + SLACK
+            for seat in (
+                seat_of(self.cluster, other)
+                for other in (*self.group.members.values(), member)
+                if other.num_iterations
+            )
+        )
+
+
+def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
+    """The least loaded first; ties in the group's order."""
+    busy = dict.fromkeys(nodes, 0.0)
+    for timing, used in settled.members:
+        for node in used:
+            if node in busy:
+                busy[NodeId(node)] += timing.rollout_s
+    return sorted(nodes, key=lambda n: busy[n])
+
+
+def _placements(
+    cluster: Cluster, group: Group, settled: _Settled, member: Member
+) -> Iterator[tuple[list[NodeId], list[NodeId]]]:
+    """Rollout nodes of the group, and new ones: direct packing, then scaling (line 6).
+
+    For a job of one node: each node of the group, then a new one. For a job of several: node sets
+    that members of its size have, then windows over the nodes by load, then fewer and fewer nodes
+    of the group with new ones beside them; as many candidates as nodes, not as subsets.
+    """
+    need = need_of(member, ROLLOUT)
+    own = rolls_on(cluster, group, member)
+    count = need.num_nodes
+    if count == 0:
+        yield [], []
+    elif count == 1:
+        yield from (([node], []) for node in own)
+    else:
+        ranked = _by_load(settled, own)
+        sets = [list(used) for _, used in settled.members if len(used) == count]
+        windows = [ranked[i : i + count] for i in range(len(ranked) - count + 1)]
+        seen: set[frozenset[str]] = set()
+        for nodes in [*sets, *windows]:
+            key = frozenset(nodes)
+            if key not in seen and key <= set(own):
+                seen.add(key)
+                yield [NodeId(n) for n in nodes], []
+        own = ranked
+    for num_new in range(1, count + 1):
+        new = free_nodes(cluster, ROLLOUT, need, num_new)
+        if new is None or count - num_new > len(own):
+            continue
+        yield own[: count - num_new], new
+
+
+def _place(cluster: Cluster, member: Member) -> Decision:
+    alone = fresh(cluster, member, "alone, on nodes of its own")
+    if member.cycle is None:
+        return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
+    job = timing_of(member)
+    best_price = inf
+    best: Placed | None = None
+    for group in cluster.groups.values():
+        found = _cheapest(cluster, group, member, job, best_price)
+        if found is not None:
+            best_price, best = found
+            if best_price == 0.0:
+                break
+    if alone is not None and _price(cluster, alone) < best_price:
+        return alone
+    return best or Waits(no_place(cluster, member))
+
+
+def _cheapest(
+    cluster: Cluster, group: Group, member: Member, job: Timing, below: float
+) -> tuple[float, Placed] | None:
+    """The first of the least price among the placements on a group, where it is below `below`."""
+    limits = cluster.limits
+    if member.slo > 0 and any(other.cycle is None for other in group.members.values()):
+        return None  # Who takes nobody knows how long leaves no promise to be made.
+    if group.is_closed or len(group.members) >= limits.max_group_jobs:
+        return None
+    settled = _Settled(cluster, group)
+    if not settled.could_take(job) or not settled.has_slack():
+        return None
+    train = trains_on(cluster, group, member)
+    if train is None:
+        return None
+    best: tuple[float, Placed] | None = None
+    for own, new in _placements(cluster, group, settled, member):
+        price = price_per_hour(cluster, new)
+        if price >= below:
+            continue
+        period = settled.period_with(member, (*own, *new))
+        if period is not None:
+            nodes = pinned((*own, *new), train)
+            why = f"with {len(group.members)} more: a meta-iteration takes {period:.1f} s"
+            best = price, Placed(group.name, nodes, f"{why}, {price:.2f} $/h more")
+            below = price
+    return best
+
+
+def _price(cluster: Cluster, placed: Placed) -> float:
+    return sum(price_per_hour(cluster, nodes) for nodes in placed.nodes.values())
+
+
+coexec = Placement(_place)

@@ -1,0 +1,15 @@
+"""Every job on nodes of its own: what PlexRL §6.3 and WEAVE §6 compare with."""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core.planning.sharing.choice import lacking, on_free_nodes
+from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placement, Waits
+
+
+def _place(cluster: Cluster, member: Member) -> Decision:
+    """The first free nodes by name."""
+    placed = on_free_nodes(cluster, member)
+    return placed or Waits(f"isolated: it needs {lacking(cluster, member)}")
+
+
+isolated = Placement(_place)

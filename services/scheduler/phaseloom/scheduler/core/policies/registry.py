@@ -1,0 +1,54 @@
+"""Every policy by the name that a configuration gives it: one file and one line each."""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core.policies.baselines.ordering.fifo_lock import fifo_lock
+from phaseloom.scheduler.core.policies.baselines.ordering.hrrn import hrrn
+from phaseloom.scheduler.core.policies.baselines.ordering.hrrs_literal import hrrs_literal
+from phaseloom.scheduler.core.policies.baselines.ordering.lrs import lrs
+from phaseloom.scheduler.core.policies.baselines.ordering.sjf import sjf
+from phaseloom.scheduler.core.policies.baselines.placement.backfill_greedy import backfill_greedy
+from phaseloom.scheduler.core.policies.baselines.placement.colocated import colocated
+from phaseloom.scheduler.core.policies.baselines.placement.gavel import gavel
+from phaseloom.scheduler.core.policies.baselines.placement.most_idle import most_idle
+from phaseloom.scheduler.core.policies.baselines.placement.random import random
+from phaseloom.scheduler.core.policies.baselines.placement.solo import solo
+from phaseloom.scheduler.core.policies.baselines.placement.spread import spread
+from phaseloom.scheduler.core.policies.device_view import Ordering
+from phaseloom.scheduler.core.policies.ordering.fcfs import fcfs
+from phaseloom.scheduler.core.policies.ordering.hrrs import hrrs
+from phaseloom.scheduler.core.policies.ordering.hrrs_anticipatory import hrrs_anticipatory
+from phaseloom.scheduler.core.policies.ordering.round_robin import round_robin
+from phaseloom.scheduler.core.policies.placement.coexec import coexec
+from phaseloom.scheduler.core.policies.placement.coexec_repack import coexec_repack
+from phaseloom.scheduler.core.policies.placement.isolated import isolated
+from phaseloom.scheduler.core.policies.placement.pack import pack
+from phaseloom.scheduler.core.policies.placement.spread_backfill import spread_backfill
+from phaseloom.scheduler.core.state.cluster import Placement
+
+ORDERING: dict[str, Ordering] = {
+    "fcfs": fcfs,
+    "sjf": sjf,
+    "hrrn": hrrn,
+    "hrrs": hrrs,
+    "hrrs_literal": hrrs_literal,
+    "hrrs_anticipatory": hrrs_anticipatory,
+    "round_robin": round_robin,
+    "lrs": lrs,
+    "fifo_lock": fifo_lock,
+}
+
+PLACEMENT: dict[str, Placement] = {
+    "isolated": isolated,
+    "pack": pack,
+    "backfill_greedy": backfill_greedy,
+    "spread": spread,
+    "spread_backfill": spread_backfill,
+    "coexec": coexec,
+    "coexec_repack": coexec_repack,
+    "gavel": gavel,
+    "most_idle": most_idle,
+    "random": random,
+    "colocated": colocated,
+    "solo": solo,
+}

@@ -1,0 +1,157 @@
+"""What a placement policy sees, and what it answers.
+
+The cluster is part of the scheduler's state and is kept by `planning/groups.py`; policies only read
+it. A job is pinned to nodes of a *node group* (WEAVE §4.2): the jobs of a group share its nodes,
+and no node belongs to two groups. Nodes of no group are free: taking one is what costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import Cycle
+
+Pool = str
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What a job takes of one pool."""
+
+    num_nodes: int = 1
+    num_devices: int = 1
+    """On each of them."""
+    host_bytes: int = 0
+    """Working set in the host memory of each of them; 0: not known."""
+
+
+class Host(msgspec.Struct):
+    """A node as placement sees it."""
+
+    node: NodeId
+    pool: Pool
+    num_devices: int
+    host_bytes: int
+    price_per_hour: float
+    is_up: bool = True
+    """And not being drained: it may be given to jobs."""
+    group: str = ""
+    """That it belongs to; empty: it is free."""
+    can_move: bool = False
+    """Whether what runs on it can be moved to others that say so, and the other way round."""
+    leaving: list[str] = []
+    """Deployments that are to go elsewhere and are still on it: until they are gone it is not
+    free."""
+
+
+class Member(msgspec.Struct):
+    """A job as placement sees it."""
+
+    job: str
+    slo: float
+    """0: best effort."""
+    needs: dict[Pool, Need]
+    cycle: Cycle | None = None
+    """Alone, worst case included; None: not known yet."""
+    submitted_s: float = 0.0
+    ends_s: float = 0.0
+    """When it is expected to end at the latest, were it placed now where it waits; 0: not known."""
+    nodes: dict[Pool, list[NodeId]] = {}
+    """That it is pinned to; empty: it waits."""
+    shift_s: float = 0.0
+    """By how much its cycle was shifted to fit (PlexRL §4.3.2)."""
+    began_s: float = 0.0
+    """When its cycle began where it is: its placing, and the shift."""
+    iterations: int = 0
+    """Finished since it was submitted."""
+    num_optim_steps: int = 0
+    """Since the last of them was finished."""
+    alone_s: float = 0.0
+    """What those finished take alone at worst, each by the cycle as it was then: an SLO is a
+    multiple of it."""
+    iterated_s: float = 0.0
+    """When the last of them was finished."""
+    num_iterations: int = 0
+    """Expected in all; 0: not known."""
+
+
+class Group(msgspec.Struct):
+    name: str
+    members: dict[str, Member] = {}
+    """By job, in the order in which they came: that of a meta-iteration."""
+    nodes: dict[Pool, list[NodeId]] = {}
+    is_closed: bool = False
+    """A job without a known cycle is alone on it, until that is measured."""
+    version: int = 0
+    """Grows with each change of its members, what is known of them, or its nodes."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    max_group_jobs: int = 5
+    duty_limit: float = 0.5
+    switch_s: float = 0.0
+    """Planned for each phase of a group of several jobs."""
+
+
+class Cluster(msgspec.Struct, dict=True):
+    hosts: dict[NodeId, Host] = {}
+    groups: dict[str, Group] = {}
+    free: dict[Pool, list[NodeId]] = {}
+    """Nodes that are up, belong to no group and have nothing on them, by name."""
+    placed: dict[str, str] = {}
+    """Job → the group that it is a member of."""
+    waiting: list[Member] = []
+    """The oldest first."""
+    limits: Limits = Limits()
+    num_groups: int = 0
+    """Ever made: names the next."""
+    now_s: float = 0.0
+
+
+class Placed(msgspec.Struct, frozen=True):
+    group: str
+    """That it joins; empty: a new one."""
+    nodes: dict[Pool, list[NodeId]]
+    """It is pinned to; free ones among them join the group."""
+    why: str = ""
+    shift_s: float = 0.0
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """There is no place now."""
+
+    why: str
+    """With the numbers."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """There never will be one."""
+
+    error: ErrorInfo
+
+
+Decision = Placed | Waits | Refused
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A job of a running group goes elsewhere."""
+
+    job: str
+    placed: Placed
+
+
+class Placement(NamedTuple):
+    place: Callable[[Cluster, Member], Decision]
+    """Pure; ties are explicit. The member is not in the cluster yet, or waits there."""
+    replan: Callable[[Cluster], list[Move]] | None = None
+    """Moves worth their price once a job has come or left; computed beside the scheduler's loop.
+    Each holds only on the groups as they were."""
+    may_overtake: bool = False
+    """Whether a job may be placed while an older one waits for the same pool."""
+    is_overloaded: Callable[[Cluster, Group], bool] | None = None
+    """Whether a group cannot keep what was promised to its members, as their cycles are now; None:
+    as a strict round robin could not (`planning/weave/timing.py`)."""

@@ -1,0 +1,110 @@
+"""Nodes and their devices: what is on each, who holds it, who is expected."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.specs import DeviceSpec, Residency
+
+
+class Closing(StrEnum):
+    """Why a node is to be left."""
+
+    DRAIN = "drain"
+    """On request: what is on it goes elsewhere."""
+    AWAY = "away"
+    """It has not come back for a while: what can be rebuilt without it is."""
+    GONE = "gone"
+    """It will not come back: what it alone had is lost."""
+
+
+class Leave(msgspec.Struct):
+    """A node that is to be left."""
+
+    why: Closing
+    is_drained: bool = False
+    """An operator has asked for it: it holds until that is undone, whatever becomes of the node."""
+    is_told: bool = False
+    """People know that nothing is on it any more."""
+
+
+class Expected(msgspec.Struct):
+    """When a job's next operation on a device is predicted, after one that ended."""
+
+    after: str
+    """`<deployment>.<kind>`."""
+    ended_s: float
+    soonest_s: float
+    """10th percentile, where the profiler knows it."""
+    at_s: float
+    late_s: float
+    """From then on the prediction counts as wrong."""
+    is_tried: bool = False
+    """An activation was opened for it, or deliberately not: once a gap is enough."""
+    is_told: bool = False
+    """State managers have had a hint."""
+
+
+class Phase(msgspec.Struct):
+    """A run of one job's operations on a device."""
+
+    job: str = ""
+    kinds: list[str] = []
+    """`<deployment>.<kind>` of each that began in it."""
+    began_s: float = 0.0
+
+
+class Device(msgspec.Struct):
+    memory_bytes: int
+    resident: list[str] = []
+    """Deployments whose state is on it, least recently used first."""
+    placed: list[str] = []
+    ready: dict[str, str] = {}
+    """Of those placed, the ones with a ready operation → their job."""
+    holder: str = ""
+    """Job that used it last."""
+    held_since_s: float = 0.0
+    """When the holder took it."""
+    running: str = ""
+    """Deployment whose operations run on it now, or will once its activation is open."""
+    used_by: str = ""
+    """Deployment that used it last, …"""
+    used_since_s: float = 0.0
+    """… and since when no other did."""
+    is_let_go: bool = False
+    """The holder has said that its phase here is over: it is not kept for it."""
+    early: str = ""
+    """Deployment whose activation was opened before its operation, which has not come yet."""
+    expected: dict[str, Expected] = {}
+    """Job → its next operation here, where predicted."""
+    last: str = ""
+    """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""
+    idle_since_s: float = 0.0
+    phase: Phase = msgspec.field(default_factory=Phase)
+    """That it is in, or was in last."""
+    served: dict[str, int] = {}
+    """Job → log sequence at which its operations last began here."""
+    rounds: dict[str, int] = {}
+    """Job → the last round of which it began a phase here."""
+    timer: str = ""
+
+
+class Node(msgspec.Struct):
+    node: NodeId
+    pool: str
+    devices: list[Device]
+    host_memory_bytes: int
+    revision: int
+    state_endpoint: str
+    residency: Residency
+    is_up: bool = True
+    claims: list[str] = []
+    """Deployments that were chosen and wait until all of their devices are free, in that order:
+    any two are in the same one on every node that they share."""
+
+
+def new_devices(specs: list[DeviceSpec]) -> list[Device]:
+    return [Device(memory_bytes=spec.memory_bytes) for spec in specs]
