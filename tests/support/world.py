@@ -49,7 +49,8 @@ from phaseloom.common.contract.events import (
     WpgStarted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, After, Outcome
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import (
     DeploymentSpec,
     DeviceSpec,

@@ -65,7 +65,7 @@ from phaseloom.common.contract.events import (
     WpgStarted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
-from phaseloom.common.contract.operations import MUTATING_KINDS
+from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.state_agent import BringState
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry

@@ -10,6 +10,10 @@ called on all ranks of the WPG alike, in the same order, each with its own share
 (`phaseloom.common.tensors.layouts.split`), which may be empty; it returns the share's result, and
 raises `GroupBroken` where another rank does not take part. The `check_…` calls are for the whole
 operation, before it is split.
+
+A backend does an operation of a kind that it names in `kinds` by two methods called like the kind,
+`check_<kind>(args)` and `<kind>(args)`. The protocol lists those of today; a kind that one backend
+alone can do need not stand in it. Kinds that move state are done without the backend.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from typing import Any, Protocol
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -133,11 +137,11 @@ class Backend(Protocol):
         """
         ...
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         """Raises: CallerError: what `optim_step` could not do. Touches no state."""
         ...
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Collective. Raises: CallerError, before anything happened."""
         ...
 

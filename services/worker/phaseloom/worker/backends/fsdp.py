@@ -40,6 +40,7 @@ from phaseloom.common.contract.operations import (
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -188,14 +189,15 @@ class FsdpBackend:
             )
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         self._trained()
-        _check_adam(adam)
+        _check_adam(args.adam)
 
     @_collective
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Raises: CallerError, before anything happened."""
         training = self._trained()
+        adam = args.adam
         _check_adam(adam)
         norm = self._grad_norm(training.gradients)
         if 0 < adam.grad_clip_norm < norm:

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
-    READING_KINDS,
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
     Sequence,
 )
@@ -99,10 +98,10 @@ class NoopBackend:
         self._take("forward_backward")
         return ForwardBackwardResult({"loss:sum": 0.0, "num_tokens:sum": 0.0})
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         """Everything is accepted: nothing is computed."""
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         self._take("optim_step")
         return OptimStepResult({"grad_norm:mean": 0.0})
 

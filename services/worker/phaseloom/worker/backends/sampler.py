@@ -21,7 +21,6 @@ from phaseloom.common.contract.arrays import int32s, length
 from phaseloom.common.contract.base import Float32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Datum,
     Forward,
     ForwardBackward,
@@ -29,6 +28,7 @@ from phaseloom.common.contract.operations import (
     ForwardResult,
     Generate,
     GenerateResult,
+    OptimStep,
     OptimStepResult,
     SamplingParams,
     Sequence,
@@ -147,10 +147,10 @@ class SamplerBackend:
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         raise _does_not_train("forward_backward")
 
-    def check_optim_step(self, adam: AdamParams) -> None:
+    def check_optim_step(self, args: OptimStep) -> None:
         raise _does_not_train("optim_step")
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
         raise _does_not_train("optim_step")
 
     def zero_gradients(self) -> None:

@@ -14,10 +14,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.operations import READING_KINDS, Forward, Generate, Operation, Result
+from phaseloom.common.contract.kinds import KINDS, Kind
+from phaseloom.common.contract.operations import Generate, Operation, Result
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.core.permits import Cancelled
@@ -48,8 +50,12 @@ class Call:
     """Tokens of a `generate` that runs; on several ranks those of the leader's share."""
 
     @property
+    def kind(self) -> Kind[Any, Any]:
+        return KINDS[self.permit.kind]
+
+    @property
     def is_reading(self) -> bool:
-        return self.permit.kind in READING_KINDS
+        return not self.kind.is_mutating
 
     @property
     def key(self) -> OperationKey:
@@ -111,11 +117,11 @@ class DeviceQueue:
     def _next(self) -> list[Call]:
         first = self._waiting.popleft()
         calls = [first]
-        if self._is_shared and isinstance(first.operation.args, Generate):
+        if self._is_shared and first.kind.shares_calls:
             num_bytes = len(first.payload.payload)
             for call in list(self._waiting):
                 num_bytes += len(call.payload.payload)
-                if isinstance(call.operation.args, Generate) and num_bytes <= MAX_SHARED_BYTES:
+                if call.kind is first.kind and num_bytes <= MAX_SHARED_BYTES:
                     self._waiting.remove(call)
                     calls.append(call)
         if self._is_in_a_row(first):
@@ -126,7 +132,7 @@ class DeviceQueue:
     def _is_in_a_row(self, call: Call) -> bool:
         """Whether others like it may follow it in the device thread: to hand over each alone takes
         longer than a short one runs."""
-        return self._ranks.is_alone and isinstance(call.operation.args, Forward)
+        return self._ranks.is_alone and call.is_reading and not call.kind.shares_calls
 
     async def _run_in_a_row(self, calls: list[Call]) -> None:
         loop = asyncio.get_running_loop()
@@ -157,7 +163,7 @@ class DeviceQueue:
         started_unix_s, clock_s = time.time(), time.perf_counter()
         outcomes: list[Result | Exception | None]
         try:
-            if isinstance(calls[0].operation.args, Generate):
+            if calls[0].kind.shares_calls:
                 outcomes = await self._generate(calls)
             else:
                 outcomes = [await self._compute(calls[0])]

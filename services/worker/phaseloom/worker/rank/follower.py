@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
     Generate,
     LoadState,
     Operation,

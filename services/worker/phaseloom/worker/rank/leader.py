@@ -34,8 +34,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.events import StateCut
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
     Completion,
     LoadState,
     Operation,
@@ -50,7 +50,6 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
-from phaseloom.worker.core.tokens import num_tokens
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
@@ -278,7 +277,7 @@ class Leader:
             self.executor.applied = permit.operation.seq
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
-            num_tokens=num_tokens(args, result),
+            num_tokens=kind_for(args).num_tokens_done(args, result),
             saved=args if isinstance(args, SaveState) else None,
         )
 

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from opentelemetry.context import Context
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.arrays import as_lists
 from phaseloom.common.contract.codec import (
     CONTENT_TYPE,
     JSON,
@@ -30,13 +29,8 @@ from phaseloom.common.contract.events import (
     PermitReturned,
 )
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
-    Completion,
-    Outcome,
-    SaveState,
-    checkpoints_of,
-)
+from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
+from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
 from phaseloom.common.transport.groupcommit import Gathering

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code
 from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.kinds import KINDS, Gradients
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
 
-_ENDS_A_BATCH = frozenset({"optim_step", "load_state", "sync_weights"})
+_ADDS = frozenset(name for name, kind in KINDS.items() if kind.gradients is Gradients.ADDS)
+_USES = frozenset(name for name, kind in KINDS.items() if kind.gradients is Gradients.USES)
+_ENDS_A_BATCH = frozenset(name for name, kind in KINDS.items() if kind.ends_gradients)
 _UNKNOWN = ""
 """Kind of an operation that could not be read, or was never published: it may have been one."""
 
@@ -21,14 +24,14 @@ _UNKNOWN = ""
 def is_partial(deployment: Deployment, op: Op) -> bool:
     """Whether this step would act on a part of what was meant."""
     seq = op.key.seq
-    if op.kind != "optim_step" or seq is None:
+    if op.kind not in _USES or seq is None:
         return False
     return any(missing < seq for missing in deployment.missing_gradients)
 
 
 def not_completed(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
-    if seq is not None and op.kind in ("forward_backward", _UNKNOWN):
+    if seq is not None and (op.kind in _ADDS or op.kind == _UNKNOWN):
         deployment.missing_gradients.append(seq)
 
 
@@ -62,7 +65,7 @@ def pending(deployment: Deployment) -> list[int]:
     for mutation in reversed(deployment.history):
         if mutation.kind in _ENDS_A_BATCH:
             break
-        if mutation.kind == "forward_backward":
+        if mutation.kind in _ADDS:
             found.append(mutation.seq)
     return found[::-1]
 

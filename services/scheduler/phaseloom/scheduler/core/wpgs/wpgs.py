@@ -14,6 +14,7 @@ from phaseloom.common.contract.commands import StartWpg, StopWpg
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeLost, NodeUp, WpgLost, WpgStarted
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.kinds import KINDS
 from phaseloom.scheduler.core.devices import devices, host_memory
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
@@ -25,7 +26,7 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.wpgs import moves
 
-_REPLACES_STATE = frozenset({"sync_weights", "load_state"})
+_REPLACES_STATE = frozenset(name for name, kind in KINDS.items() if kind.replaces_state)
 _REBUILDING = frozenset({WpgState.STARTING, WpgState.RECOVERING})
 _ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
