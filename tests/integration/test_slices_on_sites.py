@@ -27,12 +27,10 @@ from phaseloom.common.tensors.resharding import (
     plan,
     source_parts,
 )
-from phaseloom.statemgr.core.dealing import Fetcher
-from phaseloom.statemgr.core.slices import Box, batches
 from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.versions import slicefetching, wire
-from phaseloom.statemgr.versions.boxes import IncomingSlices
-from phaseloom.statemgr.versions.slicefetching import SliceFetching
+from phaseloom.statemgr.transfer import fetching, wire
+from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.tensorslices import Box, batches
 from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import identity, ticket
 from tests.support.modelslices import (
@@ -45,7 +43,7 @@ from tests.support.modelslices import (
     version_rank,
     write,
 )
-from tests.support.peerfetch import home
+from tests.support.peerfetch import fetch_of, home
 from tests.support.sharded import Array, tensors
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, daemon, emptied
@@ -291,7 +289,7 @@ async def test_what_a_neighbour_that_died_was_to_bring_comes_from_the_source(
         await slow.passed(before + SIZE // 4)
         await dying.kill()
         await opening
-        await living.logged(f"by way of Fetcher(endpoint='{endpoint}'")
+        await living.logged(f"by way of Peer(endpoint='{endpoint}'")
         came, _, relayed = await _came(living)
         assert came + relayed == SIZE // 2
         assert slow.passed_bytes - before < came + _CONTROL
@@ -338,8 +336,8 @@ async def test_a_source_serves_the_streams_of_64_nodes_at_once(short_dir: Path) 
         opened: list[tls.Stream] = []
         try:
             for number in range(4 * 64):
-                fetcher = Fetcher("127.0.0.1:1", str(number // 4))
-                opened.append(await _opened_by(fetcher, world.sources[0].source))
+                peer = Peer("127.0.0.1:1", str(number // 4))
+                opened.append(await _opened_by(peer, world.sources[0].source))
         finally:
             for stream in opened:
                 stream.close()
@@ -383,8 +381,8 @@ async def _talks_nonsense(stream: tls.Stream, give: wire.Give) -> None:
 
 async def _sends_elsewhere(stream: tls.Stream, give: wire.Give) -> None:
     boxes: list[wire.Cut] = [(number, [], []) for number in range(len(give.boxes))]
-    elsewhere = [wire.Shared(Fetcher("127.0.0.1:1", "s"), boxes, "")]
-    await stream.send(wire.Given("", wire.Dealt(len(boxes), [], elsewhere)))
+    elsewhere = [wire.Shared(Peer("127.0.0.1:1", "s"), boxes, "")]
+    await stream.send(wire.Given("", wire.Assigned(len(boxes), [], elsewhere)))
 
 
 @asynccontextmanager
@@ -395,7 +393,7 @@ async def _neighbour(
 
     async def session(stream: tls.Stream) -> None:
         await stream.receive(tls.MAX_REQUEST_BYTES)
-        await stream.send(wire.Holding({}))
+        await stream.send(wire.Opened({}))
         payload = await stream.receive(tls.MAX_REQUEST_BYTES)
         await behave(stream, msgspec.msgpack.decode(payload, type=wire.Give))
 
@@ -404,15 +402,13 @@ async def _neighbour(
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with listener:
         serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SLICES: session}).serve(listener)
+            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
         )
-        stream = await _opened_by(Fetcher(endpoint, "s"), world.sources[0].endpoint)
+        stream = await _opened_by(Peer(endpoint, "s"), world.sources[0].endpoint)
         rows = BATCH // COLUMNS * 2
         give = wire.Give("0of1", [Box("w", [0, 0], [rows, COLUMNS // 2])], BATCH)
         await stream.send(give)
-        given = msgspec.msgpack.decode(
-            await stream.receive(wire.MAX_REPLY_BYTES), type=wire.SlicesReply
-        )
+        given = msgspec.msgpack.decode(await stream.receive(wire.MAX_REPLY_BYTES), type=wire.Reply)
         assert isinstance(given, wire.Given)
         await stream.receive_into(memoryview(bytearray(BATCH)), 10.0)
         stream.close()
@@ -421,10 +417,10 @@ async def _neighbour(
         await asyncio.wait([serving])
 
 
-async def _opened_by(fetcher: Fetcher, source: str) -> tls.Stream:
+async def _opened_by(peer: Peer, source: str) -> tls.Stream:
     """A stream of a node that this process plays."""
-    stream = await tls.connect(source, wire.SLICES, identity(), 10.0)
-    await stream.send(wire.SlicesRequest(KEY, ticket(KEY), ["0of1"], "west", fetcher))
+    stream = await tls.connect(source, wire.SERVICE, identity(), 10.0)
+    await stream.send(wire.OpenVersion(KEY, ticket(KEY), ["0of1"], "west", peer))
     await stream.receive(wire.MAX_REPLY_BYTES)
     return stream
 
@@ -441,22 +437,20 @@ async def test_a_neighbour_that_lies_is_left(
             # What the neighbour was given has crossed for it; now it crosses again.
             assert await _came(world.nodes[0]) == (SIZE // 2, 0, 0)
             assert world.passed_bytes - before < SIZE // 2 + _CONTROL
-            await world.nodes[0].logged(f"by way of Fetcher(endpoint={endpoint!r}")
+            await world.nodes[0].logged(f"by way of Peer(endpoint={endpoint!r}")
 
 
 async def test_a_neighbour_that_never_delivers_is_left(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says again and again that it comes."""
-    monkeypatch.setattr(slicefetching, "RELAY_PATIENCE", 0.1)
+    monkeypatch.setattr(fetching, "PEER_PATIENCE", 0.1)
     async with _world(short_dir, 0) as world:
         await _write_part(*world.writers)
         async with _neighbour(world, _keeps_waiting):
             memory = memoryview(bytearray(SIZE // 2))
             at = home(site="west", endpoint="127.0.0.1:1")
-            running = SliceFetching(
-                *(KEY, ticket(KEY), at, "mine", IncomingSlices(LEFT, {}), memory)
-            )
+            running = fetch_of(KEY, LEFT, memory, at)
             await running.bring(batches(LEFT), {"0of1": [world.sources[0].endpoint]})
             assert bytes(memory) == _bytes(LEFT)
             assert (running.fetched_bytes, running.relayed_bytes) == (SIZE // 2, 0)
@@ -469,7 +463,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
     listener.setblocking(False)
     with listener:
         serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SLICES: session}).serve(listener)
+            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
         )
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
@@ -484,7 +478,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
 
     async def holds(stream: tls.Stream, *, is_far: bool) -> wire.Give:
         await stream.receive(tls.MAX_REQUEST_BYTES)
-        await stream.send(wire.Holding({"0of2": ""} if is_far else {}, is_far))
+        await stream.send(wire.Opened({"0of2": ""} if is_far else {}, is_far))
         payload = await stream.receive(tls.MAX_REQUEST_BYTES)
         return msgspec.msgpack.decode(payload, type=wire.Give)
 
@@ -496,10 +490,10 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
     async def deals(stream: tls.Stream) -> None:
         await holds(stream, is_far=True)
         asked.set()
-        await fetching._over.wait()
-        elsewhere = [wire.Shared(Fetcher(holders[0], "s"), [(0, [], [])], digest)]
+        await running._over.wait()
+        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, [], [])], digest)]
         nothing = xxhash.xxh3_128_hexdigest(b"")
-        await stream.send(wire.Given(nothing, wire.Dealt(1, [], elsewhere)))
+        await stream.send(wire.Given(nothing, wire.Assigned(1, [], elsewhere)))
 
     async def has_nothing(stream: tls.Stream) -> None:
         await stream.receive(tls.MAX_REQUEST_BYTES)
@@ -511,10 +505,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
         for number, part in enumerate(["0of2", "1of2"])
     ]
     at = home(site="west", endpoint="127.0.0.1:1")
-    fetching = SliceFetching(
-        *(KEY, ticket(KEY), at, "mine"),
-        *(IncomingSlices(slices, {}), memoryview(bytearray(2 * BATCH))),
-    )
+    running = fetch_of(KEY, slices, memoryview(bytearray(2 * BATCH)), at)
     async with (
         _serving(neighbour) as holders[0],
         _serving(deals) as one,
@@ -522,7 +513,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
         asyncio.timeout(30),
     ):
         with pytest.raises(ResourceError, match="gone") as caught:
-            await fetching.bring(batches(slices), {"0of2": [one], "1of2": [other]})
+            await running.bring(batches(slices), {"0of2": [one], "1of2": [other]})
     assert caught.value.info.code is Code.NOT_FOUND
 
 
@@ -532,7 +523,7 @@ async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> No
         await _opened(world.readers[0], LEFT, world.sources[0].endpoint)
         endpoint = await world.nodes[0].endpoint()
         (held,) = [key for key in (await world.nodes[0].agent.status()).versions if key.is_copy]
-        request = wire.SlicesRequest(KEY, ticket(KEY), [], relay=held.part)
+        request = wire.OpenVersion(KEY, ticket(KEY), [], relay=held.part)
         box = Box("w", [1, 0], [2, COLUMNS // 2])
         good = await _reply_to(endpoint, request, wire.Give("0of1", [box], COLUMNS))
         assert isinstance(good, wire.Given)
@@ -563,15 +554,15 @@ async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> No
 
 
 async def _reply_to(
-    endpoint: str, request: wire.SlicesRequest, asked: wire.SlicesAsk | None = None
-) -> wire.SlicesReply:
-    stream = await tls.connect(endpoint, wire.SLICES, identity(), 10.0)
+    endpoint: str, request: wire.OpenVersion, asked: wire.Ask | None = None
+) -> wire.Reply:
+    stream = await tls.connect(endpoint, wire.SERVICE, identity(), 10.0)
     try:
         for message in (request, asked):
             if message is not None:
                 await stream.send(message)
                 payload = await stream.receive(wire.MAX_REPLY_BYTES)
-        reply: wire.SlicesReply = msgspec.msgpack.decode(payload, type=wire.SlicesReply)
+        reply: wire.Reply = msgspec.msgpack.decode(payload, type=wire.Reply)
         return reply
     finally:
         stream.close()

@@ -41,7 +41,7 @@ from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import SECRET, ticket
-from tests.support.peerfetch import fetch, fetching
+from tests.support.peerfetch import fetch
 from tests.support.readversions import load_version
 from tests.support.statedaemon import (
     OTHER,
@@ -803,7 +803,7 @@ async def test_fetch_is_for_who_has_a_ticket(short_dir: Path) -> None:
         await policy.client.versions.create(key, _weights(policy.slots))
         source = await train.endpoint()
         with pytest.raises(CallerError, match="not signed by this mesh") as caught:
-            await fetching(key, shown=ticket(key, secret="a guess")).bring(source)
+            await fetch(source, key, shown=ticket(key, secret="a guess"))
         assert caught.value.info.code is Code.PERMISSION_DENIED
         _, content = await fetch(source, key)
         assert len(content) == 256

@@ -40,13 +40,13 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.framing import Frame, Peer, close_fds
-from phaseloom.statemgr.core.slices import Box
 from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.versions import wire
-from phaseloom.statemgr.versions.fetching import Home
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.fetching import Home
+from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.versions.publishing import MAX_VERSIONS_OF_A_RANK
 from tests.support.meshcerts import SECRET, identity, ticket
-from tests.support.peerfetch import fetch, fetching, home
+from tests.support.peerfetch import fetch, home
 from tests.support.statedaemon import (
     POLICY,
     SAMPLER,
@@ -407,7 +407,7 @@ async def test_a_certificate_of_another_authority_is_refused_on_both_sides(
             (tls.Identity(stranger.server, _careless(None)), "does not take this node's"),
         ):
             with pytest.raises(CallerError, match=says) as caught:
-                await fetching(KEY, Home(who, "", "", 10.0)).bring(endpoint)
+                await fetch(endpoint, KEY, Home(who, "", "", 10.0))
             assert caught.value.info.code is Code.PERMISSION_DENIED
             assert "phaseloom certs" in caught.value.info.remedy
 
@@ -449,13 +449,13 @@ async def test_a_ticket_is_for_one_version_one_node_and_one_life(short_dir: Path
             (good, home(node="node1"), "shown by node 'node1'"),
         ):
             with pytest.raises(CallerError, match=says) as caught:
-                await fetching(KEY, at, shown).bring(endpoint)
+                await fetch(endpoint, KEY, at, shown)
             assert caught.value.info.code is Code.PERMISSION_DENIED
             assert caught.value.info.remedy
-        await fetching(KEY, shown=ticket(KEY, "critic", incarnation=3)).bring(endpoint)
+        await fetch(endpoint, KEY, shown=ticket(KEY, "critic", incarnation=3))
         with pytest.raises(CallerError, match="which is at 3"):
-            await fetching(KEY, shown=ticket(KEY, "critic", incarnation=2)).bring(endpoint)
-        await fetching(KEY, shown=ticket(KEY, "critic", incarnation=4)).bring(endpoint)
+            await fetch(endpoint, KEY, shown=ticket(KEY, "critic", incarnation=2))
+        await fetch(endpoint, KEY, shown=ticket(KEY, "critic", incarnation=4))
 
 
 async def _send_raw(stream: tls.Stream, message: bytes) -> None:
@@ -468,7 +468,7 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
     async with _serving(short_dir) as d:
         before = _num_fds(d)
         endpoint = await d.endpoint()
-        slices = wire.SlicesRequest(KEY, ticket(KEY), [""])
+        slices = wire.OpenVersion(KEY, ticket(KEY), [""])
         host, _, port = endpoint.rpartition(":")
         stream = await tls._connected(host, int(port), identity())
         await stream.receive(wire.MAX_REPLY_BYTES)  # the welcome
@@ -479,9 +479,9 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
         for service, first, then in (
             ("no such service", b"\xc1", None),
             (wire.SERVICE, b"\xc1", None),
-            (wire.SLICES, b"\x91" * 50_000, None),
-            (wire.SLICES, msgspec.msgpack.encode(slices), b"\xc1"),
-            (wire.SLICES, msgspec.msgpack.encode(slices), b"\x91" * 50_000),
+            (wire.SERVICE, b"\x91" * 50_000, None),
+            (wire.SERVICE, msgspec.msgpack.encode(slices), b"\xc1"),
+            (wire.SERVICE, msgspec.msgpack.encode(slices), b"\x91" * 50_000),
         ):
             stream = await tls.connect(endpoint, service, identity(), 10.0)
             await _send_raw(stream, first)
@@ -496,15 +496,15 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
 
 async def test_boxes_that_are_none_are_refused(short_dir: Path) -> None:
     async with _serving(short_dir) as d:
-        stream = await tls.connect(await d.endpoint(), wire.SLICES, identity(), 10.0)
+        stream = await tls.connect(await d.endpoint(), wire.SERVICE, identity(), 10.0)
 
-        async def ask(message: msgspec.Struct) -> wire.SlicesReply:
+        async def ask(message: msgspec.Struct) -> wire.Reply:
             await stream.send(message)
             payload = await stream.receive(wire.MAX_REPLY_BYTES)
-            reply: wire.SlicesReply = msgspec.msgpack.decode(payload, type=wire.SlicesReply)
+            reply: wire.Reply = msgspec.msgpack.decode(payload, type=wire.Reply)
             return reply
 
-        assert isinstance(await ask(wire.SlicesRequest(KEY, ticket(KEY), [""])), wire.Holding)
+        assert isinstance(await ask(wire.OpenVersion(KEY, ticket(KEY), [""])), wire.Opened)
         for start_at, size in (
             ([-1], [1]),
             ([MiB], [1]),

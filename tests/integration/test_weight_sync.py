@@ -1,4 +1,4 @@
-"""Weights between state managers of different nodes: each block once over the slow link, whatever
+"""Weights between state managers of different nodes: each batch once over the slow link, whatever
 breaks on the way. Real daemons, real sockets; the slow link is a proxy that counts."""
 
 from __future__ import annotations
@@ -8,31 +8,24 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
+import xxhash
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
-from phaseloom.statemgr.versions import fetching as versionfetching
-from phaseloom.statemgr.versions import wire
-from phaseloom.statemgr.versions.fetching import Connection
-from phaseloom.statemgr.versions.incoming import Incoming, Readable
-from phaseloom.statemgr.versions.serving import VersionServer
-from phaseloom.statemgr.versions.wire import (
-    Next,
-    Part,
-    Refusal,
-    Reply,
-    Take,
-    VersionDescription,
-    Waiting,
-)
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.fetching import ask
+from phaseloom.statemgr.transfer.served import Content, Fetched, Incoming
+from phaseloom.statemgr.transfer.serving import Server, Versions
+from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
+from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET, identity, ticket
-from tests.support.peerfetch import fetching, home
 from tests.support.readversions import load_version
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import (
@@ -47,7 +40,7 @@ from tests.support.statedaemon import (
 
 KEY = VersionKey(POLICY, 2)
 SIZE = 4 * MiB
-BLOCK = Blocks(SIZE).size
+BATCH = batch_bytes(SIZE)
 _CONTROL = SIZE // 25
 """More than the control messages of a fetch take."""
 
@@ -110,7 +103,7 @@ async def test_without_sites_every_node_fetches_its_own(short_dir: Path) -> None
         assert 3 * SIZE <= slow.passed_bytes < 3 * (SIZE + _CONTROL)
 
 
-async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> None:
+async def test_who_comes_late_finds_all_at_its_peers(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "east", SITE="east") as train,
         _nodes(short_dir, 2, "west") as (first, late),
@@ -124,7 +117,7 @@ async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> No
         assert slow.passed_bytes < SIZE + _CONTROL
 
 
-async def test_blocks_of_a_neighbour_that_died_cross_again_and_no_others(short_dir: Path) -> None:
+async def test_batches_of_a_peer_that_died_cross_again_and_no_others(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "east", SITE="east") as train,
         _nodes(short_dir, 2, "west") as (dying, living),
@@ -148,53 +141,54 @@ async def test_blocks_of_a_neighbour_that_died_cross_again_and_no_others(short_d
             await lost
 
 
-async def test_who_waits_for_a_slow_neighbour_hears_that_it_lives() -> None:
+async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     content = memoryview(bytearray(b"weights"))
-    incoming = Incoming(VersionDescription(len(content), [], "digest"), content)
+    slices = all_of("", [], len(content))
+    incoming = Incoming(slices, {})
+    (batch,) = batches(slices)
 
-    @asynccontextmanager
-    async def reading(key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
-        assert (key, may_be_incoming) == (KEY, True)
-        yield incoming
-
-    async def doubted(key: VersionKey) -> None:
-        raise AssertionError(f"nobody doubts {key}")
+    class Fetching:
+        @asynccontextmanager
+        async def open_fetched(self, key: VersionKey) -> AsyncIterator[Content]:
+            assert key == KEY
+            yield Fetched(incoming, content)
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        versions = VersionServer(Gate(SECRET), 0.1, reading, doubted)
-        server = tls.Server(identity(), 10.0, {wire.SERVICE: versions.session})
-        serving = asyncio.create_task(server.serve(listener))
-        connection = await Connection.open(
-            endpoint, KEY, ticket(KEY), home(), session="s", is_relay=True
-        )
-        await connection.stream.send(Take(0))
+        serving = Server(Gate(SECRET), 0.1, cast("Versions", Fetching()))
+        server = tls.Server(identity(), 10.0, {wire.SERVICE: serving.session})
+        running = asyncio.create_task(server.serve(listener))
+        opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")
+        stream = await tls.connect(endpoint, wire.SERVICE, identity(), 10.0)
+        await ask(stream, opening, wire.Opened, 10.0)
+        give = wire.Give("", batch.boxes, len(content))
+        await stream.send(give)
         for _ in range(5):
-            assert await _reply(connection) == Waiting()
-        incoming.add(0, "digest of the block")
-        reply = await _reply(connection)
-        while reply == Waiting():
-            reply = await _reply(connection)
-        assert reply == Part(0, "digest of the block", 0, [])
+            assert await _reply(stream) == wire.Waiting()
+        incoming.add(batch)
+        reply = await _reply(stream)
+        while reply == wire.Waiting():
+            reply = await _reply(stream)
+        assert reply == wire.Given(xxhash.xxh3_128_hexdigest(content))
         memory = memoryview(bytearray(len(content)))
-        await connection.stream.receive_into(memory, 10.0)
+        await stream.receive_into(memory, 10.0)
         assert memory == content
         # Nothing more comes: who waits is told.
-        incoming.forget()
+        incoming.forget(batch)
         incoming.give_up()
-        refusal = await connection.ask(Take(0))
-        assert isinstance(refusal, Refusal)
-        assert refusal.error.code is Code.UNAVAILABLE
-        connection.close()
-        serving.cancel()
-        await asyncio.wait([serving])
+        with pytest.raises(ResourceError) as caught:
+            await ask(stream, give, wire.Given, 10.0)
+        assert caught.value.info.code is Code.UNAVAILABLE
+        stream.close()
+        running.cancel()
+        await asyncio.wait([running])
 
 
-async def _reply(connection: Connection) -> Reply:
-    payload = await connection.stream.receive(wire.MAX_REPLY_BYTES)
-    reply: Reply = msgspec.msgpack.decode(payload, type=Reply)
+async def _reply(stream: tls.Stream) -> wire.Reply:
+    payload = await stream.receive(wire.MAX_REPLY_BYTES)
+    reply: wire.Reply = msgspec.msgpack.decode(payload, type=wire.Reply)
     return reply
 
 
@@ -218,63 +212,30 @@ async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_d
         assert (status.versions, status.host_used_bytes) == ([KEY], 2 * SIZE)
 
 
-async def test_a_neighbour_that_cannot_be_reached_costs_its_blocks_only(short_dir: Path) -> None:
-    """It took three blocks and is gone: they cross twice, once for each that brought them."""
+async def test_a_peer_that_cannot_be_reached_costs_its_batches_only(short_dir: Path) -> None:
+    """It took three batches and is gone: they cross twice, once for each that brought them."""
     async with (
         daemon(short_dir / "east", SITE="east") as train,
         _nodes(short_dir, 2, "west") as far,
         link(await train.endpoint()) as slow,
     ):
         policy = await _published(train)
-        gone = home(site="west", endpoint="127.0.0.1:1")
-        connection = await Connection.open(slow.endpoint, KEY, ticket(KEY), gone)
-        for _ in range(3):
-            part = await connection.ask(Next(0))
-            assert isinstance(part, Part)
-            await connection.stream.receive_into(memoryview(bytearray(BLOCK)), 10.0)
-        connection.close()
+        gone = Peer("127.0.0.1:1", "")
+        stream = await tls.connect(slow.endpoint, wire.SERVICE, identity(), 10.0)
+        opening = wire.OpenVersion(KEY, ticket(KEY), [""], "west", gone)
+        assert (await ask(stream, opening, wire.Opened, 10.0)).is_far
+        for batch in batches(all_of("", policy.slots, SIZE))[:3]:
+            assert batch.num_bytes == BATCH
+            await ask(stream, wire.Give("", batch.boxes, BATCH), wire.Given, 10.0)
+            await stream.receive_into(memoryview(bytearray(BATCH)), 10.0)
+        stream.close()
         samplers = [await _sampler(d) for d in far]
         await asyncio.gather(*(_sync(sampler, slow) for sampler in samplers))
         assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
-        assert SIZE + 3 * BLOCK <= slow.passed_bytes < SIZE + 3 * BLOCK + _CONTROL
+        assert SIZE + 3 * BATCH <= slow.passed_bytes < SIZE + 3 * BATCH + _CONTROL
 
 
-async def test_a_neighbour_that_never_delivers_is_left(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says again and again that its block is on the way."""
-    monkeypatch.setattr(versionfetching, "RELAY_PATIENCE", 0.1)
-
-    async def session(stream: tls.Stream) -> None:
-        await stream.receive(tls.MAX_REQUEST_BYTES)
-        await stream.send(connection.description)
-        await stream.receive(tls.MAX_REQUEST_BYTES)
-        while True:
-            await stream.send(Waiting())
-            await asyncio.sleep(0.2)
-
-    async with daemon(short_dir / "east", SITE="east") as train:
-        policy = await _published(train)
-        source = await train.endpoint()
-        listener = socket.create_server(("127.0.0.1", 0))
-        listener.setblocking(False)
-        with listener:
-            liar = home(site="west", endpoint=f"127.0.0.1:{listener.getsockname()[1]}")
-            connection = await Connection.open(source, KEY, ticket(KEY), liar)
-            assert isinstance(await connection.ask(Next(0)), Part)
-            connection.close()
-            server = tls.Server(identity(), 10.0, {wire.SERVICE: session})
-            serving = asyncio.create_task(server.serve(listener))
-            running = fetching(KEY, home(site="west", endpoint="127.0.0.1:1"))
-            await running.bring(source)
-            assert running.incoming is not None
-            assert bytes(running.incoming.memory) == bytes(policy.heap.buffer)
-            assert (running.from_source_bytes, running.relayed_bytes) == (SIZE, 0)
-            serving.cancel()
-            await asyncio.wait([serving])
-
-
-async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) -> None:
+async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
         daemon(short_dir / "b") as rollout,
@@ -289,7 +250,7 @@ async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) 
         slow.release()
         await syncing
         assert sampler.digest() == policy.digest()
-        assert slow.passed_bytes < SIZE + 8 * BLOCK + _CONTROL
+        assert slow.passed_bytes < SIZE + 8 * BATCH + _CONTROL
 
 
 async def test_a_source_that_is_killed_goes_on_where_it_was(short_dir: Path) -> None:
@@ -317,7 +278,7 @@ async def test_a_source_that_is_killed_goes_on_where_it_was(short_dir: Path) -> 
         await train.launch()
         await asyncio.gather(*syncing)
         assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
-        # The new life does not know who has what: a node may fetch what its neighbour has.
+        # The new life does not know who has what: a node may fetch what its peer has.
         assert one.passed_bytes + other.passed_bytes < 2 * SIZE
 
 
@@ -329,23 +290,25 @@ async def test_what_one_source_brought_no_other_brings_again(short_dir: Path) ->
         link(await train.endpoint()) as second,
     ):
         policy = await _published(train)
-        running = fetching(KEY, home(timeout_s=5.0))
-        first.hold_after_bytes = SIZE // 2
-        bringing = asyncio.create_task(running.bring(first.endpoint))
+        sampler = await _sampler(rollout)
+        first.hold_after_bytes = second.hold_after_bytes = SIZE // 4
+        sources = [first.endpoint, second.endpoint]
+        syncing = asyncio.create_task(
+            load_version(sampler.client, KEY, sources, sampler.slots, ticket(KEY))
+        )
         await first.held.wait()
-        bringing.cancel()
-        await asyncio.wait([bringing])
+        await second.held.wait()
+        first.source = "127.0.0.1:1"
         first.cut()
-        assert running.incoming is not None
-        missing = len(running.incoming.missing())
-        assert 0 < missing < Blocks(SIZE).count
-        await running.bring(second.endpoint)
-        assert bytes(running.incoming.memory) == bytes(policy.heap.buffer)
-        assert missing * BLOCK <= second.passed_bytes < missing * BLOCK + _CONTROL
-        assert (await rollout.agent.status()).versions == []
+        first.release()
+        second.release()
+        await syncing
+        assert sampler.digest() == policy.digest()
+        crossed = first.passed_bytes + second.passed_bytes
+        assert SIZE <= crossed < SIZE + 8 * BATCH + 2 * _CONTROL
 
 
-async def test_a_spoiled_block_is_fetched_again(short_dir: Path) -> None:
+async def test_a_spoiled_batch_is_fetched_again(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
         daemon(short_dir / "b") as rollout,
@@ -357,18 +320,18 @@ async def test_a_spoiled_block_is_fetched_again(short_dir: Path) -> None:
         await _sync(sampler, slow)
         assert sampler.digest() == policy.digest()
         await rollout.logged(f"version {KEY} from {slow.endpoint}")
-        assert SIZE < slow.passed_bytes < SIZE + 5 * BLOCK + _CONTROL
+        assert SIZE < slow.passed_bytes < SIZE + 5 * BATCH + _CONTROL
 
 
 async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path) -> None:
-    """Each block is as the source has it, and the whole is not what was committed."""
+    """Each batch is as the source has it, and the whole is not what was committed."""
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         policy = await _published(train)
         sampler = await _sampler(rollout)
         before = sampler.digest()
         target = await policy.client.versions.begin(VersionKey(POLICY, 3), policy.slots)
         assert isinstance(target, memoryview)
-        await policy.client.versions.commit(VersionKey(POLICY, 3), target)
+        await policy.client.versions.commit(VersionKey(POLICY, 3), target, hashed(target))
         target[SIZE // 2] ^= 1
         bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:

@@ -29,6 +29,7 @@ from phaseloom.common.contract.operations import (
     GenerateResult,
     LoadStateResult,
     Loss,
+    OptimStep,
     OptimStepResult,
     Prompt,
     PublishWeightsResult,
@@ -205,7 +206,7 @@ class Deployment:
     def optim_step(
         self, adam: AdamParams, *, after: Iterable[Handle[object]] = ()
     ) -> Handle[OptimStepResult]:
-        return self._do("optim_step", lambda: self.backend.optim_step(adam), after)
+        return self._do("optim_step", lambda: self.backend.optim_step(OptimStep(adam)), after)
 
     def publish_weights(
         self, *, after: Iterable[Handle[object]] = ()

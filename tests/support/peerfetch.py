@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.versions.fetching import Fetching, Home
-from phaseloom.statemgr.versions.incoming import Incoming
-from phaseloom.statemgr.versions.wire import VersionDescription
+from phaseloom.common.contract.state_layout import Slice
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once
+from phaseloom.statemgr.transfer.served import Incoming
+from phaseloom.statemgr.transfer.tensorslices import all_of, batches
 from tests.support.meshcerts import NODE, identity, ticket
 
 
@@ -15,21 +20,33 @@ def home(*, site: str = "", endpoint: str = "", timeout_s: float = 10.0, node: s
     return Home(identity(node), endpoint, site, timeout_s)
 
 
-def fetching(key: VersionKey, at: Home | None = None, shown: Ticket | None = None) -> Fetching:
-    """A fetch that has not begun; its bytes are in `fetching.incoming.memory` later.
+def fetch_of(
+    key: VersionKey,
+    slices: Sequence[Slice],
+    memory: memoryview,
+    at: Home,
+    shown: Ticket | None = None,
+    digest: str = "",
+) -> Fetch:
+    """A fetch of slices that has not begun."""
 
-    Args: shown: to the sources; a good ticket where None.
-    """
+    def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
+        me = Peer(at.endpoint, "mine")
+        return wire.OpenVersion(key, shown or ticket(key), parts, at.site, me, session)
 
-    async def place(description: VersionDescription) -> Incoming:
-        return Incoming(description, memoryview(bytearray(description.num_bytes)))
-
-    return Fetching(key, shown or ticket(key), at or home(), place)
+    what = f"slices of version {key}"
+    return Fetch(what, open_with, at, Incoming(slices, {}), Memory(memory, digest))
 
 
-async def fetch(source: str, key: VersionKey) -> tuple[str, bytes]:
-    """The version's digest and content."""
-    running = fetching(key)
-    digest = await running.bring(source)
-    assert running.incoming is not None
-    return digest, bytes(running.incoming.memory)
+async def fetch(
+    source: str, key: VersionKey, at: Home | None = None, shown: Ticket | None = None
+) -> tuple[str, bytes]:
+    """The digest and content of a whole version. Args: shown: a good ticket where None."""
+    at, shown = at or home(), shown or ticket(key)
+    asked = wire.DescribeVersion(key, shown)
+    described = await ask_once(source, asked, wire.VersionDescription, at)
+    memory = memoryview(bytearray(described.num_bytes))
+    slices = all_of("", described.tensors, described.num_bytes)
+    running = fetch_of(key, slices, memory, at, shown, described.digest)
+    await running.bring(batches(slices), {"": [source]})
+    return described.digest, bytes(memory)

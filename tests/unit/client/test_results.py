@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.client.results import merge_forward, merge_forward_backward, merge_generate, only
+from phaseloom.client.results import merged
 from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.operations import (
@@ -25,23 +25,28 @@ def test_metrics_are_reduced_as_their_names_say() -> None:
             {"loss:sum": 2.5, "ratio:max": 1.0, "ratio:min": 0.1, "kl:mean": 3.0}
         ),
     ]
-    merged = merge_forward_backward([*parts])
-    assert merged.metrics == {"loss:sum": 3.5, "ratio:max": 2.0, "ratio:min": 0.1, "kl:mean": 2.0}
+    assert merged([*parts], ForwardBackwardResult).metrics == {
+        "loss:sum": 3.5,
+        "ratio:max": 2.0,
+        "ratio:min": 0.1,
+        "kl:mean": 2.0,
+    }
 
 
 def test_arrays_come_out_as_lists_in_order() -> None:
     packed = Sequence(pack_int32s([1, 2]), pack_float32s([-0.5, -0.25]), "stop")
     plain = Sequence([3], [-1.0], "length")
-    merged = merge_generate([GenerateResult([[packed]]), GenerateResult([[plain]])])
-    assert merged.sequences == [[Sequence([1, 2], [-0.5, -0.25], "stop")], [plain]]
-    scored = merge_forward([ForwardResult([pack_float32s([-2.0])]), ForwardResult([[-3.0], []])])
+    made = merged([GenerateResult([[packed]]), GenerateResult([[plain]])], GenerateResult)
+    assert made.sequences == [[Sequence([1, 2], [-0.5, -0.25], "stop")], [plain]]
+    parts = [ForwardResult([pack_float32s([-2.0])]), ForwardResult([[-3.0], []])]
+    scored = merged([*parts], ForwardResult)
     assert scored.logprobs == [[-2.0], [-3.0], []]
 
 
 def test_result_of_another_kind_is_our_error() -> None:
     result = OptimStepResult({})
-    assert only(OptimStepResult)([result]) is result
+    assert merged([result], OptimStepResult) is result
     with pytest.raises(InternalError):
-        only(ForwardResult)([result])
+        merged([result], ForwardResult)
     with pytest.raises(InternalError):
-        merge_generate([result])
+        merged([result], GenerateResult)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.kinds import balanced
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
@@ -214,7 +215,7 @@ def test_a_sequence_on_cp_2_and_experts_on_ep_2_by_hand() -> None:
 def test_balanced_runs_tile_and_exceed_an_equal_part_by_one_item_at_most(
     costs: list[int], parts: int
 ) -> None:
-    runs = layouts.balanced(costs, parts)
+    runs = balanced(costs, parts)
     assert len(runs) == parts
     assert [*chain.from_iterable(runs)] == [*range(len(costs))]
     assert all(before.stop == after.start for before, after in pairwise(runs))

@@ -18,6 +18,7 @@ from phaseloom.common.contract.codec import JSON, MSGPACK, encode
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
 from phaseloom.common.contract.events import OperationsQueued
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import KINDS, kind_for
 from phaseloom.common.contract.operations import (
     AdamParams,
     After,
@@ -240,7 +241,8 @@ def test_estimate_of_a_result_is_never_too_small(
     ):
         result = GenerateResult([[each]] * num_prompts, [first] * num_prompts)
         assert (
-            len(encode(result, content_type)) <= validate.generated_bytes(args, content_type) + 64
+            len(encode(result, content_type))
+            <= KINDS["generate"].result_bytes(args, content_type) + 64
         )
 
 
@@ -322,7 +324,7 @@ def _fits_msgpack(tree: object) -> bool:
     ],
 )
 def test_size_counts_tokens_at_most(args: Args, size: int) -> None:
-    assert validate.estimate_size(args) == size
+    assert kind_for(args).num_tokens_at_most(args) == size
 
 
 def test_refused_operation_keeps_what_identity_can_be_read() -> None:

@@ -125,6 +125,14 @@ class World:
         self.hierarchy.hint(wpg, Prefetch(wpg.key, 1, in_s))
 
 
+async def _never(*asked: object) -> None:
+    raise AssertionError(f"nothing here is bad: {asked}")
+
+
+def sealer_of(w: World) -> Sealer:
+    return Sealer(*(w.node, w.directory, w.hierarchy), verify_version=_never, fetch_again=_never)
+
+
 @asynccontextmanager
 async def world(directory: Path, *, room: int = 2, closed: bool = True) -> AsyncIterator[World]:
     """`a` is on NVMe, `b` and `c` in host memory, which has room for two; the gate is closed."""
@@ -263,7 +271,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
 async def test_books_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.memory.arena.budget_bytes += 2 * SIZE
-        sealer = Sealer(w.node, w.directory, w.hierarchy)
+        sealer = sealer_of(w)
         wpg, busy = w.wpgs["b"], threading.Event()
         await sealer.prepare(PrepareSeal(wpg.key, 1, 1))
         one_thread = ThreadPoolExecutor(1)
@@ -288,7 +296,7 @@ async def test_seals_of_two_lives_at_one_seq_are_written_one_after_the_other(
     """The write of a life that is over goes on, in a half-written file of the same name."""
     async with world(tmp_path, closed=False) as w:
         w.node.memory.arena.budget_bytes += 2 * SIZE
-        sealer, key = Sealer(w.node, w.directory, w.hierarchy), w.wpgs["b"].key
+        sealer, key = sealer_of(w), w.wpgs["b"].key
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()
         old = asyncio.create_task(sealer.write(WriteSeal(key, 1, 1, [])))
@@ -310,7 +318,7 @@ async def test_seal_of_a_life_that_is_over_does_not_replace_that_of_the_next(
 ) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.memory.arena.budget_bytes += 2 * SIZE
-        sealer, key = Sealer(w.node, w.directory, w.hierarchy), w.wpgs["b"].key
+        sealer, key = sealer_of(w), w.wpgs["b"].key
         version = VersionKey(key, 1)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         extent = await w.hierarchy.reserve(HEAP, "a version")

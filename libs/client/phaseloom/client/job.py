@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from phaseloom.client.batches import split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
-from phaseloom.client.results import (
-    merge_forward,
-    merge_forward_backward,
-    merge_generate,
-    only,
-)
+from phaseloom.client.results import merged
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import JobKey, OperationKey
@@ -46,7 +41,7 @@ from phaseloom.common.contract.operations import (
     kind_of,
 )
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Result)
 Awaited = Iterable["OperationHandle[object] | After"]
 
 
@@ -86,7 +81,7 @@ class Deployment:
         return self._submit(
             [Generate(part, sampling, num_samples, prompt_logprobs) for part in parts],
             after,
-            merge_generate,
+            GenerateResult,
             timeout_s,
         )
 
@@ -95,7 +90,7 @@ class Deployment:
     ) -> OperationHandle[ForwardResult]:
         """Compute the log-probabilities of each sample's targets."""
         parts = split_batch(batch)
-        return self._submit([Forward(part) for part in parts], after, merge_forward, timeout_s)
+        return self._submit([Forward(part) for part in parts], after, ForwardResult, timeout_s)
 
     def forward_backward(
         self,
@@ -113,7 +108,7 @@ class Deployment:
         return self._submit(
             [ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
             after,
-            merge_forward_backward,
+            ForwardBackwardResult,
             timeout_s,
         )
 
@@ -130,13 +125,13 @@ class Deployment:
         Args: allow_partial: step also where a `forward_backward` since the last step has failed.
         """
         args = OptimStep(adam, allow_partial)
-        return self._submit([args], after, only(OptimStepResult), timeout_s)
+        return self._submit([args], after, OptimStepResult, timeout_s)
 
     def publish_weights(
         self, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[PublishWeightsResult]:
         """Cut an immutable version of the weights, which other deployments can sync."""
-        return self._submit([PublishWeights()], after, only(PublishWeightsResult), timeout_s)
+        return self._submit([PublishWeights()], after, PublishWeightsResult, timeout_s)
 
     def sync_weights(
         self,
@@ -148,7 +143,7 @@ class Deployment:
         """Replace the weights by a published version, once it is published."""
         source = published.ref
         args = SyncWeights(policy=source.deployment, version=source.seq)
-        return self._submit([args], [source, *after], only(SyncWeightsResult), timeout_s)
+        return self._submit([args], [source, *after], SyncWeightsResult, timeout_s)
 
     def save_state(
         self,
@@ -172,19 +167,19 @@ class Deployment:
                   later.
         """
         args = SaveState(name, controller_blob, dict(checkpoints or {}), keep)
-        return self._submit([args], after, only(SaveStateResult), timeout_s)
+        return self._submit([args], after, SaveStateResult, timeout_s)
 
     def load_state(
         self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[LoadStateResult]:
         """Replace the whole state by a checkpoint of this job."""
-        return self._submit([LoadState(name)], after, only(LoadStateResult), timeout_s)
+        return self._submit([LoadState(name)], after, LoadStateResult, timeout_s)
 
     def _submit(
         self,
         parts: list[Args],
         after: Awaited,
-        merge: Callable[[list[Result]], R],
+        result: type[R],
         timeout_s: float,
     ) -> OperationHandle[R]:
         refs = _refs(after)
@@ -201,7 +196,7 @@ class Deployment:
             part = Part(key, id, kind, payload)
             self._outbox.submit(part)
             submitted.append(part)
-        return OperationHandle(submitted, merge, self._outbox)
+        return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
 
 
 class Job:

@@ -2,74 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
-from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.errors import InternalError
-from phaseloom.common.contract.operations import (
-    ForwardBackwardResult,
-    ForwardResult,
-    GenerateResult,
-    Result,
-    Sequence,
-)
+from phaseloom.common.contract.kinds import KINDS
+from phaseloom.common.contract.operations import Result, result_kind
 
-R = TypeVar("R")
-
-_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "sum": sum,
-    "min": min,
-    "max": max,
-    "mean": lambda values: sum(values) / len(values),
-}
+R = TypeVar("R", bound=Result)
 
 
-def merge_generate(parts: list[Result]) -> GenerateResult:
-    generated = _all(parts, GenerateResult)
-    return GenerateResult(
-        [
-            [Sequence(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in samples]
-            for part in generated
-            for samples in part.sequences
-        ],
-        [float32s(values) for part in generated for values in part.prompt_logprobs],
-    )
+def merged(parts: list[Result], expected: type[R]) -> R:
+    """The result of an operation from those of the parts that it travelled in, in their order.
 
-
-def merge_forward(parts: list[Result]) -> ForwardResult:
-    return ForwardResult(
-        [float32s(values) for part in _all(parts, ForwardResult) for values in part.logprobs]
-    )
-
-
-def merge_forward_backward(parts: list[Result]) -> ForwardBackwardResult:
-    """The metrics over all parts, each by the reduction that its name ends with (`loss:sum`)."""
-    collected: dict[str, list[float]] = {}
-    for part in _all(parts, ForwardBackwardResult):
-        for name, value in part.metrics.items():
-            collected.setdefault(name, []).append(value)
-    return ForwardBackwardResult(
-        {
-            name: _REDUCTIONS.get(name.rpartition(":")[2], sum)(values)
-            for name, values in collected.items()
-        }
-    )
-
-
-def only(kind: type[R]) -> Callable[[list[Result]], R]:
-    """The merge for an operation that is never split: the result of its only part."""
-
-    def merge(parts: list[Result]) -> R:
-        (result,) = _all(parts, kind)
-        return result
-
-    return merge
-
-
-def _all(parts: list[Result], kind: type[R]) -> list[R]:
-    checked: list[R] = [part for part in parts if isinstance(part, kind)]
-    if len(checked) != len(parts):
+    Raises: InternalError: a part has the result of another kind.
+    """
+    same: list[R] = [part for part in parts if isinstance(part, expected)]
+    if len(same) != len(parts):
         names = ", ".join(type(part).__name__ for part in parts)
-        raise InternalError(f"{names} came where {kind.__name__} was due")
-    return checked
+        raise InternalError(f"{names} came where {expected.__name__} was due")
+    kind = KINDS[result_kind(same[0])]
+    if len(same) == 1:
+        whole: R = kind.as_lists(same[0])
+        return whole
+    assert kind.merge is not None, f"{kind.name} is never split"
+    whole = kind.as_lists(kind.merge(same))
+    return whole

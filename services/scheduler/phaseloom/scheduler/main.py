@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
@@ -24,9 +23,9 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.retry import PatientLog, until_done
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
+from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
@@ -43,58 +42,30 @@ _GOODBYE_S = 3.0
 """For each of the last things to do; the process has 10 s to stop in."""
 
 
-class Config(msgspec.Struct, frozen=True):
+class Config(SchedulerConfig, frozen=True):
+    """What the core decides by, which enters the decision log, and what is this process's own."""
+
     placement: str = "pack"
-    """Policy: which nodes of each pool a job is pinned to, and with whom it shares them."""
     ordering: str = "hrrs"
-    """Policy: which ready operation a device runs next."""
     idle_grace_s: float = 0.03
-    """How long a device is kept for a job that has nothing ready while another waits."""
     quantum_s: float = 2.0
-    """For how long a job's ready operations go before another's on the device that it holds; then
-    the others' go first. 0: the ordering policy alone decides."""
     seal_every: int = 60
-    """Mutating operations between two seals of a trainable deployment; 0: never."""
-    seal_bytes: int = 128 * 2**20
-    """Payloads of mutating operations since the last seal that call for the next one."""
-    seal_age_s: float = 600.0
-    """So old, a seal is made again where anything changed since."""
     max_losses: int = 3
-    """A WPG that dies more often than this at one operation fails it."""
     max_reading: int = 64
-    """Reading operations of one activation that run at once."""
     phase_hold_s: float = 1.0
-    """For how long at most a phase that the controller declared keeps a device that others wait
-    for, after its last operation there; 0: not at all."""
     early_switch: bool = True
-    """Open activations on idle devices before the operation that is predicted."""
-    max_group_jobs: int = 5
-    """Of one node group."""
-    duty_limit: float = 0.5
-    """Share of its time that a member of a group may be predicted to wait, at most."""
-    switch_s: float = 0.0
-    """Planned for each phase of a shared group, by policies that promise an SLO."""
-    node_grace_s: float = 30.0
-    """A node that is away for longer loses what can be rebuilt elsewhere."""
-    node_gone_s: float = 1800.0
-    """A node that is away for longer counts as gone for good: jobs that need what it alone had fall
-    back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
-    max_open_operations: int = 10_000
-    """Of one deployment, without an outcome; more are refused."""
-    outcome_retention_s: float = 86_400.0
-    """How long outcomes are kept that no rebuild needs, and the name of an ended job."""
     snapshot_every: int = 2000
     """Events of the log between two snapshots."""
     lease_margin_s: float = 3.0
-    """After a node lease ran out, how much longer until its processes count as dead: more than the
-    agent takes to kill its ranks."""
+    """After a node lease ran out, its processes count as dead so much later: more than the agent
+    takes to kill its ranks."""
     lease_ttl_s: float = 3.0
     """How long after its last sign a leader counts as gone; in whole seconds."""
     state_secret: str = ""
-    """The mesh's, which state managers know too: it signs the tickets by which they give weights
-    versions to other nodes. Without it a version stays on the nodes of its policy."""
+    """The mesh's secret, which state managers know too: it signs the tickets by which they give
+    weights versions to other nodes. Without it a version stays on the nodes of its policy."""
     name: str = "scheduler"
-    """Of this process, for people: in the lease, and as NATS shows the connection."""
+    """This process's name, for people: in the lease, and as NATS shows the connection."""
 
 
 def _check_policy(name: str, known: Iterable[str], field: str) -> None:
@@ -182,7 +153,7 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
     snapshots = Snapshots(bus)
     core = await lifecycle.unless_stopped(stop, _restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
-    decisions = PatientLog(bus, "scheduler")
+    decisions = RetryingLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
     keeping = Housekeeping(bus, decisions, shell)
     with gauges.of(core, bus):
@@ -224,7 +195,7 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
     """
     stored = await snapshots.load()
     core = Core() if stored is None else Core.restore(stored.payload)
-    first = await until_done(bus.log_start, "the log's start")
+    first = await until_done(bus.log_start, "the log's start", attempt_s=ATTEMPT_S)
     if first > core.state.sequence + 1:
         raise ResourceError(
             f"the decision log begins at {first}, the newest snapshot is of {core.state.sequence}",

@@ -32,7 +32,7 @@ from phaseloom.common.contract.events import (
     parts,
 )
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
-from phaseloom.common.contract.operations import READING_KINDS
+from phaseloom.common.contract.kinds import READING_KINDS
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import LogEntry

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
@@ -34,11 +34,10 @@ from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.sharing import Sharing
-from phaseloom.statemgr.versions import wire
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.serving import VersionServer
-from phaseloom.statemgr.versions.sliceserving import SliceServer
-from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -165,37 +164,33 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
     hierarchy = Hierarchy(node, directory, nvme_bytes, spare_bytes)
-    sealer = Sealer(node, directory, hierarchy)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, hierarchy)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     weights = Weights(node, directory, hierarchy, identity, timeout_s, site=config.site)
+
+    async def fetch_again(key: DeploymentKey, seq: int) -> None:
+        await replicator.fetch_again(key, seq)
+
+    sealer = Sealer(
+        *(node, directory, hierarchy), verify_version=weights.verify, fetch_again=fetch_again
+    )
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
             weights.found(header)
         else:
             sealer.found(header, str(path))
     publishing = Publishing(node, hierarchy, weights)
-    slices = Slices(node, hierarchy, weights)
+    slices = Slices(node, weights)
     replicator = Replicator(
         node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
     )
     gate = Gate(config.secret)
-    versions = VersionServer(gate, timeout_s, weights.reading, weights.mend, site=config.site)
-    boxes = SliceServer(
-        gate,
-        timeout_s,
-        open_part=slices.reading,
-        open_brought=slices.brought,
-        digests_of=weights.digests_of,
-        mend=weights.mend,
-        site=config.site,
-    )
+    versions = Server(gate, timeout_s, weights, site=config.site)
     files = FileServer(
         node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
     )
     services: dict[str, tls.Session] = {
         wire.SERVICE: versions.session,
-        wire.SLICES: boxes.session,
         filewire.SERVICE: files.session,
     }
     parts = Parts(

@@ -72,7 +72,7 @@ from phaseloom.statemgr.tiers import sharing
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
 from phaseloom.statemgr.tiers.switching import switch_in, switch_out
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.slicing import Slices
+from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import mmap
 import re
 from pathlib import Path
 
-from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss
+from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss, OptimStep
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.state.heap import Heap
 from tests.unit.worker.backends.models import batch, running, spec
@@ -23,13 +23,13 @@ def rss_anon_bytes() -> int:
 
 def step(backend: Backend) -> list[float]:
     """A step begun before, ended, and the loss of what follows."""
-    norm = backend.optim_step(AdamParams(1e-3)).metrics["grad_norm:mean"]
+    norm = backend.optim_step(OptimStep(AdamParams(1e-3))).metrics["grad_norm:mean"]
     return [norm, backend.forward_backward(SECOND).metrics["loss:sum"]]
 
 
 def observe(backend: Backend, heap: Heap) -> dict[str, object]:
     backend.forward_backward(FIRST)
-    backend.optim_step(AdamParams(1e-3))
+    backend.optim_step(OptimStep(AdamParams(1e-3)))
     loss_before = backend.forward_backward(FIRST).metrics["loss:sum"]
     # A shared mapping, as the host arena is: it does not count as anonymous memory.
     arena = mmap.mmap(-1, heap.num_bytes)

@@ -14,7 +14,7 @@ import torch
 
 from phaseloom.common.contract.base import Message
 from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError
-from phaseloom.common.contract.operations import AdamParams, Forward, ForwardBackward, Result
+from phaseloom.common.contract.operations import Forward, ForwardBackward, OptimStep, Result
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends import backend_factory
@@ -37,7 +37,7 @@ class Train(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    adam: AdamParams
+    args: OptimStep
 
 
 class Digest(Message, frozen=True):
@@ -119,8 +119,8 @@ def answer(call: Call, backend: Backend, heap: Heap, ranks: RankGroup) -> Answer
             result.result = backend.forward(args)
         case Train(args):
             result.result = backend.forward_backward(args)
-        case Step(adam):
-            result.result = backend.optim_step(adam)
+        case Step(args):
+            result.result = backend.optim_step(args)
         case Fill(content):
             heap.buffer[:] = content
             backend.weights_changed()

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
+    OptimStep,
     OptimStepResult,
     Result,
 )
@@ -122,8 +122,8 @@ class Ranks:
         assert isinstance(result, ForwardBackwardResult)
         return result
 
-    def optim_step(self, adam: AdamParams) -> OptimStepResult:
-        result = self._merged("optim_step", [Step(adam) for _ in self.ranks])
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
+        result = self._merged("optim_step", [Step(args) for _ in self.ranks])
         assert isinstance(result, OptimStepResult)
         return result
 

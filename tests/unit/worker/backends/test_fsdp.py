@@ -21,6 +21,7 @@ from phaseloom.common.contract.operations import (
     ForwardBackward,
     Generate,
     Loss,
+    OptimStep,
     Prompt,
     SamplingParams,
 )
@@ -32,7 +33,7 @@ from tests.support.saved import load, save
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import batch, generate, running, spec
 
-ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
+STEP = OptimStep(AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0))
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss)
             answers = sum(weight != 0 for each in weights for weight in each)
             assert metrics["num_tokens:sum"] == answers
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        reported = backend.optim_step(ADAM).metrics["grad_norm:mean"]
+        reported = backend.optim_step(STEP).metrics["grad_norm:mean"]
         assert reported == pytest.approx(norm.item(), rel=1e-4)
         optimizer.step()
         optimizer.zero_grad()
@@ -120,7 +121,7 @@ def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(
     for name, gradient in once.items():
         assert gradient.any()
         torch.testing.assert_close(twice[name], 2 * gradient)
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
     assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
     assert _tensors(backend, heap, Role.OPTIMIZER)["step"] == 1
 
@@ -183,7 +184,7 @@ def test_forward_sees_new_weights_after_each_step(policy: tuple[Backend, Heap]) 
     before = backend.forward(Forward(data))
     backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
     assert backend.forward(Forward(data)) == before
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
     after = backend.forward(Forward(data))
     sums = [sum(sum(float32s(lp)) for lp in result.logprobs) for result in (before, after)]
     assert sums[1] > sums[0]
@@ -206,7 +207,7 @@ def _train(backend: Backend, heap: Heap, *, lose_memory: bool) -> tuple[list[flo
         metrics = backend.forward_backward(ForwardBackward(batch(step), Loss.PPO)).metrics
         losses.append(metrics["loss:sum"])
         pause()
-        backend.optim_step(ADAM)
+        backend.optim_step(STEP)
     return losses, hashlib.sha256(heap.buffer).hexdigest()
 
 
@@ -222,12 +223,12 @@ def test_heap_is_the_whole_state_when_copied_to_another_backend() -> None:
     """The bytes of one life, put into the heap of the next, continue it bit for bit."""
     with running(spec()) as (first, heap), running(spec()) as (second, other):
         first.forward_backward(ForwardBackward(batch(0), Loss.PPO))
-        first.optim_step(ADAM)
+        first.optim_step(STEP)
         first.forward_backward(ForwardBackward(batch(1), Loss.PPO))
         other.buffer[:] = heap.buffer
         second.weights_changed()
         for backend in (first, second):
-            backend.optim_step(ADAM)
+            backend.optim_step(STEP)
         assert heap.buffer == other.buffer
 
 
@@ -236,11 +237,11 @@ def test_save_and_load_continue_bit_equally_mid_accumulation(
 ) -> None:
     backend, heap = policy
     backend.forward_backward(ForwardBackward(batch(0), Loss.PPO))
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
     backend.forward_backward(ForwardBackward(batch(1), Loss.PPO))
     save(backend, heap, tmp_path)
     saved = bytes(heap.buffer)
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
     assert bytes(heap.buffer) != saved
     load(backend, heap, tmp_path)
     assert bytes(heap.buffer) == saved
@@ -252,7 +253,7 @@ def test_saved_weights_load_in_transformers(
 ) -> None:
     backend, heap = policy
     backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
     save(backend, heap, tmp_path, file_bytes)
     assert (tmp_path / "model.safetensors").exists() == (file_bytes > 8192)
     auto: Any = AutoModelForCausalLM
@@ -270,7 +271,7 @@ def test_load_of_weights_only_starts_the_optimizer_afresh(
     with running(spec("sampler")) as (sampler, other):
         save(sampler, other, tmp_path)
         backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
-        backend.optim_step(ADAM)
+        backend.optim_step(STEP)
         load(backend, heap, tmp_path)
         assert backend.weights_sha256() == sampler.weights_sha256()
     assert not any(t.any() for t in _tensors(backend, heap, Role.OPTIMIZER).values())
@@ -345,7 +346,7 @@ def test_optim_step_refuses_and_touches_nothing_when_a_number_is_out_of_range(
     backend.forward_backward(ForwardBackward(batch(), Loss.PPO))
     before = bytes(heap.buffer)
     with pytest.raises(CallerError) as raised:
-        backend.optim_step(adam)
+        backend.optim_step(OptimStep(adam))
     assert raised.value.info.field == field
     assert bytes(heap.buffer) == before
 
@@ -357,7 +358,7 @@ def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
         with pytest.raises(CallerError):
             backend.check_forward_backward(ForwardBackward(batch(), Loss.PPO))
         with pytest.raises(CallerError):
-            backend.optim_step(ADAM)
+            backend.optim_step(STEP)
         backend.zero_gradients()
         assert backend.forward(Forward(batch())).logprobs
 
@@ -365,7 +366,7 @@ def test_frozen_policy_refuses_to_train_and_keeps_weights_only() -> None:
 def test_operations_leave_the_global_generator_alone(policy: tuple[Backend, Heap]) -> None:
     before = torch.get_rng_state()
     policy[0].forward_backward(ForwardBackward(batch(), Loss.PPO))
-    policy[0].optim_step(ADAM)
+    policy[0].optim_step(STEP)
     policy[0].forward(Forward(batch()))
     with running(spec("sampler")) as (sampler, _):
         generate(sampler, Generate([Prompt([1, 2])], SamplingParams(5), 3))
@@ -386,5 +387,5 @@ def test_step_changes_nothing_when_the_loss_is_zero_everywhere(
     masked = [Datum([1, 2], [2, 3], weights=[0.0, 0.0])]
     result = backend.forward_backward(ForwardBackward(masked, Loss.CROSS_ENTROPY))
     assert result.metrics == {"loss:sum": 0.0, "num_tokens:sum": 0.0}
-    assert backend.optim_step(AdamParams(1e-3)).metrics == {"grad_norm:mean": 0.0}
+    assert backend.optim_step(OptimStep(AdamParams(1e-3))).metrics == {"grad_norm:mean": 0.0}
     assert backend.weights_sha256() == before

@@ -13,7 +13,14 @@ from safetensors.numpy import load_file
 
 from phaseloom.common.contract.arrays import float32s
 from phaseloom.common.contract.errors import Code
-from phaseloom.common.contract.operations import AdamParams, Datum, Forward, ForwardBackward, Loss
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Loss,
+    OptimStep,
+)
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
@@ -26,7 +33,7 @@ from tests.unit.worker.backends.models import batch, running, spec
 from tests.unit.worker.backends.rank_child import Step, Train
 from tests.unit.worker.backends.ranks import Ranks
 
-ADAM = AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+STEP = OptimStep(AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0))
 SPEC = spec("fsdp")
 """29 token ids, a prime: its embedding cannot be sharded evenly."""
 PAIR = replace(SPEC, layout=Layout(dp=2))
@@ -72,7 +79,7 @@ def _train(trainer: Backend | Ranks) -> list[dict[str, float]]:
     seen = []
     for step in _steps():
         seen += [trainer.forward_backward(args).metrics for args in step]
-        seen.append(trainer.optim_step(ADAM).metrics)
+        seen.append(trainer.optim_step(STEP).metrics)
     return seen
 
 
@@ -121,7 +128,7 @@ def test_lost_memory_between_calls_changes_no_bit(pair: Ranks, tmp_path: Path) -
 def test_digest_and_version_are_of_the_whole_weights(pair: Ranks, alone: Backend) -> None:
     assert pair.weights_sha256() == alone.weights_sha256()
     pair.forward_backward(_steps()[0][0])
-    pair.optim_step(ADAM)
+    pair.optim_step(STEP)
     version = pair.publish()
     assert pair.weights_sha256() != alone.weights_sha256()
     assert pair.weights_sha256() == weights_sha256(_arrays(version, alone.version_slots).items())
@@ -137,7 +144,7 @@ def test_version_comes_back_to_every_rank(pair: Ranks, both: tuple[Backend, Heap
     alone, memory = both
     before, heaps = pair.publish(), pair.heaps()
     pair.forward_backward(_steps()[0][0])
-    pair.optim_step(ADAM)
+    pair.optim_step(STEP)
     assert pair.publish() != before
     pair.sync(before)
     assert pair.publish() == before
@@ -168,8 +175,8 @@ def test_checkpoint_loads_under_another_layout(
         saved, again = load_file(first / name), load_file(second / name)
         assert saved.keys() == again.keys()
         assert all(np.array_equal(saved[key], again[key]) for key in saved)
-    expected = alone.optim_step(ADAM).metrics
-    assert pair.optim_step(ADAM).metrics == pytest.approx(expected, rel=1e-4)
+    expected = alone.optim_step(STEP).metrics
+    assert pair.optim_step(STEP).metrics == pytest.approx(expected, rel=1e-4)
     pair.load(second)
     assert pair.heaps() == heaps
 
@@ -214,7 +221,7 @@ def test_killed_rank_breaks_the_group_and_hangs_nobody(pair: Ranks) -> None:
     """The last test of the module: it spoils the pair."""
     pair.ranks[1].close()
     for _ in range(2):
-        pair.send(0, Step(ADAM))
+        pair.send(0, Step(STEP))
         error = pair.receive(0).error
         assert error is not None
         assert error.code is Code.UNAVAILABLE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss
+from phaseloom.common.contract.operations import AdamParams, ForwardBackward, Loss, OptimStep
 from phaseloom.common.contract.specs import OptimizerOn
 from phaseloom.common.contract.state_layout import Role, extent_bytes, host_start
 from phaseloom.worker.backends import backend_factory
@@ -27,7 +27,7 @@ from phaseloom.worker.backends.optimizer import (
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, Heap
 from tests.unit.worker.backends.models import batch, running, spec
 
-ADAM = AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0)
+STEP = OptimStep(AdamParams(1e-3, weight_decay=0.1, grad_clip_norm=1.0))
 ON_HOST = replace(spec(), optimizer_on=OptimizerOn.HOST)
 SHAPES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
@@ -48,7 +48,7 @@ def on_host() -> Iterator[tuple[Backend, Heap, Heap]]:
 
 def step(backend: Backend, seed: int) -> None:
     backend.forward_backward(ForwardBackward(batch(seed), Loss.PPO))
-    backend.optim_step(ADAM)
+    backend.optim_step(STEP)
 
 
 @given(SHAPES, st.integers(1, 4))
@@ -92,7 +92,7 @@ def test_heap_and_host_memory_are_the_whole_state() -> None:
         other.buffer[:] = heap.buffer
         other_host.buffer[:] = host.buffer
         for backend in (first, second):
-            backend.optim_step(ADAM)
+            backend.optim_step(STEP)
         assert heap.buffer == other.buffer
         assert host.buffer == other_host.buffer
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (
-    MUTATING_KINDS,
-    READING_KINDS,
     AdamParams,
     Forward,
     ForwardBackward,
     Generate,
     Loss,
+    OptimStep,
     Prompt,
     SamplingParams,
 )
@@ -37,7 +37,7 @@ def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
         backend.check_forward(Forward(data))
         backend.check_forward_backward(args)
         assert set(backend.forward_backward(args).metrics) == {"loss:sum", "num_tokens:sum"}
-        assert set(backend.optim_step(AdamParams(1.0)).metrics) == {"grad_norm:mean"}
+        assert set(backend.optim_step(OptimStep(AdamParams(1.0))).metrics) == {"grad_norm:mean"}
         backend.zero_gradients()
         heap.buffer[:4] = b"seal"
         digest = backend.weights_sha256()

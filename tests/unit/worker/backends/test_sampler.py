@@ -20,6 +20,7 @@ from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
     Loss,
+    OptimStep,
     Prompt,
     SamplingParams,
 )
@@ -169,7 +170,7 @@ def test_generation_uses_weights_brought_into_the_heap(sampler: tuple[Backend, H
     backend, heap = sampler
     with running(spec("fsdp")) as (policy, trained):
         policy.forward_backward(ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY))
-        policy.optim_step(AdamParams(0.1))
+        policy.optim_step(OptimStep(AdamParams(0.1)))
         heap.buffer[:] = trained.buffer[: heap.num_bytes]
         backend.weights_changed()
         assert backend.weights_sha256() == policy.weights_sha256()
@@ -205,7 +206,7 @@ def test_sampler_refuses_to_train(sampler: tuple[Backend, Heap]) -> None:
     for call in (
         lambda: sampler[0].check_forward_backward(args),
         lambda: sampler[0].forward_backward(args),
-        lambda: sampler[0].optim_step(AdamParams(1.0)),
+        lambda: sampler[0].optim_step(OptimStep(AdamParams(1.0))),
     ):
         with pytest.raises(CallerError, match="fsdp"):
             call()

@@ -6,7 +6,6 @@ import sys
 from array import array
 
 from phaseloom.common.contract.base import Float32s, Int32s
-from phaseloom.common.contract.operations import ForwardResult, GenerateResult, Result, Sequence
 
 
 def _little_endian(values: array[int] | array[float]) -> bytes:
@@ -39,25 +38,6 @@ def float32s(values: Float32s) -> list[float]:
     unpacked = array("f")
     _fill(unpacked, values)
     return unpacked.tolist()
-
-
-def as_lists(result: Result) -> Result:
-    """The same result with lists instead of packed arrays, for JSON."""
-    match result:
-        case GenerateResult(groups, prompts):
-            return GenerateResult(
-                [[_unpacked(sequence) for sequence in group] for group in groups],
-                [float32s(values) for values in prompts],
-            )
-        case ForwardResult(logprobs):
-            return ForwardResult([float32s(values) for values in logprobs])
-        case _:
-            return result
-
-
-def _unpacked(sequence: Sequence) -> Sequence:
-    tokens, logprobs = int32s(sequence.tokens), float32s(sequence.logprobs)
-    return Sequence(tokens, logprobs, sequence.stop_reason)
 
 
 def length(values: Int32s | Float32s) -> int:

@@ -19,6 +19,8 @@ COPY_PREFIX = "slices-"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 _MOST_DIGITS = 18
+SEQ_END = 10**_MOST_DIGITS
+"""Every `seq` is below this."""
 _SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
 _UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
 

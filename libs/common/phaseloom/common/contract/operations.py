@@ -150,14 +150,6 @@ Args = (
 )
 
 
-MUTATING_KINDS = frozenset(
-    {"forward_backward", "optim_step", "load_state", "publish_weights", "sync_weights"}
-)
-
-
-READING_KINDS = frozenset({"generate", "forward", "save_state"})
-
-
 def kind_of(args: Args) -> str:
     """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
     return _snake(type(args).__name__)

@@ -76,17 +76,23 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
+    """What the scheduler's core decides by. Set in `[scheduler]` of the configuration; the first
+    entry of the decision log, and a new one at each change."""
+
     placement: str
+    """Policy that chooses which nodes of each pool a job is pinned to, and with whom it shares
+    them."""
     ordering: str
+    """Policy that chooses which ready operation a device runs next."""
     idle_grace_s: float
-    """How long a device with nothing ready is kept for its job while another waits."""
+    """How long a device is kept for a job that has nothing ready while another waits."""
     quantum_s: float
     """For how long a job's ready operations go before another's on the device that it holds; then
     the others' go first. 0: the ordering policy alone decides."""
     seal_every: int
     """Mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int
-    """A WPG lost this often at one seq fails that operation."""
+    """How many losses of a WPG at one operation are survived: the next one fails it."""
     max_reading: int
     """Reading operations of one activation that run at once."""
     phase_hold_s: float
@@ -97,22 +103,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     seal_bytes: int = 128 * 2**20
     """Payloads of mutating operations since the last seal that call for the next one."""
     seal_age_s: float = 600.0
-    """So old, a seal is made again where anything changed since."""
+    """A seal that is older is made again where anything has changed since."""
     max_open_operations: int = 10_000
-    """Of one deployment, without an outcome; more are refused."""
+    """Operations of one deployment without an outcome; more are refused."""
     outcome_retention_s: float = 86_400.0
-    """How long the outcomes of an ended job, and the job's name, are kept."""
+    """How long outcomes are kept that no rebuild needs, and the name of an ended job."""
     max_group_jobs: int = 5
-    """Of one node group."""
+    """Jobs in one node group."""
     duty_limit: float = 0.5
     """Share of its cycle that a member of a group may be predicted to wait, at most."""
     switch_s: float = 0.0
-    """Planned for each phase of a shared group, by policies that promise an SLO."""
+    """Seconds planned for the switch before each phase of a shared group, by policies that promise
+    an SLO."""
     node_grace_s: float = 30.0
     """A node that is away for longer loses what can be rebuilt elsewhere, if it can move."""
     node_gone_s: float = 1800.0
-    """A node that is away for longer counts as gone for good: what it alone had is lost, and the
-    jobs that need it fall back or fail. 0: only an operator can say so."""
+    """A node that is away for longer counts as gone for good: jobs that need what it alone had fall
+    back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
 
 
 class DeviceSpec(msgspec.Struct, frozen=True):

@@ -32,7 +32,8 @@ from phaseloom.common.contract.events import (
     WpgStarted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, Outcome
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.intervals import Interval, merge, subtract, total
 from phaseloom.common.observability.readiness import Readiness
 

@@ -24,7 +24,7 @@ from phaseloom.common.contract.events import (
     QueuedOperation,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, READING_KINDS
+from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 
 
 @dataclass(slots=True)

@@ -1,8 +1,7 @@
 """How a deployment's work and tensors are spread over its ranks: pure index arithmetic.
 
-Work is split over the data-parallel replicas by `split` and put together again by `merge`. Shares
-are runs of neighbours, so that samples which continue one prompt stay together, and merging is
-laying the shares end to end; a share may be empty.
+Work is split over the data-parallel replicas by `split` and put together again by `merge`; how each
+kind of operation is cut and merged is said in `contract.kinds`.
 
 Tensors are spread as Megatron-core, FSDP2 and ring attention do: each function says which indices
 of a whole tensor's dim a rank holds (`Held`), in the order in which it keeps them. Nothing here
@@ -15,30 +14,16 @@ pipeline stage they are numbered ep fastest, then the replicas of the experts (M
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from msgspec.structs import replace
-
-from phaseloom.common.contract.arrays import length
 from phaseloom.common.contract.errors import CallerError, InternalError
-from phaseloom.common.contract.operations import (
-    Args,
-    Datum,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardResult,
-    ForwardResult,
-    Generate,
-    GenerateResult,
-    OptimStepResult,
-    Result,
-)
+from phaseloom.common.contract.kinds import KINDS, kind_for
+from phaseloom.common.contract.operations import Args, Result
 from phaseloom.common.contract.specs import Layout
 
+A = TypeVar("A", bound=Args)
 T = TypeVar("T")
 
 # --- Ranks ---------------------------------------------------------------------------------------
@@ -102,117 +87,31 @@ def _stage_ranks(layout: Layout) -> int:
 # --- Work ----------------------------------------------------------------------------------------
 
 
-def split(args: Args, layout: Layout, rank: int) -> Args:
-    """What this rank does of an operation; kinds that have no data go to all ranks alike.
-
-    `generate` is split by prompts, `forward` and `forward_backward` by samples, balanced by tokens
-    (`balanced`).
-    """
-    match args:
-        case Generate():
-            return split_shared([args], layout, rank)[0]
-        case Forward() | ForwardBackward():
-            shares = balanced([length(datum.tokens) for datum in args.batch], layout.dp)
-            share = shares[coordinates(rank, layout).dp]
-            batch: list[Datum] = args.batch[share.start : share.stop]
-            return replace(args, batch=batch)
-        case _:
-            return args
+def split(args: A, layout: Layout, rank: int) -> A:
+    """What this rank does of an operation; kinds that have no data go to all ranks alike."""
+    return split_shared([args], layout, rank)[0]
 
 
-def split_shared(requests: Sequence[Generate], layout: Layout, rank: int) -> list[Generate]:
-    """What this rank does of each of several requests that are generated together.
-
-    Their prompts are balanced as those of one request are: many requests of one prompt each keep
-    all replicas busy.
-    """
-    costs = [
-        args.num_samples * (length(prompt.tokens) + args.sampling.max_tokens)
-        for args in requests
-        for prompt in args.prompts
-    ]
-    share = balanced(costs, layout.dp)[coordinates(rank, layout).dp]
-    starts = accumulate((len(args.prompts) for args in requests), initial=0)
-    return [
-        replace(
-            args, prompts=args.prompts[max(0, share.start - start) : max(0, share.stop - start)]
-        )
-        for args, start in zip(requests, starts, strict=False)
-    ]
-
-
-def balanced(costs: Sequence[int], parts: int) -> list[range]:
-    """Cut neighbours into `parts` runs of about equal cost; runs may be empty.
-
-    Each item goes where its middle falls, so no run's cost exceeds an equal part by more than the
-    dearest item's.
-    """
-    total = sum(costs) or 1
-    ends = accumulate(costs)
-    middles = (2 * end - cost for end, cost in zip(ends, costs, strict=True))
-    part_of = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
-    counts = [part_of.count(part) for part in range(parts)]
-    stops = accumulate(counts)
-    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
+    """What this rank does of each of several operations of one kind that run together."""
+    part = coordinates(rank, layout).dp
+    return kind_for(requests[0]).cut(requests, layout.dp, part)
 
 
 def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
     """The result of an operation from those of all ranks, in the order of ranks.
 
-    Metrics are named `<name>:<reduction>`: `sum` adds up over the replicas; `max` and `min` are
-    taken over those that report the metric; of `mean` each rank counts once, so that a backend
-    reports one only of what all ranks know alike. What else a kind answers, all ranks must agree
-    on.
+    Only those of one rank a replica count. Where a kind has one result, all ranks must agree on it.
 
-    Raises: InternalError: they do not agree, or a metric has another reduction.
+    Raises: InternalError: they do not agree, or the results are none that can be merged.
     """
-    spoken = [results[rank] for rank in speakers(layout)]
-    match kind:
-        case "generate":
-            generated = cast("list[GenerateResult]", spoken)
-            return GenerateResult(
-                _joined([each.sequences for each in generated]),
-                _joined([each.prompt_logprobs for each in generated]),
-            )
-        case "forward":
-            return ForwardResult(_joined([r.logprobs for r in cast("list[ForwardResult]", spoken)]))
-        case "forward_backward":
-            trained = cast("list[ForwardBackwardResult]", spoken)
-            return ForwardBackwardResult(merge_metrics([each.metrics for each in trained]))
-        case "optim_step":
-            stepped = cast("list[OptimStepResult]", spoken)
-            return OptimStepResult(merge_metrics([each.metrics for each in stepped]))
-        case _:
-            if any(result != results[0] for result in results):
-                raise InternalError(f"the ranks do not agree on the result of {kind}: {results}")
-            return results[0]
-
-
-def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """See `merge`."""
-    names = dict.fromkeys(chain.from_iterable(metrics))
-    return {
-        name: _reduced(name, [each[name] for each in metrics if name in each]) for name in names
-    }
-
-
-def _reduced(name: str, values: list[float]) -> float:
-    if len(set(values)) == 1 and not name.endswith(":sum"):
-        return values[0]
-    match name.rpartition(":")[2]:
-        case "sum":
-            return math.fsum(values)
-        case "mean":
-            return math.fsum(values) / len(values)
-        case "max":
-            return max(values)
-        case "min":
-            return min(values)
-    raise InternalError(f"metric {name!r} names no known reduction")
-
-
-def _joined(shares: Sequence[Sequence[T]]) -> list[T]:
-    return [*chain.from_iterable(shares)]
+    merge_parts = KINDS[kind].merge
+    if merge_parts is not None:
+        merged: Result = merge_parts([results[rank] for rank in speakers(layout)])
+        return merged
+    if any(result != results[0] for result in results):
+        raise InternalError(f"the ranks do not agree on the result of {kind}: {results}")
+    return results[0]
 
 
 # --- Tensors -------------------------------------------------------------------------------------

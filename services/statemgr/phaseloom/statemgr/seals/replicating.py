@@ -65,8 +65,6 @@ class Replicator:
         self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, BringState] = {}
         """Where each deployment's files may be had, as was said last."""
-        sealer.bring_again = self._bring_again
-        sealer.mend = weights.mend
 
     async def bring(self, request: BringState) -> None:
         """Have what is asked for here: on this disk, or in host memory where it is kept there.
@@ -171,7 +169,7 @@ class Replicator:
         """It is only sooner here so: the sync that brings it does so where this cannot."""
         assert request.holds is not None
         try:
-            await self._weights.bring(request.holds, request.sources)
+            await self._weights.get(request.holds, request.sources)
         except PhaseloomError as error:
             log.info("version %s is not brought ahead: %s", request.holds.version, error)
 
@@ -179,7 +177,7 @@ class Replicator:
         """Its job has ended."""
         self._elsewhere.pop(key, None)
 
-    async def _bring_again(self, key: DeploymentKey, seq: int) -> None:
+    async def fetch_again(self, key: DeploymentKey, seq: int) -> None:
         """Of a seal that is bad here, each block of it, for any may be. Raises: PhaseloomError:
         there is no good one either."""
         nowhere = BringState(key, seq, [], [])

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
@@ -37,16 +37,27 @@ log = logging.getLogger(__name__)
 
 
 class Sealer:
-    def __init__(self, node: Node, directory: StateDirectory, hierarchy: Hierarchy) -> None:
+    def __init__(
+        self,
+        node: Node,
+        directory: StateDirectory,
+        hierarchy: Hierarchy,
+        *,
+        verify_version: Callable[[VersionKey], Awaitable[None]],
+        fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
+    ) -> None:
+        """Args:   verify_version: drops a version that is bad here. Raises: PhaseloomError: it is
+        lost.
+        fetch_again: replaces a seal that is bad here by another node's copy. Raises:
+        PhaseloomError: there is none.
+        """
         self._node = node
+        self._verify_version = verify_version
+        self._fetch_again = fetch_again
         self._hierarchy = hierarchy
         self._directory = directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
-        self.bring_again: Callable[[DeploymentKey, int], Awaitable[None]] = _nowhere_else
-        """Replaces a seal that is bad here by another node's copy. Raises: PhaseloomError: none."""
-        self.mend: Callable[[VersionKey], Awaitable[None]] = _not_mended
-        """Takes a version that is bad here out of service. Raises: PhaseloomError: it is lost."""
 
     def found(self, header: StateHeader, file: str) -> None:
         """A seal that was on disk at start."""
@@ -157,9 +168,9 @@ class Sealer:
         except ResourceError as error:
             if error.info.code is not Code.DATA_LOSS:
                 raise
-            log.error("%s; bringing it from another node", error)
+            log.error("%s; fetching it from another node", error)
             try:
-                await self.bring_again(wpg.key, wpg.seal_seq)
+                await self._fetch_again(wpg.key, wpg.seal_seq)
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
@@ -178,8 +189,7 @@ class Sealer:
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(self._directory.read, places[rank.index], memory)
-        # A seal of an older release has another digest than host copies have.
-        self._node.residency.fill(rank, wpg.seal_seq, part.digest if part.blocks else "")
+        self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     async def _fill_from_memory(self, rank: Rank, kept: HostSeal) -> None:
         wpg, memory = rank.wpg, self._node.memory
@@ -274,7 +284,7 @@ class Sealer:
             await self._hierarchy.versions.persist(piece)
         except ResourceError as error:
             if error.info.code is Code.DATA_LOSS:
-                await self.mend(piece.key)
+                await self._verify_version(piece.key)
             raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
@@ -325,14 +335,6 @@ class Sealer:
 
 def _header(wpg: Wpg, seq: int, sections: list[Section]) -> StateHeader:
     return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
-
-
-async def _not_mended(key: VersionKey) -> None:
-    """Whoever reads it will find that it is bad."""
-
-
-async def _nowhere_else(key: DeploymentKey, seq: int) -> None:
-    raise CallerError(f"no other node is known to have seal {seq} of {key}", code=Code.NOT_FOUND)
 
 
 def _section_of(rank: Rank, first: Place) -> Section:

@@ -1,7 +1,7 @@
 """Weights versions as they are read, kept and dropped: by ranks of their job, and for other nodes.
 
-Who makes them is `publishing`, what brings them here `bringing`. A part is a version of its own
-under a key of its own, and goes the same ways; the version itself is then its manifest.
+`publishing` makes them, `fetch` gets them here. A part is a version of its own under a key of its
+own, and goes the same ways; the version itself is then its manifest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiers.hierarchy import Hierarchy
-from phaseloom.statemgr.versions.boxes import IncomingSlices
-from phaseloom.statemgr.versions.bringing import Bringing, not_here
-from phaseloom.statemgr.versions.fetching import Home
-from phaseloom.statemgr.versions.incoming import Readable, Whole
+from phaseloom.statemgr.transfer.served import Content, Fetched, OpenPart, OpenParts
+from phaseloom.statemgr.versions.fetch import VersionFetcher, not_here
 from phaseloom.statemgr.versions.manifests import Manifests
-from phaseloom.statemgr.versions.wire import VersionDescription
 
 
 class Weights:
@@ -48,17 +45,10 @@ class Weights:
         self._directory = directory
         self._hierarchy = hierarchy
         self._manifests = Manifests(node, hierarchy)
-        self._bringing = Bringing(node, directory, hierarchy, identity, peer_timeout_s, site=site)
+        self.fetcher = VersionFetcher(
+            node, directory, hierarchy, identity, peer_timeout_s, site=site
+        )
         self._peer_timeout_s = peer_timeout_s
-
-    def arriving(self, key: VersionKey) -> IncomingSlices | None:
-        """A part that is being fetched by its boxes."""
-        return self._bringing.arriving.get(key)
-
-    @property
-    def home(self) -> Home:
-        """Who fetches."""
-        return self._bringing.home
 
     def found(self, header: StateHeader) -> None:
         """A version that was on disk at start."""
@@ -76,8 +66,8 @@ class Weights:
         key = request.version
         check_reader(wpg, key, request.ticket)
         self._check_readable(key)
-        version = await self._bringing.bring(
-            key, request.sources, request.ticket, request.digest, is_doubted=request.doubted
+        version = await self.fetcher.get(
+            key, request.sources, request.ticket, request.digest, is_suspect=request.doubted
         )
         extent = version.extent
         assert extent is not None
@@ -87,36 +77,36 @@ class Weights:
         if version.is_manifest:
             async with self._used(key):
                 holders = await self._manifests.holders(
-                    version, request.sources, request.ticket, self.home
+                    version, request.sources, request.ticket, self.fetcher.home
                 )
                 version.check_kept()
             described = msgspec.structs.replace(described, sources=holders)
         return described, fds
 
-    async def mend(
+    async def verify(
         self, key: VersionKey, sources: list[str] | None = None, ticket: Ticket | None = None
     ) -> None:
-        """Who got it from here found it bad: verify it, and bring it anew where it is.
+        """Verify what is here, because a reader found it bad; where it is, get it anew.
 
         Raises: ResourceError: DATA_LOSS: it was bad, is here no more, and to be had nowhere.
         """
         await self._until_settled()
         try:
-            await self._bringing.bring(key, sources or [], ticket, is_doubted=True)
+            await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
         finally:
             await self._node.keeper.record()
 
-    async def bring(self, ticket: Ticket, sources: list[str]) -> None:
+    async def get(self, ticket: Ticket, sources: list[str]) -> None:
         """Have a version in host memory, with all of its parts. Raises: as `open`."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
-        version = await self._bringing.bring(key, sources, ticket)
+        version = await self.fetcher.get(key, sources, ticket)
         if version.is_manifest:
             async with self._used(key):
-                digests, home = self._digests_in(version), self.home
+                digests, home = self._digests_in(version), self.fetcher.home
                 for part in await self._manifests.holders(version, sources, ticket, home):
                     mine, digest = part_of(key, part.part), digests[part.part]
-                    await self._bringing.bring(mine, part.endpoints, ticket, digest)
+                    await self.fetcher.get(mine, part.endpoints, ticket, digest)
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
         """Of these parts, as the manifest says, which must be here.
@@ -144,7 +134,7 @@ class Weights:
         """
         await self._until_settled()
         if self._node.versions.find(key) is None:
-            self._bringing.remaking.check(key)
+            self.fetcher.suspects.check(key)
         _, *parts = self._node.versions.pieces(key)
         return {part.key.part: part.digest for part in parts}
 
@@ -152,7 +142,7 @@ class Weights:
         """Raises: CallerError: NOT_FOUND: a part of what is not committed as a whole.
         ResourceError: UNAVAILABLE: it was, and its policy makes it again."""
         if not self._node.versions.is_readable(key):
-            self._bringing.remaking.check(key)
+            self.fetcher.suspects.check(key)
             raise CallerError(
                 f"version {key.whole} is not here, or not all of it is committed",
                 code=Code.NOT_FOUND,
@@ -162,28 +152,43 @@ class Weights:
 
     async def keep(self, ticket: Ticket, sources: list[str]) -> None:
         """Have a version here and on the disk. Raises: as `open`; what the disk says."""
-        await self.bring(ticket, sources)
+        await self.get(ticket, sources)
         # The manifest last: what has one on disk has its parts there.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
                 await self._hierarchy.versions.persist(version)
 
     @asynccontextmanager
-    async def reading(self, key: VersionKey, may_be_incoming: bool) -> AsyncIterator[Readable]:
-        """A version for another node's daemon, kept while it is being sent.
+    async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
+        """A part that is here, or a whole version, kept while it is read.
 
-        Args:   may_be_incoming: also one that is only on its way here.
         Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
                 is here.
         """
-        await self._until_settled()
-        self._check_readable(key)
-        incoming = self._bringing.incoming.get(key) if may_be_incoming else None
-        async with self._used(key) if incoming else self.held(key) as version:
-            assert version.extent is not None
-            description = VersionDescription(version.num_bytes, version.tensors, version.digest)
-            memory = self._node.memory[version.extent].view(version.num_bytes)
-            yield incoming or Whole(description, memory)
+        async with self.held(key) as version:
+            yield OpenPart.of(version, self._memory(version))
+
+    @asynccontextmanager
+    async def open_fetched(self, key: VersionKey) -> AsyncIterator[Content]:
+        """A version, a part or slices that this node has fetched or fetches, kept while peers are
+        given of it.
+
+        Raises: CallerError: NOT_FOUND.
+        """
+        version = self._node.versions.find(key)
+        incoming = self.fetcher.incoming(version) if version is not None else None
+        if incoming is None and not key.is_copy:
+            async with self.open_part(key) as part:
+                yield OpenParts({key.part: part})
+            return
+        if incoming is None:
+            raise not_here(key)
+        async with self._used(key) as version:
+            yield Fetched(incoming, self._memory(version))
+
+    def _memory(self, version: Version) -> memoryview:
+        assert version.extent is not None
+        return self._node.memory[version.extent].view(version.num_bytes)
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
@@ -197,9 +202,9 @@ class Weights:
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
             # It may be on its way here: whoever brings it may be the one who asks.
-            self._bringing.remaking.check(key)
+            self.fetcher.suspects.check(key)
             raise not_here(key)
-        await self._bringing.bring(key, [], None)
+        await self.fetcher.get(key, [], None)
         async with self._used(key) as version:
             yield version
 
@@ -240,7 +245,7 @@ class Weights:
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
         """Of who changes what this version is here."""
-        return self._bringing.lock(key)
+        return self.fetcher.lock(key)
 
     def forget(self, policy: DeploymentKey) -> None:
         """Its job is over: drop every version of it from memory."""

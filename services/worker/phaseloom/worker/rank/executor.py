@@ -1,36 +1,29 @@
-"""Runs operations on a backend: the part of a rank that needs no bus.
+"""The part of a rank that needs no bus: it runs operations on a backend, in the device thread.
 
-Runs in the device thread. `applied` moves with the heap's content, never ahead of it. Where a WPG
-has several ranks, only the leader checks and finishes; `compute` is what every rank does.
+`applied` moves with the heap's content, never ahead of it. Where a WPG has several ranks, only the
+leader checks and finishes; every rank computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
-from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.kinds import kind_for
 from phaseloom.common.contract.operations import (
     Args,
-    Forward,
-    ForwardBackward,
     Generate,
     GenerateResult,
     LoadState,
     LoadStateResult,
-    OptimStep,
     Result,
-    SaveState,
     kind_of,
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.layouts import merge, split, split_shared
 from phaseloom.worker.backends.base import Backend, Watch
 from phaseloom.worker.rank.wire import RankConfig
-
-MAX_BLOB_BYTES = 1024 * 1024
 
 
 class Refused(Exception):
@@ -59,36 +52,26 @@ class Executor:
     # --- the leader's -----------------------------------------------------------------------------
 
     def check(self, args: Args) -> None:
-        """Raises: Refused: names the field."""
+        """Check an operation before anything is done. Raises: Refused: names the field."""
         try:
             self._check(args)
         except CallerError as error:
             raise Refused(error.info) from error
 
     def _check(self, args: Args) -> None:
-        if kind_of(args) not in self.backend.kinds:
+        kind = kind_for(args)
+        if kind.name not in self.backend.kinds:
             raise CallerError(
-                f"backend {self.settings.spec.backend!r} cannot do {kind_of(args)}",
+                f"backend {self.settings.spec.backend!r} cannot do {kind.name}",
                 code=Code.FAILED_PRECONDITION,
                 field="args.type",
                 remedy="send it to a deployment whose backend can",
             )
-        match args:
-            case Generate():
-                self.backend.check_generate(args)
-            case Forward():
-                self.backend.check_forward(args)
-            case ForwardBackward():
-                self.backend.check_forward_backward(args)
-            case OptimStep():
-                self.backend.check_optim_step(args.adam)
-            case SaveState():
-                _check_save(args)
-            case _:
-                pass
+        if not kind.moves_state:
+            getattr(self.backend, f"check_{kind.name}")(args)
 
     def run(self, args: Args) -> Result:
-        """The whole of an operation, of any kind but `generate` and those that move state.
+        """Run a whole operation, of any kind but `generate` and those that move state.
 
         Raises: Refused. Anything else: it failed half-way.
         """
@@ -96,7 +79,7 @@ class Executor:
         return self.finish(args, [self.compute(args)])
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
-        """The operation's result from those of all ranks, in their order."""
+        """The operation's result, merged from those of all ranks in their order."""
         if self.is_alone:
             return shares[0]
         return merge(kind_of(args), shares, self.settings.spec.layout)
@@ -106,43 +89,25 @@ class Executor:
     def generate(
         self, requests: Sequence[Generate], watch: Watch
     ) -> Sequence[GenerateResult | None]:
-        """This rank's part of requests that were checked."""
+        """Run this rank's part of requests that were checked."""
         if not self.is_alone:
             layout = self.settings.spec.layout
             requests = split_shared(requests, layout, self.settings.rank)
         return self.backend.generate(requests, watch)
 
     def compute(self, args: Args) -> Result:
-        """This rank's part of an operation that was checked. Raises: it failed half-way."""
-        match args:
-            case Forward():
-                return self.backend.forward(self._share(args))
-            case ForwardBackward():
-                return self.backend.forward_backward(self._share(args))
-            case OptimStep():
-                return self.backend.optim_step(args.adam)
-            case LoadState():
-                # By now it is loaded: this shows what is in the heaps.
-                return LoadStateResult(self.backend.weights_sha256())
-            case _:
-                raise AssertionError(f"{kind_of(args)} goes another way")
+        """Run this rank's part of an operation that was checked. Raises: it failed half-way."""
+        if isinstance(args, LoadState):
+            # The checkpoint is loaded by now: the digest shows what is in the heaps.
+            return LoadStateResult(self.backend.weights_sha256())
+        kind = kind_for(args)
+        assert not kind.moves_state, f"ranks and state managers do {kind.name}"
+        assert not kind.shares_calls, f"{kind.name} goes through `generate`"
+        result: Result = getattr(self.backend, kind.name)(self._share(args))
+        return result
 
-    def _share(self, args: Args) -> Any:
-        """What of it is this rank's."""
+    def _share(self, args: Args) -> Args:
+        """This rank's part of an operation's data."""
         if self.is_alone:
             return args
         return split(args, self.settings.spec.layout, self.settings.rank)
-
-
-def _check_save(args: SaveState) -> None:
-    check_name(args.name, "args.name")
-    if len(args.controller_blob) > MAX_BLOB_BYTES:
-        raise CallerError(
-            f"the controller's state has {len(args.controller_blob)} bytes, at most "
-            f"{MAX_BLOB_BYTES} are kept",
-            field="args.controller_blob",
-            remedy="save less, or keep it elsewhere and save where",
-        )
-    for deployment, name in args.checkpoints.items():
-        check_name(deployment, "args.checkpoints")
-        check_name(name, f"args.checkpoints.{deployment}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import Residency
+from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Slot
 from phaseloom.scheduler.core.state.step import Step
@@ -22,7 +23,7 @@ def slot(node: Node, index: int) -> Slot:
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
     nodes = step.state.nodes
-    return [slot(nodes[span.node], i) for span in deployment.spans for i in span.devices]
+    return [slot(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
 
 
 def placed_on(node: Node) -> list[str]:
@@ -44,12 +45,12 @@ def victims(step: Step, node: Node, index: int, newcomer: Deployment) -> list[De
     if node.residency is Residency.JOB:
         leaving = [d for d in residents if d.key.job_key != newcomer.key.job_key]
     staying = [d for d in residents if d not in leaving]
-    used = newcomer.state_bytes + sum(d.state_bytes for d in staying)
+    used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
     for other in staying:
         if used <= node.devices[index].memory_bytes:
             break
         leaving.append(other)
-        used -= other.state_bytes
+        used -= other.wpg.state_bytes
     return leaving
 
 
@@ -57,7 +58,7 @@ def claimant(step: Step, node: Node, index: int) -> Deployment | None:
     """The deployment that was chosen first among those that wait for this device."""
     for name in node.claims:
         deployment = step.state.deployments[name]
-        if any(span.node == node.node and index in span.devices for span in deployment.spans):
+        if any(span.node == node.node and index in span.devices for span in deployment.wpg.spans):
             return deployment
     return None
 
@@ -160,10 +161,8 @@ def book_again(step: Step, deployment: Deployment) -> None:
 def vacate(step: Step, deployment: Deployment) -> None:
     """The processes of a deployment are gone: nothing of it is on a device, nothing of it runs."""
     name = deployment.name
-    if deployment.epoch:
-        deployment.epoch = 0
-        deployment.awaited = []
-    for key in list(deployment.running):
+    deployment.activation.close()
+    for key in list(deployment.activation.running):
         free(step, deployment, key, "")
     for slot in slots_of(step, deployment):
         if name in slot.resident:
@@ -174,7 +173,7 @@ def vacate(step: Step, deployment: Deployment) -> None:
             slot.early = ""
         slot.expected.pop(deployment.job_name, None)
     unclaim(step, deployment)
-    deployment.hinted_s = -1.0
+    deployment.activation.hint(NOT_TOLD_S)
     step.touch(deployment)
 
 
@@ -183,10 +182,9 @@ def vacate(step: Step, deployment: Deployment) -> None:
 
 def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> None:
     """A running operation has ended; with the last one its devices are idle."""
-    deployment.running.remove(key)
-    deployment.idle_since_s = step.now_s
+    deployment.activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
-        if not deployment.running:
+        if not deployment.activation.running:
             slot.running = ""
         slot.last = f"{key.deployment}.{kind}"
         slot.idle_since_s = step.now_s

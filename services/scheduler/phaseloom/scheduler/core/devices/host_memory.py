@@ -22,4 +22,4 @@ def weigh(step: Step, deployment: Deployment) -> None:
 def is_crowded(step: Step, node: Node) -> bool:
     deployments = step.state.deployments
     placed = [deployments[name] for name in devices.placed_on(node)]
-    return ROOM * sum(deployment.state_bytes for deployment in placed) > node.host_memory_bytes
+    return ROOM * sum(deployment.wpg.state_bytes for deployment in placed) > node.host_memory_bytes

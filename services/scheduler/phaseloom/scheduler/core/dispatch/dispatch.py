@@ -26,7 +26,7 @@ from phaseloom.common.contract.commands import CloseActivation, OpenActivation, 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, ready, speculative
+from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -97,12 +97,12 @@ def _begin(step: Step, deployment: Deployment) -> None:
             return
     devices.unclaim(step, deployment)
     ops = _batch(step, deployment)
-    if not deployment.epoch:
+    if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY):
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
-    if deployment.awaited:
+    if deployment.activation.opening_on:
         devices.use(step, deployment)
         return
     for op in ops:
@@ -115,9 +115,9 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
 
 def _go_on(step: Step, deployment: Deployment) -> None:
     """A deployment whose turn it is has more to run, or was waited for by its permits."""
-    if deployment.running:
+    if deployment.activation.running:
         _join(step, deployment)
-    elif not deployment.awaited:
+    elif not deployment.activation.opening_on:
         _begin_opened(step, deployment)
 
 
@@ -134,7 +134,7 @@ def _begin_opened(step: Step, deployment: Deployment) -> None:
 
 def _join(step: Step, deployment: Deployment) -> None:
     """Reading operations may begin beside those of their deployment that run."""
-    room = step.config.max_reading - len(deployment.running)
+    room = step.config.max_reading - len(deployment.activation.running)
     places = step.places_of(deployment)
     first, index = places[0]
     if room <= 0 or deployment.name not in devices.slot(first, index).ready:
@@ -182,12 +182,10 @@ def _open_early(step: Step, node: Node, index: int) -> None:
 
 def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
-    deployment.epoch = step.sequence
-    deployment.opening_s = step.now_s
-    deployment.hinted_s = hints.NOT_TOLD_S
-    deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
+    opening_on = deployment.nodes if len(deployment.wpg.spans) > 1 else []
+    deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
-    for span in deployment.spans:
+    for span in deployment.wpg.spans:
         node = step.node(span.node)
         leaving: list[Deployment] = []
         for index in span.devices:
@@ -200,8 +198,8 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
             OpenActivation,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
-            epoch=deployment.epoch,
+            incarnation=deployment.wpg.incarnation,
+            epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             early=is_early,
         )
@@ -213,23 +211,21 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
 
 def _displace(step: Step, victim: Deployment, node: Node) -> None:
     """Its activation ends; its state leaves this node, and stays on others until it must go."""
-    if victim.epoch:
-        victim.epoch = 0
-        victim.awaited = []
+    victim.activation.close()
     speculative.displaced(step, victim)
-    for span in victim.spans:
+    for span in victim.wpg.spans:
         if span.node == node.node:
             devices.switch_out(node, span.devices, victim)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
-    replay = deployment.state is WpgState.RECOVERING
+    replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
-    deployment.running.append(op.key)
+    deployment.activation.began(op.key)
     devices.use(step, deployment)
     step.send(
         Permit,
@@ -237,14 +233,14 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         operation=op.key,
         operation_id=op.id,
         kind=op.kind,
-        incarnation=deployment.incarnation,
-        epoch=deployment.epoch,
-        prev=deployment.applied,
+        incarnation=deployment.wpg.incarnation,
+        epoch=deployment.activation.epoch,
+        prev=deployment.durability.applied,
         replay=replay or (op.uncertain and op.is_mutating),
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
-        sealing=deployment.sealing if len(deployment.spans) > 1 else 0,
+        sealing=deployment.durability.sealing if len(deployment.wpg.spans) > 1 else 0,
     )
 
 
@@ -262,14 +258,14 @@ def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
     if op.version is None:
         return None
     nodes = [str(node.node) for node in step.nodes_of(deployment)]
-    return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
+    return Ticket(op.version, deployment.key, deployment.wpg.incarnation, nodes)
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:
     """A deployment that nobody displaces is sealed when it has nothing to do."""
     for name in slot.resident:
         deployment = step.state.deployments[name]
-        if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+        if deployment.wpg.state is WpgState.READY and seals.is_due(step, deployment, times=2):
             seals.seal(step, deployment)
 
 
@@ -278,17 +274,16 @@ def opened(step: Step, event: ActivationOpened) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
-    if deployment.epoch and deployment.epoch == event.epoch:
+    if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
         _opened_part(step, deployment, event)
-    if deployment.state is not WpgState.STOPPED:
+    if deployment.wpg.state is not WpgState.STOPPED:
         step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
 
 
 def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
-    if event.node in deployment.awaited:
-        deployment.awaited.remove(event.node)
+    if deployment.activation.opened_on(event.node):
         step.touch(deployment)
-    if not deployment.awaited:
+    if not deployment.activation.opening_on:
         speculative.took(step, deployment)
 
 
@@ -308,10 +303,10 @@ def refused(step: Step, event: ActivationRefused) -> None:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
         else:
             operations.end_unwanted(step, deployment, op)
-    if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
-        deployment.refusals += 1
-        if deployment.refusals >= MAX_REFUSALS:
-            error = _given_up(event.error, deployment.refusals)
+    if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+        deployment.wpg.count_refusal()
+        if deployment.wpg.refusals >= MAX_REFUSALS:
+            error = _given_up(event.error, deployment.wpg.refusals)
             step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
     _retry_at(step, deployment, step.now_s + REFUSAL_PAUSE_S)
 
@@ -326,9 +321,9 @@ def returned(step: Step, event: PermitReturned) -> None:
     """A permit came back unused: it is given again, as often as it takes, since a node that is away
     may come back, and others use the device meanwhile."""
     deployment = step.deployment(event.key.deployment_key)
-    if deployment is None or event.incarnation != deployment.incarnation:
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    if event.key not in deployment.running:
+    if event.key not in deployment.activation.running:
         return
     step.tell("permit returned", event.error.message, str(event.key))
     devices.free(step, deployment, event.key, "")
@@ -341,7 +336,7 @@ def returned(step: Step, event: PermitReturned) -> None:
 
 
 def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
-    deployment.retry_at_s = retry_at_s
+    deployment.activation.retry_at(retry_at_s)
     step.set_timer(f"retry/{deployment.name}/{step.sequence}", retry_at_s)
 
 
@@ -352,7 +347,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     activation, so that the next one displaces it again (harmless where it is gone).
     """
     deployment = step.deployment(event.deployment)
-    if deployment is None or deployment.epoch != event.epoch:
+    if deployment is None or deployment.activation.epoch != event.epoch:
         return []
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
@@ -361,24 +356,24 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
                 CloseActivation,
                 node,
                 deployment=deployment.key,
-                incarnation=deployment.incarnation,
-                epoch=deployment.epoch,
+                incarnation=deployment.wpg.incarnation,
+                epoch=deployment.activation.epoch,
             )
     devices.vacate(step, deployment)
     for slot in devices.slots_of(step, deployment):
         for name in slot.placed:
             other = step.state.deployments[name]
-            if other.incarnation and other is not deployment:
+            if other.wpg.incarnation and other is not deployment:
                 devices.book_again(step, other)
     return ops
 
 
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
     """What has a permit, or would have had one once all of its nodes were ready."""
-    if deployment.running:
-        ops = [deployment.open_operation(key) for key in deployment.running]
+    if deployment.activation.running:
+        ops = [deployment.open_operation(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
     is_reserved = devices.slots_of(step, deployment)[0].running == deployment.name
-    if not is_reserved or deployment.state is WpgState.RECOVERING:
+    if not is_reserved or deployment.wpg.state is WpgState.RECOVERING:
         return []
     return _batch(step, deployment)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code
 from phaseloom.common.contract.events import OperationFinished
+from phaseloom.common.contract.kinds import KINDS, Gradients
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
 
-_ENDS_A_BATCH = frozenset({"optim_step", "load_state", "sync_weights"})
+_ADDS = frozenset(name for name, kind in KINDS.items() if kind.gradients is Gradients.ADDS)
+_USES = frozenset(name for name, kind in KINDS.items() if kind.gradients is Gradients.USES)
+_ENDS_A_BATCH = frozenset(name for name, kind in KINDS.items() if kind.ends_gradients)
 _UNKNOWN = ""
 """Kind of an operation that could not be read, or was never published: it may have been one."""
 
@@ -21,15 +24,15 @@ _UNKNOWN = ""
 def is_partial(deployment: Deployment, op: Op) -> bool:
     """Whether this step would act on a part of what was meant."""
     seq = op.key.seq
-    if op.kind != "optim_step" or seq is None:
+    if op.kind not in _USES or seq is None:
         return False
-    return any(missing < seq for missing in deployment.missing_gradients)
+    return any(missing < seq for missing in deployment.queue.missing_gradients)
 
 
 def not_completed(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
-    if seq is not None and op.kind in ("forward_backward", _UNKNOWN):
-        deployment.missing_gradients.append(seq)
+    if seq is not None and (op.kind in _ADDS or op.kind == _UNKNOWN):
+        deployment.queue.note_missing_gradients(seq)
 
 
 def took_effect(deployment: Deployment, op: Op) -> None:
@@ -51,7 +54,7 @@ def was_refused(deployment: Deployment, op: Op, event: OperationFinished) -> boo
 def drop(deployment: Deployment, op: Op) -> list[int]:
     """The gradients were zeroed by a refused step; returns the seqs that have no effect now."""
     dropped = pending(deployment)
-    deployment.history = [m for m in deployment.history if m.seq not in dropped]
+    deployment.durability.forget(dropped)
     _forget_missing(deployment, op)
     return dropped
 
@@ -59,10 +62,10 @@ def drop(deployment: Deployment, op: Op) -> list[int]:
 def pending(deployment: Deployment) -> list[int]:
     """Seqs of the `forward_backward`s whose gradients are in the state."""
     found: list[int] = []
-    for mutation in reversed(deployment.history):
+    for mutation in reversed(deployment.durability.history):
         if mutation.kind in _ENDS_A_BATCH:
             break
-        if mutation.kind == "forward_backward":
+        if mutation.kind in _ADDS:
             found.append(mutation.seq)
     return found[::-1]
 
@@ -70,4 +73,4 @@ def pending(deployment: Deployment) -> list[int]:
 def _forget_missing(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
     assert seq is not None
-    deployment.missing_gradients = [m for m in deployment.missing_gradients if m > seq]
+    deployment.queue.forget_missing_gradients(seq)

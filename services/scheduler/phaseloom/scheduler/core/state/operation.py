@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from phaseloom.common.contract.ids import OperationKey, VersionKey
-from phaseloom.common.contract.operations import MUTATING_KINDS, After
+from phaseloom.common.contract.kinds import MUTATING_KINDS
+from phaseloom.common.contract.operations import After
 from phaseloom.scheduler.core.state.transitions import OpState
 
 

@@ -123,17 +123,17 @@ class Step:
 
     def node_of(self, deployment: Deployment) -> Node:
         """Its leader's."""
-        assert deployment.spans, deployment.name
-        return self.state.nodes[deployment.spans[0].node]
+        assert deployment.wpg.spans, deployment.name
+        return self.state.nodes[deployment.wpg.spans[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
         """By rank."""
-        return [self.state.nodes[span.node] for span in deployment.spans]
+        return [self.state.nodes[span.node] for span in deployment.wpg.spans]
 
     def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
         """The node and device of each rank."""
         nodes = self.state.nodes
-        return [(nodes[span.node], i) for span in deployment.spans for i in span.devices]
+        return [(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -167,9 +167,11 @@ class Step:
         op.state = to
 
     def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
-        if to not in WPG_TRANSITIONS[deployment.state]:
-            raise InvalidTransition(f"WPG {deployment.name}", deployment.state, to, self.sequence)
-        deployment.state = to
+        if to not in WPG_TRANSITIONS[deployment.wpg.state]:
+            raise InvalidTransition(
+                f"WPG {deployment.name}", deployment.wpg.state, to, self.sequence
+            )
+        deployment.wpg.enter(to)
         self.job_changed(deployment.job_name)
 
     def move_job(self, job: Job, to: JobState) -> None:

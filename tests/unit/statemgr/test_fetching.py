@@ -13,13 +13,11 @@ import xxhash
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.statemgr.core.slices import Batch, batches
 from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.versions import wire
-from phaseloom.statemgr.versions.boxes import IncomingSlices
-from phaseloom.statemgr.versions.slicefetching import SliceFetching
-from tests.support.meshcerts import identity, ticket
-from tests.support.peerfetch import home
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.tensorslices import Batch, batches
+from tests.support.meshcerts import identity
+from tests.support.peerfetch import fetch_of, home
 
 KEY = VersionKey(DeploymentKey("acme", "job", "policy"), 3)
 CONTENT = bytes(range(64))
@@ -28,7 +26,7 @@ CONTENT = bytes(range(64))
 async def _gives_all(stream: tls.Stream) -> None:
     """A source that has one part, of which it is asked for all."""
     await stream.receive(tls.MAX_REQUEST_BYTES)
-    await stream.send(wire.Holding({"0of1": ""}))
+    await stream.send(wire.Opened({"0of1": ""}))
     await stream.receive(tls.MAX_REQUEST_BYTES)
     await stream.send(wire.Given(xxhash.xxh3_128_hexdigest(CONTENT)))
     await stream.send_bytes(memoryview(CONTENT), 10.0)
@@ -40,7 +38,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        server = tls.Server(identity(), 10.0, {wire.SLICES: session})
+        server = tls.Server(identity(), 10.0, {wire.SERVICE: session})
         serving = asyncio.create_task(server.serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
@@ -62,7 +60,7 @@ async def test_nobody_writes_any_more_when_a_fetch_that_was_cancelled_has_ended(
     monkeypatch.setattr(Batch, "put", put_late)
     slices = [Slice("0of1", "w", "uint8", [0], [len(CONTENT)], 0, len(CONTENT))]
     memory = memoryview(bytearray(len(CONTENT)))
-    fetching = SliceFetching(KEY, ticket(KEY), home(), "mine", IncomingSlices(slices, {}), memory)
+    fetching = fetch_of(KEY, slices, memory, home())
     async with _serving(_gives_all) as source:
         bringing = asyncio.create_task(fetching.bring(batches(slices), {"0of1": [source]}))
         try:

@@ -1,8 +1,8 @@
-"""Boxes of tensors: what a reader needs of a weights version's parts, cut for the transfer.
+"""Tensor slices: the boxes of tensors that a reader needs, cut into batches for the transfer.
 
-Pure. A box is gathered from where its tensor lies, runs of adjacent bytes, and lies end to end at
-the reader; cut along its outermost dim that is longer than one, its pieces do, too. What is cut
-otherwise, because somebody else brings the rest, lies there in runs as well.
+Pure. The sender gathers a box from the runs of adjacent bytes in which its tensor lies; at the
+reader a box lies end to end. Pieces of a box that is cut along its outermost dim longer than one
+lie end to end as well; pieces that are cut otherwise, because a peer brings the rest, lie in runs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
 from phaseloom.common.tensors.resharding import item_bytes
-from phaseloom.statemgr.core.dealing import Blocks
 from phaseloom.statemgr.core.layout import check_layout
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024
-"""That are asked for at once, at most."""
+"""The most bytes of tensors that one request may ask for."""
 MAX_BATCH_BOXES = 256
+_MIN_BATCHES = 64
+"""A transfer has at least so many batches where it is large enough, so that several streams and
+nodes have something to do."""
+_STEP_BYTES = 64 * 1024
+"""Batches are multiples of this."""
 _MAX_TOLD_BYTES = 48 * 1024
-"""What the boxes of a batch take in the message that asks for them, where it has more than one; all
-else in it is a few KiB."""
+"""The most bytes that the boxes of a batch of several take in the message that asks for them; all
+else in that message is a few KiB."""
 _RAW = re.compile(r"bytes from ([0-9]{1,18})")
 
 T = TypeVar("T")
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A box of one tensor, as state managers ask one another for it."""
+    """A box of one tensor, in the form in which state managers ask one another for it."""
 
     name: str
     start: list[int]
@@ -43,11 +47,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(NamedTuple):
-    """What of a slice is asked for at once."""
+    """A box of a slice: the unit that is asked for."""
 
     slice: Slice
     box: Box
-    """Inside the slice, in the part's tensor."""
+    """The piece, inside the slice, in coordinates of the part's tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +60,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Boxes of one part that are asked for at once."""
+    """Pieces of one part that are asked for in one request."""
 
     part: str
     pieces: list[Piece]
@@ -71,7 +75,7 @@ class Batch:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """Where the boxes belong, in their order; neighbours are one."""
+        """The ranges of memory where the boxes belong, in order; adjacent ranges are one."""
         found: list[slice] = []
         for piece in self.pieces:
             offsets, length = runs(slot_of(piece.slice), inside(piece.slice, piece.box))
@@ -83,7 +87,10 @@ class Batch:
         return found
 
     def put(self, memory: memoryview, content: bytes | memoryview) -> None:
-        """The boxes' bytes, end to end, where they belong. Raises: CallerError: not as many."""
+        """Write the boxes' bytes, given end to end, where they belong.
+
+        Raises: CallerError: there are too few or too many bytes.
+        """
         if len(content) != self.num_bytes:
             raise CallerError(f"{len(content)} bytes, not {self.num_bytes}", field="slices")
         at = 0
@@ -92,8 +99,11 @@ class Batch:
             memory[span] = content[at : at + length]
             at += length
 
-    def shared(self, shares: Sequence[Sequence[Fragment]]) -> list[Batch]:
-        """The batch that each share is. Raises: CallerError: together they are not this one."""
+    def split(self, shares: Sequence[Sequence[Fragment]]) -> list[Batch]:
+        """One batch for each share.
+
+        Raises: CallerError: the shares together are not this batch.
+        """
         left = [[box] for box in self.boxes]
         found = []
         for fragments in shares:
@@ -110,13 +120,13 @@ class Batch:
 
 
 Fragment = tuple[int, Box]
-"""Some of a box, which is told by its number among those that were asked for."""
+"""A box inside another one, which is named by its number among those that were asked for."""
 
 
 def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
     """The slices as a layout of the reader's memory.
 
-    Raises: CallerError: one is no box, is there twice, or lies where it cannot.
+    Raises: CallerError: a slice is no box, occurs twice, or lies where it cannot.
     """
     slots = []
     for number, each in enumerate(slices):
@@ -145,7 +155,8 @@ def slot_of(of: Slice) -> TensorSlot:
 
 
 def all_of(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
-    """A part as slices, each where it is in the part: of its tensors, and of what lies between."""
+    """The slices that cover a whole part, each at its place in the part: all its tensors, and the
+    bytes between them."""
     found: list[Slice] = []
     end = 0
     for slot in sorted(tensors, key=attrgetter("offset")):
@@ -162,7 +173,8 @@ def all_of(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Sli
 
 
 def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
-    """What of a part of this size such a slice is named after; None: it has another name."""
+    """The slot of the bytes between tensors that have this name, in a part of this size; None: it
+    is no such name."""
     place = _RAW.fullmatch(name)
     if place is None or int(place[1]) >= num_bytes:
         return None
@@ -175,7 +187,7 @@ def _raw(part: str, start: int, end: int) -> Slice:
 
 
 def _is_plain(slot: TensorSlot) -> bool:
-    """Its bytes are its elements, end to end; what any other has is only bytes."""
+    """Whether the slot's bytes are its elements, end to end; other slots travel as raw bytes."""
     try:
         return slot.num_bytes == math.prod(slot.shape) * item_bytes(slot.dtype) > 0
     except CallerError:
@@ -183,19 +195,26 @@ def _is_plain(slot: TensorSlot) -> bool:
 
 
 def box_of(of: Slice) -> Box:
-    """A slice, where it is in the part."""
+    """The box that a slice is in its part."""
     return Box(of.name, of.start, of.size)
 
 
 def inside(of: Slice, box: Box) -> Box:
-    """A box of a part's tensor, in the slice of that as a tensor."""
+    """A box of a part's tensor, in coordinates of a slice of that tensor."""
     start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
     return Box(of.name, start, box.size)
 
 
+def batch_bytes(num_bytes: int) -> int:
+    """The size of a batch of a transfer of so many bytes."""
+    wanted = -(-num_bytes // _MIN_BATCHES)
+    steps = -(-wanted // _STEP_BYTES)
+    return min(MAX_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
+
+
 def batches(slices: Sequence[Slice]) -> list[Batch]:
-    """All of them, cut and put together to about the same size, part by part."""
-    limit = Blocks(sum(each.num_bytes for each in slices)).size
+    """All slices, cut and grouped into batches of about the same size, part by part."""
+    limit = batch_bytes(sum(each.num_bytes for each in slices))
     found: list[Batch] = []
     by_part: dict[str, list[Slice]] = {}
     for each in slices:
@@ -207,8 +226,8 @@ def batches(slices: Sequence[Slice]) -> list[Batch]:
 
 
 @dataclass(slots=True)
-class Together:
-    """What is asked for at once."""
+class Room:
+    """How much one request has asked for already."""
 
     limit_bytes: int
     num_boxes: int = 0
@@ -216,7 +235,7 @@ class Together:
     told_bytes: int = 0
 
     def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
-        """Whether these may be asked for, too; the first ones always may."""
+        """Whether these boxes fit into the request, and if so take them; the first always do."""
         told_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
         is_too_much = (
             self.num_boxes + len(boxes) > MAX_BATCH_BOXES
@@ -231,20 +250,20 @@ class Together:
         return True
 
 
-def together(
+def in_requests(
     boxes: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
 ) -> Iterator[list[T]]:
-    """In order, as many as can be asked for at once.
+    """Groups, in order, each as large as one request may be.
 
-    Args: box_of: the box, and how many bytes it has.
+    Args: box_of: the box of an item, and its number of bytes.
     """
     group: list[T] = []
-    taken = Together(limit_bytes)
+    taken = Room(limit_bytes)
     for each in boxes:
         box, num_bytes = box_of(each)
         if not taken.take([box], num_bytes):
             yield group
-            group, taken = [], Together(limit_bytes)
+            group, taken = [], Room(limit_bytes)
             taken.take([box], num_bytes)
         group.append(each)
     if group:
@@ -252,8 +271,8 @@ def together(
 
 
 def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
-    """As `together`."""
-    return together(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
+    """Pieces in groups, each as large as one request may be."""
+    return in_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
 
 
 def contains(whole: Box, box: Box) -> bool:
@@ -261,7 +280,7 @@ def contains(whole: Box, box: Box) -> bool:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None: nothing, or one of them is no box of it."""
+    """The common part of two boxes of one tensor; None: there is none, or their dims differ."""
     if len({len(one.start), len(one.size), len(other.start), len(other.size)}) > 1:
         return None
     start, size = [], []
@@ -275,7 +294,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
-    """What is left of disjoint boxes of one tensor, as such."""
+    """What is left of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
     left: list[Box] = []
     for each in boxes:
         common = overlap(each, taken)
@@ -284,7 +303,7 @@ def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
 
 
 def without(whole: Box, taken: Box) -> list[Box]:
-    """What is left of a box, as disjoint boxes. Args: taken: inside it."""
+    """What is left of a box without `taken`, which is inside it, as disjoint boxes."""
     left: list[Box] = []
     start, size = list(whole.start), list(whole.size)
     for dim, (at, length) in enumerate(zip(taken.start, taken.size, strict=True)):
@@ -303,9 +322,9 @@ def without(whole: Box, taken: Box) -> list[Box]:
 
 
 def bytes_of(tensor: TensorSlot, box: Box) -> int:
-    """How many a box has.
+    """The number of bytes of a box.
 
-    Raises: CallerError: the box is not inside the tensor, or larger than what is asked for at once.
+    Raises: CallerError: the box is not inside the tensor, or larger than one request may ask for.
     """
     shape = tensor.shape
     if not len(box.start) == len(box.size) == len(shape) or not all(
@@ -322,7 +341,7 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
 
 
 def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
-    """(offsets from the tensor's beginning, length): the box's bytes, in its order.
+    """The box's runs of adjacent bytes, in order: (offsets from the tensor's beginning, length).
 
     Raises: CallerError: as `bytes_of`.
     """

@@ -8,8 +8,8 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.statemgr.core.slices import Batch, Box, Piece
-from phaseloom.statemgr.versions.boxes import Brought, IncomingSlices, gathered
+from phaseloom.statemgr.transfer.served import Fetched, Incoming
+from phaseloom.statemgr.transfer.tensorslices import Batch, Box, Piece
 
 ROWS = Slice("0of2", "w", "uint8", [2, 0], [4, 8], 64, 32)
 """Rows 2 to 5 of eight columns, behind 64 bytes of something else."""
@@ -21,11 +21,11 @@ def _batch(of: Slice, start: list[int], size: list[int]) -> Batch:
 
 
 async def test_a_box_is_there_when_all_of_it_came() -> None:
-    incoming = IncomingSlices([OTHER, ROWS], {})
+    incoming = Incoming([OTHER, ROWS], {})
     memory = memoryview(bytearray(range(96)))
-    brought = Brought(incoming, memory)
+    fetched = Fetched(incoming, memory)
     box = Box("w", [3, 2], [2, 4])
-    waiting = asyncio.ensure_future(brought.until_here("0of2", [box]))
+    waiting = asyncio.ensure_future(fetched.until_here("0of2", [box]))
     for start, size in (([2, 0], [2, 8]), ([4, 0], [1, 3])):
         incoming.add(_batch(ROWS, start, size))
         await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_a_box_is_there_when_all_of_it_came() -> None:
     incoming.add(_batch(OTHER, [0, 0], [1, 64]))
     incoming.add(_batch(ROWS, [4, 3], [1, 5]))
     await waiting
-    found = b"".join(gathered(brought.find("0of2", box)))
+    found = b"".join(fetched.find("0of2", box).read())
     # Row 3 is the second one here, and column 2 the third.
     assert found == bytes([74, 75, 76, 77, 82, 83, 84, 85])
     assert not incoming.is_whole
@@ -42,7 +42,7 @@ async def test_a_box_is_there_when_all_of_it_came() -> None:
 
 
 async def test_what_is_forgotten_must_come_again() -> None:
-    incoming = IncomingSlices([ROWS], {})
+    incoming = Incoming([ROWS], {})
     incoming.add(_batch(ROWS, [2, 0], [4, 8]))
     row = _batch(ROWS, [3, 0], [1, 8])
     incoming.forget(row)
@@ -56,7 +56,7 @@ async def test_what_is_forgotten_must_come_again() -> None:
 
 
 async def test_who_waits_for_what_is_given_up_is_told() -> None:
-    incoming = IncomingSlices([ROWS], {})
+    incoming = Incoming([ROWS], {})
     came = _batch(ROWS, [2, 0], [1, 8])
     incoming.add(came)
     waiting = asyncio.ensure_future(incoming.until_here(ROWS, Box("w", [5, 0], [1, 1])))
@@ -79,7 +79,7 @@ async def test_who_waits_for_what_is_given_up_is_told() -> None:
     ],
 )
 def test_what_is_in_no_slice_is_not_here(part: str, box: Box) -> None:
-    brought = Brought(IncomingSlices([ROWS, OTHER], {}), memoryview(bytes(96)))
+    fetched = Fetched(Incoming([ROWS, OTHER], {}), memoryview(bytes(96)))
     with pytest.raises(CallerError) as caught:
-        brought.find(part, box)
+        fetched.find(part, box)
     assert caught.value.info.code is Code.NOT_FOUND

@@ -1,5 +1,4 @@
-"""Boxes of a weights version's parts as they are read: of a part that is here, or of slices that
-this node has brought, or is bringing, for its own ranks."""
+"""What a state manager serves to others: parts that are here, and slices that are on their way."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Slice, TensorSlot
-from phaseloom.statemgr.core.slices import (
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.transfer.tensorslices import (
     Batch,
     Box,
     box_of,
@@ -23,74 +23,88 @@ from phaseloom.statemgr.core.slices import (
     runs,
     slot_of,
 )
-from phaseloom.statemgr.core.versions import Version
 
 _FEW_BYTES = 64 * 1024
-"""Shorter runs are copied together before they are sent."""
+"""Runs shorter than this are copied together before they are sent."""
+
+
+class Found(Protocol):
+    """A box of what is served."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Raises: CallerError: there is no such box."""
+
+    def of(self, box: Box) -> Found:
+        """The piece for a box inside this one."""
+
+    def read(self) -> list[memoryview]:
+        """The bytes of the box, end to end. Long: run it in a thread.
+
+        Raises: ResourceError: DATA_LOSS: they are bad.
+        """
+
+
+class Content(Protocol):
+    """What one stream is served from."""
+
+    def find(self, part: str, box: Box) -> Found:
+        """Raises: CallerError: the box is not of what is served."""
+
+    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+        """Return once the boxes are here. Raises: ResourceError: they will not come."""
 
 
 class Place(NamedTuple):
-    """Where a box lies."""
+    """A box that lies in memory."""
 
     memory: memoryview
     tensor: TensorSlot
     box: Box
-    """In the tensor."""
+    """The box, in the coordinates of the tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """Raises: CallerError: there is no such box in the tensor."""
         return bytes_of(self.tensor, self.box)
 
+    def of(self, box: Box) -> Place:
+        return self._replace(box=box)
 
-def gathered(place: Place) -> list[memoryview]:
-    """The bytes of a box: in place where they lie together, else copied.
-
-    Raises: CallerError: there is no such box in the tensor.
-    """
-    tensor = place.tensor
-    offsets, length = runs(tensor, place.box)
-    source = place.memory[tensor.offset : tensor.offset + tensor.num_bytes]
-    if length >= _FEW_BYTES:
-        return [source[at : at + length] for at in offsets]
-    copied = bytearray(length * len(offsets))
-    for number, at in enumerate(offsets):
-        copied[number * length : (number + 1) * length] = source[at : at + length]
-    return [memoryview(copied)]
-
-
-class Boxes(Protocol):
-    """What is served of a version."""
-
-    def find(self, part: str, box: Box) -> Place:
-        """Raises: CallerError: it is not of what is served."""
-
-    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
-        """Raises: ResourceError: they will not come."""
+    def read(self) -> list[memoryview]:
+        """Runs in place where they are long, else a copy. Raises: CallerError: no such box."""
+        tensor = self.tensor
+        offsets, length = runs(tensor, self.box)
+        source = self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
+        if length >= _FEW_BYTES:
+            return [source[at : at + length] for at in offsets]
+        copied = bytearray(length * len(offsets))
+        for number, at in enumerate(offsets):
+            copied[number * length : (number + 1) * length] = source[at : at + length]
+        return [memoryview(copied)]
 
 
 @dataclass(frozen=True)
 class OpenPart:
-    """A part that stays while it is open."""
+    """A part in host memory, which stays there while it is open."""
 
     version: Version
     memory: memoryview
     tensors: dict[str, TensorSlot]
 
+    @classmethod
+    def of(cls, version: Version, memory: memoryview) -> OpenPart:
+        return cls(version, memory, {slot.name: slot for slot in version.tensors})
+
     def find(self, box: Box) -> Place:
-        """Raises: CallerError: it has no such tensor."""
+        """Raises: CallerError: the part has no such tensor."""
         tensor = self.tensors.get(box.name) or raw_slot(box.name, len(self.memory))
         if tensor is None:
             raise CallerError(f"{box.name} is not in version {self.version.key}", field="boxes")
         return Place(self.memory, tensor, box)
 
 
-def open_part(version: Version, memory: memoryview) -> OpenPart:
-    return OpenPart(version, memory, {slot.name: slot for slot in version.tensors})
-
-
 class OpenParts(dict[str, OpenPart]):
-    """Whole parts, by name."""
+    """Open parts, by name."""
 
     def find(self, part: str, box: Box) -> Place:
         found = self.get(part)
@@ -99,20 +113,21 @@ class OpenParts(dict[str, OpenPart]):
         return found.find(box)
 
     async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
-        """They are."""
+        """Return at once: all of the part is here."""
 
 
 @dataclass
-class IncomingSlices:
-    """Which slices a node brings for its ranks, and what of them is there."""
+class Incoming:
+    """The slices of one fetch, and which of their bytes have come."""
 
     slices: Sequence[Slice]
     digests: dict[str, str]
-    """By part: as the version's manifest says; of one without any, as its sources say."""
+    """The digest of each part that slices are of: as the version's manifest says, or else as the
+    first source says."""
     _by_tensor: dict[tuple[str, str], list[Slice]] = field(default_factory=dict)
-    """By part and tensor."""
+    """The slices of each tensor of each part."""
     _missing: dict[int, list[Box]] = field(default_factory=dict)
-    """By a slice's offset, what of it has not come: disjoint boxes."""
+    """The disjoint boxes of a slice that have not come, by the slice's offset."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _is_given_up: bool = False
 
@@ -126,12 +141,12 @@ class IncomingSlices:
         return not self._missing
 
     def find(self, part: str, box: Box) -> Slice | None:
-        """The slice that the box is of."""
+        """The slice that the box is inside."""
         known = self._by_tensor.get((part, box.name), [])
         return next((each for each in known if contains(box_of(each), box)), None)
 
     def add(self, batch: Batch) -> None:
-        """It is there and verified."""
+        """The batch is here and verified."""
         for of, box in batch.pieces:
             left = left_of(self._missing.pop(of.offset, []), box)
             if left:
@@ -139,7 +154,7 @@ class IncomingSlices:
         self._announce()
 
     def forget(self, batch: Batch) -> None:
-        """What came is not what it should be."""
+        """The batch that came is not what it should be: it must come again."""
         for of, box in batch.pieces:
             self._missing[of.offset] = [*left_of(self._missing.get(of.offset, []), box), box]
 
@@ -149,7 +164,7 @@ class IncomingSlices:
         self._announce()
 
     async def until_here(self, of: Slice, box: Box) -> None:
-        """Raises: ResourceError: it will not come."""
+        """Raises: ResourceError: the box will not come."""
         while any(overlap(each, box) for each in self._missing.get(of.offset, ())):
             if self._is_given_up:
                 raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
@@ -161,10 +176,10 @@ class IncomingSlices:
 
 
 @dataclass(frozen=True)
-class Brought:
-    """Slices with their memory, which stays while they are open."""
+class Fetched:
+    """Slices that came or are coming, in memory that stays while they are open."""
 
-    incoming: IncomingSlices
+    incoming: Incoming
     memory: memoryview
 
     def find(self, part: str, box: Box) -> Place:

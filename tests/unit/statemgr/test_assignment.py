@@ -1,4 +1,4 @@
-"""Boxes of a part over a slow link: each byte to one of a group, whatever each asks for."""
+"""Boxes of a part over a slow link: each byte to one peer, whatever each asks for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.statemgr.core import boxdealing
-from phaseloom.statemgr.core.boxdealing import BoxDeal, Shares
-from phaseloom.statemgr.core.dealing import Fetcher
-from phaseloom.statemgr.core.slices import Box, Fragment, contains
+from phaseloom.statemgr.transfer import assignment
+from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
+from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, contains
 
 _SHAPES = {"a": (6, 5), "b": (4, 3, 3), "scalar": ()}
-_FETCHERS = [Fetcher(f"node{i}:1", f"slices {i}") for i in range(3)]
+_PEERS = [Peer(f"node{i}:1", f"slices {i}") for i in range(3)]
 
-Asked = tuple[Fetcher, list[Box], list[Fetcher]]
+Asked = tuple[Peer, list[Box], list[Peer]]
 
 
 @st.composite
@@ -32,9 +31,9 @@ def _boxes(draw: st.DrawFn) -> Box:
 
 _ASKED = st.lists(
     st.tuples(
-        st.sampled_from(_FETCHERS),
+        st.sampled_from(_PEERS),
         st.lists(_boxes(), min_size=1, max_size=4),
-        st.lists(st.sampled_from(_FETCHERS), max_size=1),
+        st.lists(st.sampled_from(_PEERS), max_size=1),
     ),
     max_size=12,
 )
@@ -50,27 +49,27 @@ def _at(box: Box) -> tuple[slice, ...]:
 
 
 def _ask(
-    deal: BoxDeal,
+    assigned: Assignment,
     boxes: Sequence[Box],
-    failed: Sequence[Fetcher],
-    fetcher: Fetcher,
+    failed: Sequence[Peer],
+    peer: Peer,
     limit_bytes: int = 10**9,
 ) -> Shares:
     sized = [(box, math.prod(box.size)) for box in boxes]
-    return deal.ask(sized, limit_bytes, failed, fetcher)
+    return assigned.ask(sized, limit_bytes, failed, peer)
 
 
-def _everything(shares: Shares) -> list[tuple[Fetcher | None, Fragment]]:
+def _everything(shares: Shares) -> list[tuple[Peer | None, Fragment]]:
     """Who is to bring which fragment; None: who is asked gives it."""
-    told: list[tuple[Fetcher | None, Fragment]] = [(None, each) for each in shares.here]
+    told: list[tuple[Peer | None, Fragment]] = [(None, each) for each in shares.here]
     return told + [(who, each) for who, some in shares.elsewhere.items() for each in some]
 
 
 @given(_ASKED)
 def test_each_byte_is_given_once_unless_who_has_it_failed(asked: list[Asked]) -> None:
-    deal, owners = BoxDeal(), _nothing()
-    for fetcher, boxes, failed in asked:
-        shares = _ask(deal, boxes, failed, fetcher)
+    assigned, owners = Assignment(), _nothing()
+    for peer, boxes, failed in asked:
+        shares = _ask(assigned, boxes, failed, peer)
         assert shares.num_boxes == len(boxes)
         told = _everything(shares)
         for number, box in enumerate(boxes):
@@ -82,62 +81,62 @@ def test_each_byte_is_given_once_unless_who_has_it_failed(asked: list[Asked]) ->
                 had = {int(each) for each in np.unique(owners[box.name][_at(part)])}
                 if who is None:
                     # Of nobody, its own, or of one that did not deliver.
-                    allowed = {-1} | {_FETCHERS.index(each) for each in [fetcher, *failed]}
+                    allowed = {-1} | {_PEERS.index(each) for each in [peer, *failed]}
                     assert had <= allowed
                 else:
-                    assert had == {_FETCHERS.index(who)}
-                    assert who != fetcher
+                    assert had == {_PEERS.index(who)}
+                    assert who != peer
                     assert who not in failed
             # All of the box, each byte one way.
             assert seen[_at(box)].min(initial=1) == seen[_at(box)].max(initial=1) == 1
             assert int(seen.sum()) == math.prod(box.size)
             for who, part in mine:
                 if who is None:
-                    owners[box.name][_at(part)] = _FETCHERS.index(fetcher)
+                    owners[box.name][_at(part)] = _PEERS.index(peer)
 
 
 @given(st.lists(_boxes(), min_size=1, max_size=6))
 def test_who_asks_for_the_same_is_sent_to_who_has_it(boxes: list[Box]) -> None:
-    first, second, third = _FETCHERS
-    deal = BoxDeal()
-    _ask(deal, boxes, [], first)
-    assert not _ask(deal, boxes, [], second).here
-    assert not _ask(deal, boxes, [], first).elsewhere
-    assert not _ask(deal, boxes, [first], second).elsewhere
-    assert set(_ask(deal, boxes, [], third).elsewhere) == {second}
+    first, second, third = _PEERS
+    assigned = Assignment()
+    _ask(assigned, boxes, [], first)
+    assert not _ask(assigned, boxes, [], second).here
+    assert not _ask(assigned, boxes, [], first).elsewhere
+    assert not _ask(assigned, boxes, [first], second).elsewhere
+    assert set(_ask(assigned, boxes, [], third).elsewhere) == {second}
 
 
 def test_a_box_that_nobody_has_some_of_stays_in_one() -> None:
-    first, second, _ = _FETCHERS
-    deal = BoxDeal()
+    first, second, _ = _PEERS
+    assigned = Assignment()
     half, whole = Box("a", [0, 0], [3, 5]), Box("a", [0, 0], [6, 5])
-    assert _ask(deal, [half, whole], [], first).here == [(0, half), (1, whole)]
-    assert _ask(deal, [half], [], second) == Shares(1, [], {first: [(0, half)]})
+    assert _ask(assigned, [half, whole], [], first).here == [(0, half), (1, whole)]
+    assert _ask(assigned, [half], [], second) == Shares(1, [], {first: [(0, half)]})
 
 
 def test_beyond_its_limits_it_gives_without_a_record(monkeypatch: Any) -> None:
-    first, second, third = _FETCHERS
-    monkeypatch.setattr(boxdealing, "MAX_RECORDS", 3)
+    first, second, third = _PEERS
+    monkeypatch.setattr(assignment, "MAX_RECORDS", 3)
     rows = [Box("a", [row, 0], [1, 5]) for row in range(6)]
-    deal = BoxDeal()
-    assert _ask(deal, rows, [], first).here == list(enumerate(rows))
-    told = _ask(deal, rows, [], second)
+    assigned = Assignment()
+    assert _ask(assigned, rows, [], first).here == list(enumerate(rows))
+    told = _ask(assigned, rows, [], second)
     assert told == Shares(6, list(enumerate(rows))[3:], {first: list(enumerate(rows))[:3]})
     # A box of more pieces than anybody should be sent for comes at once.
-    monkeypatch.setattr(boxdealing, "_MAX_FRAGMENTS", 2)
+    monkeypatch.setattr(assignment, "_MAX_FRAGMENTS", 2)
     whole = Box("a", [0, 0], [6, 5])
-    assert _ask(deal, [whole], [], third) == Shares(1, [(0, whole)], {})
+    assert _ask(assigned, [whole], [], third) == Shares(1, [(0, whole)], {})
 
 
 def test_so_much_is_given_at_once_and_told_of_all_that_others_have_before() -> None:
-    first, second, _ = _FETCHERS
+    first, second, _ = _PEERS
     rows = [Box("a", [row, 0], [1, 5]) for row in range(6)]
-    deal = BoxDeal()
-    _ask(deal, rows[:3], [], first)
-    told = _ask(deal, rows, [], second, 5)
+    assigned = Assignment()
+    _ask(assigned, rows[:3], [], first)
+    told = _ask(assigned, rows, [], second, 5)
     assert told == Shares(4, [(3, rows[3])], {first: list(enumerate(rows))[:3]})
     # One box comes, however large it is.
-    assert _ask(deal, rows[4:], [], second, 1) == Shares(1, [(0, rows[4])], {})
-    assert _ask(deal, rows[4:], [], first, 10) == Shares(
+    assert _ask(assigned, rows[4:], [], second, 1) == Shares(1, [(0, rows[4])], {})
+    assert _ask(assigned, rows[4:], [], first, 10) == Shares(
         2, [(1, rows[5])], {second: [(0, rows[4])]}
     )

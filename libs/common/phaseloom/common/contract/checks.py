@@ -1,0 +1,239 @@
+"""Whether the arguments of an operation are sound, whatever deployment would run it.
+
+One `check_<kind>` for each kind that has anything to check: `contract.kinds` names it, the router
+calls it before the operation is queued. What depends on the model (token range, context length) is
+the backend's to refuse. Each takes the operation's key and arguments, and raises a CallerError that
+names the field and the remedy.
+Cost: linear in the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
+"""
+
+from __future__ import annotations
+
+import math
+
+from phaseloom.common.contract.arrays import float32s, int32s, length
+from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    LoadState,
+    Loss,
+    OptimStep,
+    SamplingParams,
+    SaveState,
+    SyncWeights,
+)
+
+MAX_SAMPLES = 65_536
+MAX_NEW_TOKENS = 1 << 20
+MAX_BLOB_BYTES = 2**20
+MAX_CHECKPOINTS = 64
+MAX_KEPT = 100_000
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 1024
+
+_INT32_END = 1 << 31
+_SEED_END = 1 << 63
+_FLOAT32_MAX = 3.4028235e38
+_LOSS_ARRAYS = {
+    Loss.CROSS_ENTROPY: ("weights",),
+    Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
+    Loss.PPO: ("logprobs", "advantages"),
+    Loss.CISPO: ("logprobs", "advantages"),
+}
+
+# --- Kinds ---------------------------------------------------------------------------------------
+
+
+def check_generate(key: OperationKey, args: Generate) -> None:
+    if not args.prompts:
+        raise CallerError("there is no prompt", field="args.prompts", remedy="give at least one")
+    for i, prompt in enumerate(args.prompts):
+        _check_ints(prompt.tokens, f"args.prompts[{i}].tokens")
+        check_range(prompt.seed, -_SEED_END, _SEED_END - 1, f"args.prompts[{i}].seed", "an int64")
+    check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
+    _check_sampling(args.sampling)
+
+
+def check_forward(key: OperationKey, args: Forward) -> None:
+    check_batch(args.batch)
+
+
+def check_forward_backward(key: OperationKey, args: ForwardBackward) -> None:
+    check_batch(args.batch, _LOSS_ARRAYS[args.loss])
+    _check_unused(args)
+    _check_clip(args)
+
+
+def check_optim_step(key: OperationKey, args: OptimStep) -> None:
+    _check_adam(args.adam)
+
+
+def check_save_state(key: OperationKey, args: SaveState) -> None:
+    check_name(args.name, "args.name")
+    check_range(args.keep, 0, MAX_KEPT, "args.keep", "checkpoints")
+    _check_checkpoints(key, args)
+
+
+def check_load_state(key: OperationKey, args: LoadState) -> None:
+    check_name(args.name, "args.name")
+
+
+def check_sync_weights(key: OperationKey, args: SyncWeights) -> None:
+    check_name(args.policy, "args.policy")
+    check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
+
+
+# --- Parts of them -------------------------------------------------------------------------------
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    check_range(sampling.max_tokens, 1, MAX_NEW_TOKENS, "args.sampling.max_tokens", "new tokens")
+    check_finite(sampling.temperature, "args.sampling.temperature")
+    tokens, strings = sampling.stop_token_ids, sampling.stop_strings
+    field = "args.sampling.stop_token_ids"
+    check_range(len(tokens), 0, MAX_STOP_TOKENS, field, "stop tokens")
+    for i, token in enumerate(tokens):
+        check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "a token id")
+    field = "args.sampling.stop_strings"
+    check_range(len(strings), 0, MAX_STOP_STRINGS, field, "stop strings")
+    for i, text in enumerate(strings):
+        check_range(len(text), 1, MAX_STOP_CHARS, f"{field}[{i}]", "characters")
+
+
+def _check_checkpoints(key: OperationKey, args: SaveState) -> None:
+    check_range(len(args.controller_blob), 0, MAX_BLOB_BYTES, "args.controller_blob", "bytes")
+    check_range(len(args.checkpoints), 0, MAX_CHECKPOINTS, "args.checkpoints", "checkpoints")
+    for deployment, name in args.checkpoints.items():
+        check_name(deployment, "args.checkpoints")
+        check_name(name, f"args.checkpoints[{deployment}]")
+    if key.deployment in args.checkpoints:
+        raise CallerError(
+            f"{key.deployment} is the deployment that this operation saves",
+            field=f"args.checkpoints[{key.deployment}]",
+            remedy="name the other deployments' checkpoints only",
+        )
+    if args.checkpoints and not args.controller_blob:
+        raise CallerError(
+            "checkpoints of other deployments belong to a controller's blob",
+            field="args.checkpoints",
+            remedy="give a `controller_blob`, or save each deployment by itself",
+        )
+
+
+def check_batch(batch: list[Datum], needed: tuple[str, ...] = ()) -> None:
+    if not batch:
+        raise CallerError("the batch is empty", field="args.batch", remedy="give at least one")
+    for i, datum in enumerate(batch):
+        _check_datum(datum, needed, f"args.batch[{i}]")
+
+
+def _check_unused(args: ForwardBackward) -> None:
+    """Refuse a factor that the loss does not use: it was meant to do something."""
+    unused, used = ("weights", "advantages")
+    if args.loss is Loss.CROSS_ENTROPY:
+        unused, used = used, unused
+    for i, datum in enumerate(args.batch):
+        if getattr(datum, unused) is not None:
+            raise CallerError(
+                f"the loss {args.loss} does not use {unused}",
+                field=f"args.batch[{i}].{unused}",
+                remedy=f"leave it out, or multiply it into {used}",
+            )
+
+
+def _check_datum(datum: Datum, needed: tuple[str, ...], field: str) -> None:
+    _check_ints(datum.tokens, f"{field}.tokens")
+    num_tokens = length(datum.tokens)
+    _check_ints(datum.targets, f"{field}.targets")
+    _check_length(datum.targets, num_tokens, f"{field}.targets")
+    for name in ("weights", "logprobs", "advantages"):
+        values: Float32s | None = getattr(datum, name)
+        if values is not None:
+            _check_floats(values, f"{field}.{name}")
+            _check_length(values, num_tokens, f"{field}.{name}")
+        elif name in needed:
+            raise CallerError(
+                f"the loss needs {name}",
+                field=f"{field}.{name}",
+                remedy="give one number a token",
+            )
+
+
+def _check_ints(values: Int32s, field: str) -> None:
+    _check_whole(values, field, "int32")
+    numbers = int32s(values)
+    if not numbers:
+        raise CallerError("there are no tokens", field=field, remedy="give at least one")
+    if min(numbers) < 0 or max(numbers) >= _INT32_END:
+        raise CallerError("not every token is an id", field=field, remedy="use 0 to 2^31 - 1")
+
+
+def _check_floats(values: Float32s, field: str) -> None:
+    _check_whole(values, field, "float32")
+    numbers = float32s(values)
+    # This runs in C: a sum of float32 in float64 is finite if and only if every term is.
+    if not math.isfinite(sum(numbers)):
+        raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
+    if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:
+        raise CallerError(
+            "not every number is a float32", field=field, remedy="use -3.4e38 to 3.4e38"
+        )
+
+
+def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
+    if isinstance(values, bytes) and len(values) % 4:
+        raise CallerError(
+            f"{len(values)} bytes are no whole number of {kind}",
+            field=field,
+            remedy=f"send little-endian {kind}, 4 bytes each",
+        )
+
+
+def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> None:
+    if length(values) != num_tokens:
+        raise CallerError(
+            f"{length(values)} values for {num_tokens} tokens",
+            field=field,
+            remedy="every array of a datum has the length of tokens",
+        )
+
+
+def _check_clip(args: ForwardBackward) -> None:
+    check_finite(args.clip_low, "args.clip_low")
+    check_finite(args.clip_high, "args.clip_high")
+    if args.clip_low > args.clip_high:
+        raise CallerError(
+            f"clip_low {args.clip_low} is above clip_high {args.clip_high}",
+            field="args.clip_low",
+            remedy="they bound the probability ratio, e.g. 0.8 and 1.2",
+        )
+
+
+def _check_adam(adam: AdamParams) -> None:
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        check_finite(getattr(adam, name), f"args.adam.{name}")
+    for name in ("beta1", "beta2"):
+        value = getattr(adam, name)
+        if not 0.0 <= value < 1.0:
+            raise CallerError(
+                f"{value} is no decay rate", field=f"args.adam.{name}", remedy="use 0 to below 1"
+            )
+
+
+def check_finite(value: float, field: str) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise CallerError(f"{value} is out of range", field=field, remedy="use a number of 0 or up")
+
+
+def check_range(value: int, low: int, high: int, field: str, what: str) -> None:
+    if not low <= value <= high:
+        raise CallerError(
+            f"{value} is out of range", field=field, remedy=f"use {low} to {high} {what}"
+        )

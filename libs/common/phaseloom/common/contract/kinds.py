@@ -1,0 +1,316 @@
+"""Every kind of operation, once: what it does to the state, and how it is checked, cut and merged.
+
+Router, client, scheduler and worker read `KINDS`; only those who carry out a kind (its backends,
+and for kinds that move state the worker's modules for that) know more about it. A new kind that
+moves no state is a pair of messages in `contract.operations`, an entry here, a method of a backend,
+and a method of the client's `Deployment`.
+
+Pure functions; nothing here knows a layout: an operation is cut into so many parts, and the results
+of the parts, in their order, are merged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate, chain
+from typing import Any, Generic, TypeVar
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract import checks
+from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.arrays import float32s, int32s, length
+from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import JSON, MSGPACK
+from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.ids import OperationKey
+
+A = TypeVar("A", bound=Message)
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+
+TOKEN_BYTES = {MSGPACK: 4, JSON: 11}
+"""Most bytes of a token in a result: int32, or ten digits and a comma."""
+FLOAT_BYTES = {MSGPACK: 4, JSON: 24}
+"""Most bytes of a log-probability in a result: float32, or 17 digits, sign, point, exponent and a
+comma."""
+_SEQUENCE_BYTES = 64
+_ARRAY_BYTES = 8
+
+
+class Gradients(Enum):
+    """What a kind does with the gradients that accumulate between two steps."""
+
+    NONE = auto()
+    ADDS = auto()
+    USES = auto()
+    """It ends the batch: afterwards there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind(Generic[A, R]):
+    """One kind of operation. The defaults are those of a kind without data, done by one backend."""
+
+    args: type[A]
+    result: type[R]
+    is_mutating: bool
+    """Whether it changes the deployment's state: then it needs a `seq`, runs alone, and counts
+    towards seals and rebuilds. Other kinds read, and run together."""
+    moves_state: bool = False
+    """Whether ranks and state managers do it, and not a backend: checkpoints and weights versions.
+    Every backend can do these kinds, as far as it says so."""
+    replaces_state: bool = False
+    """Whether nothing of the state before it is left: a rebuild starts at the last of these."""
+    gradients: Gradients = Gradients.NONE
+    shares_calls: bool = False
+    """Whether a backend takes several operations of the kind in one call, which is watched: it
+    reports progress and can be cancelled between two tokens."""
+    check: Callable[[OperationKey, A], None] = lambda key, args: None
+    """Raises: CallerError: no deployment could run it; names the field and the remedy."""
+    items: str = ""
+    """The list among its arguments that it is cut along, over replicas and over messages. Empty:
+    it is never cut, and every rank gets all of it."""
+    item_tokens: Callable[[A], list[int]] = lambda args: []
+    """Tokens that each of its items takes at most, new ones included."""
+    num_tokens: Callable[[A, R], int] | None = None
+    """Tokens that it worked on, once its result is known. None: as many as `item_tokens`."""
+    result_bytes: Callable[[A, str], int] = lambda args, content_type: 0
+    """Most bytes of its result in this content type, without the envelope. 0: it is small."""
+    merge: Callable[[Sequence[R]], R] | None = None
+    """The whole result from those of its parts, in their order. None: it has one result, on which
+    all ranks must agree."""
+    as_lists: Callable[[R], R] = lambda result: result
+    """The same result with lists instead of packed arrays, for JSON and for controllers."""
+
+    @property
+    def name(self) -> str:
+        """As in subjects, spans, traces and on the wire."""
+        return str(self.args.__struct_config__.tag)
+
+    @property
+    def trains(self) -> bool:
+        """Whether only a trainable deployment can do it."""
+        return self.gradients is not Gradients.NONE
+
+    @property
+    def ends_gradients(self) -> bool:
+        """Whether what was accumulated before it has no effect any more."""
+        return self.replaces_state or self.gradients is Gradients.USES
+
+    def num_tokens_at_most(self, args: A) -> int:
+        return sum(self.item_tokens(args))
+
+    def num_tokens_done(self, args: A, result: R) -> int:
+        return self.num_tokens(args, result) if self.num_tokens else self.num_tokens_at_most(args)
+
+    def cut(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
+        """One part of several operations of this kind that run together.
+
+        Their items are balanced as those of one operation are, by tokens: many operations of one
+        item each keep all replicas busy. Parts are runs of neighbours, so that samples which
+        continue one prompt stay together; a part may be empty.
+        """
+        if not self.items:
+            return [*requests]
+        tokens = [num for args in requests for num in self.item_tokens(args)]
+        share = balanced(tokens, num_parts)[part]
+        lists: list[list[Any]] = [getattr(args, self.items) for args in requests]
+        starts = accumulate((len(items) for items in lists), initial=0)
+        return [
+            replace(
+                args,
+                **{self.items: items[max(0, share.start - start) : max(0, share.stop - start)]},
+            )
+            for args, items, start in zip(requests, lists, starts, strict=False)
+        ]
+
+
+def balanced(costs: Sequence[int], parts: int) -> list[range]:
+    """Cut neighbours into `parts` runs of about equal cost; runs may be empty.
+
+    Each item goes where its middle falls, so no run's cost exceeds an equal part by more than the
+    dearest item's.
+    """
+    total = sum(costs) or 1
+    ends = accumulate(costs)
+    middles = (2 * end - cost for end, cost in zip(ends, costs, strict=True))
+    part_of = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
+    counts = [part_of.count(part) for part in range(parts)]
+    stops = accumulate(counts)
+    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of all parts, each reduced as the end of its name says: `loss:sum`, `norm:mean`, …
+
+    `sum` adds up over the parts; `max` and `min` are taken over those that report the metric; of
+    `mean` each part counts once, so that a backend reports one only of what all ranks know alike.
+
+    Raises: InternalError: a metric with another reduction.
+    """
+    names = dict.fromkeys(chain.from_iterable(metrics))
+    return {
+        name: _reduced(name, [each[name] for each in metrics if name in each]) for name in names
+    }
+
+
+def _reduced(name: str, values: list[float]) -> float:
+    if len(set(values)) == 1 and not name.endswith(":sum"):
+        return values[0]
+    match name.rpartition(":")[2]:
+        case "sum":
+            return math.fsum(values)
+        case "mean":
+            return math.fsum(values) / len(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+    raise InternalError(f"metric {name!r} names no known reduction")
+
+
+def joined(parts: Iterable[Sequence[T]]) -> list[T]:
+    return [*chain.from_iterable(parts)]
+
+
+# --- Batches: `forward`, `forward_backward` and whatever else works on samples --------------------
+
+
+def batch_tokens(args: ops.Forward | ops.ForwardBackward) -> list[int]:
+    return [length(datum.tokens) for datum in args.batch]
+
+
+def scored_bytes(args: ops.Forward, content_type: str) -> int:
+    return sum(num * FLOAT_BYTES[content_type] + _ARRAY_BYTES for num in batch_tokens(args))
+
+
+# --- `generate` ----------------------------------------------------------------------------------
+
+
+def _generate_tokens(args: ops.Generate) -> list[int]:
+    new = args.sampling.max_tokens
+    return [args.num_samples * (length(prompt.tokens) + new) for prompt in args.prompts]
+
+
+def _generated_tokens(args: ops.Generate, result: ops.GenerateResult) -> int:
+    new = sum(length(s.tokens) for group in result.sequences for s in group)
+    return new + sum(length(prompt.tokens) for prompt in args.prompts)
+
+
+def _generated_bytes(args: ops.Generate, content_type: str) -> int:
+    number = FLOAT_BYTES[content_type]
+    sequence = args.sampling.max_tokens * (TOKEN_BYTES[content_type] + number) + _SEQUENCE_BYTES
+    num_bytes = len(args.prompts) * args.num_samples * sequence
+    if args.prompt_logprobs:
+        num_bytes += sum(length(p.tokens) * number + _ARRAY_BYTES for p in args.prompts)
+    return num_bytes
+
+
+def _generated(parts: Sequence[ops.GenerateResult]) -> ops.GenerateResult:
+    return ops.GenerateResult(
+        joined(part.sequences for part in parts), joined(part.prompt_logprobs for part in parts)
+    )
+
+
+def _as_lists(result: ops.GenerateResult) -> ops.GenerateResult:
+    return ops.GenerateResult(
+        [
+            [ops.Sequence(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in group]
+            for group in result.sequences
+        ],
+        [float32s(values) for values in result.prompt_logprobs],
+    )
+
+
+# --- The table -----------------------------------------------------------------------------------
+
+_TABLE: tuple[Kind[Any, Any], ...] = (
+    Kind(
+        args=ops.Generate,
+        result=ops.GenerateResult,
+        is_mutating=False,
+        shares_calls=True,
+        check=checks.check_generate,
+        items="prompts",
+        item_tokens=_generate_tokens,
+        num_tokens=_generated_tokens,
+        result_bytes=_generated_bytes,
+        merge=_generated,
+        as_lists=_as_lists,
+    ),
+    Kind(
+        args=ops.Forward,
+        result=ops.ForwardResult,
+        is_mutating=False,
+        check=checks.check_forward,
+        items="batch",
+        item_tokens=batch_tokens,
+        result_bytes=scored_bytes,
+        merge=lambda parts: ops.ForwardResult(joined(part.logprobs for part in parts)),
+        as_lists=lambda result: ops.ForwardResult([float32s(each) for each in result.logprobs]),
+    ),
+    Kind(
+        args=ops.ForwardBackward,
+        result=ops.ForwardBackwardResult,
+        is_mutating=True,
+        gradients=Gradients.ADDS,
+        check=checks.check_forward_backward,
+        items="batch",
+        item_tokens=batch_tokens,
+        merge=lambda parts: ops.ForwardBackwardResult(merge_metrics([p.metrics for p in parts])),
+    ),
+    Kind(
+        args=ops.OptimStep,
+        result=ops.OptimStepResult,
+        is_mutating=True,
+        gradients=Gradients.USES,
+        check=checks.check_optim_step,
+        merge=lambda parts: ops.OptimStepResult(merge_metrics([part.metrics for part in parts])),
+    ),
+    Kind(
+        args=ops.SaveState,
+        result=ops.SaveStateResult,
+        is_mutating=False,
+        moves_state=True,
+        check=checks.check_save_state,
+    ),
+    Kind(
+        args=ops.LoadState,
+        result=ops.LoadStateResult,
+        is_mutating=True,
+        moves_state=True,
+        replaces_state=True,
+        check=checks.check_load_state,
+    ),
+    Kind(
+        args=ops.PublishWeights,
+        result=ops.PublishWeightsResult,
+        is_mutating=True,
+        moves_state=True,
+    ),
+    Kind(
+        args=ops.SyncWeights,
+        result=ops.SyncWeightsResult,
+        is_mutating=True,
+        moves_state=True,
+        replaces_state=True,
+        check=checks.check_sync_weights,
+    ),
+)
+
+KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in _TABLE}
+MUTATING_KINDS = frozenset(name for name, kind in KINDS.items() if kind.is_mutating)
+READING_KINDS = frozenset(KINDS) - MUTATING_KINDS
+
+
+def kind_for(args: ops.Args) -> Kind[Any, Any]:
+    return KINDS[ops.kind_of(args)]
+
+
+def as_lists(result: ops.Result) -> ops.Result:
+    """The same result with lists instead of packed arrays, for JSON and for controllers."""
+    unpacked: ops.Result = KINDS[ops.result_kind(result)].as_lists(result)
+    return unpacked

@@ -1,0 +1,145 @@
+"""Chunk assignment: which node of a site brings which boxes of a part over the slow link.
+
+Pure. A source has one `Assignment` for each part and each other site. A peer says which boxes it
+needs; these may overlap in any way what other peers of its site need. It is assigned the bytes that
+no peer was assigned yet, and takes the rest from the peers that were. So each byte crosses once;
+bytes are assigned again only where a peer did not deliver them. Fast peers bring more than slow
+ones, and a peer that comes late finds everything at its peers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, left_of, overlap
+
+MAX_RECORDS = 1 << 18
+_MAX_FRAGMENTS = 1024
+"""The most fragments into which one box is split."""
+
+
+class Peer(NamedTuple):
+    """One fetch of one state manager."""
+
+    endpoint: str
+    """Where the state manager serves what it has got."""
+    session: str
+    """What the fetch is for: the same on all its streams, and when it begins anew."""
+
+
+@dataclass
+class Shares:
+    """How the boxes of a request come, each byte one way."""
+
+    num_boxes: int = 0
+    """The shares tell of the first so many boxes; the others are to be asked for again."""
+    here: list[Fragment] = field(default_factory=list)
+    """What comes from the source that was asked."""
+    elsewhere: dict[Peer, list[Fragment]] = field(default_factory=dict)
+    """What comes from the peers that it was assigned to."""
+
+
+@dataclass
+class Assignment:
+    """Which bytes of one part were assigned to which peer of one site.
+
+    Bytes beyond the limits are assigned without a record, which costs at worst another copy of
+    them.
+    """
+
+    num_records: int = 0
+    _assigned: dict[str, _Assigned] = field(default_factory=dict)
+    """By tensor."""
+
+    def ask(
+        self,
+        boxes: Sequence[tuple[Box, int]],
+        limit_bytes: int,
+        failed: Collection[Peer],
+        peer: Peer,
+    ) -> Shares:
+        """The shares of as many of the boxes as it takes to assign about `limit_bytes` to the peer.
+
+        Args: boxes: inside their tensors, and the number of bytes of each.
+              failed: peers that did not deliver.
+        """
+        shares = Shares()
+        assigned_bytes = 0
+        for number, (box, num_bytes) in enumerate(boxes):
+            assigned = self._assigned.setdefault(box.name, _Assigned())
+            mine, others = _shared(assigned.near(box), box, failed, peer)
+            if len(mine) + len(others) > _MAX_FRAGMENTS:
+                mine, others = [box], []
+            assigned_bytes += num_bytes if mine else 0
+            if assigned_bytes > limit_bytes and shares.here:
+                break
+            if not others:
+                mine = [box]  # stays in one
+            shares.num_boxes += 1
+            shares.here += [(number, each) for each in mine]
+            for each, holder in others:
+                shares.elsewhere.setdefault(holder, []).append((number, each))
+            for each in mine:
+                if self.num_records < MAX_RECORDS:
+                    self.num_records += assigned.add(each, peer)
+        return shares
+
+
+@dataclass
+class _Assigned:
+    """Disjoint boxes of one tensor and their peers, sorted by their start along the first dim."""
+
+    _starts: list[int] = field(default_factory=list)
+    _boxes: list[tuple[Box, Peer]] = field(default_factory=list)
+    _longest: int = 0
+    """The longest of all boxes along the first dim."""
+
+    def near(self, box: Box) -> list[tuple[Box, Peer]]:
+        """The boxes that may overlap this one, and few others."""
+        return self._boxes[self._places(box)]
+
+    def add(self, box: Box, peer: Peer) -> int:
+        """Assign a box, whoever had it before. Returns: how many boxes there are more."""
+        places = self._places(box)
+        near = self._boxes[places]
+        kept = [(each, holder) for had, holder in near for each in left_of([had], box)]
+        kept = sorted([*kept, (box, peer)], key=_start)
+        self._boxes[places] = kept
+        self._starts[places] = map(_start, kept)
+        self._longest = max(self._longest, _length(box))
+        return len(kept) - len(near)
+
+    def _places(self, box: Box) -> slice:
+        start = _start((box, None))
+        first = bisect_right(self._starts, start - self._longest)
+        return slice(first, bisect_left(self._starts, start + _length(box)))
+
+
+def _shared(
+    assigned: Iterable[tuple[Box, Peer]], box: Box, failed: Collection[Peer], peer: Peer
+) -> tuple[list[Box], list[tuple[Box, Peer]]]:
+    """What this peer is to bring, and what other peers have."""
+    rest = [box]
+    mine: list[Box] = []
+    others: list[tuple[Box, Peer]] = []
+    for taken, holder in assigned:
+        common = overlap(box, taken)
+        if common is None:
+            continue
+        rest = left_of(rest, taken)
+        if holder == peer or holder in failed:
+            mine.append(common)
+        else:
+            others.append((common, holder))
+    return mine + rest, others
+
+
+def _start(assigned: tuple[Box, object]) -> int:
+    return assigned[0].start[0] if assigned[0].start else 0
+
+
+def _length(box: Box) -> int:
+    return box.size[0] if box.size else 1

@@ -1,0 +1,543 @@
+"""Fetches slices of a weights version, or blocks of a state file, each byte once, from all sources.
+
+A few streams to every source pull batches of boxes, whichever stream is free next: sources that
+hold the same part share its batches, and where one fails the others take what it left. What has
+come and is verified stays. All sources of a part must hold the same content. A slow receiver slows
+its sources: nothing is held but the memory that the bytes are for.
+
+A part whose sources are all on other sites comes from one of them, the same for all nodes here: it
+assigns each byte to one of them (`assignment.py`). What peers were assigned comes from these, and
+must have the checksum that the source told. A peer that fails is left, and what it was to bring is
+asked of the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.mesh.tls import Identity, Stream, apart, connect, explained
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.served import Incoming
+from phaseloom.statemgr.transfer.tensorslices import (
+    MAX_BATCH_BYTES,
+    Batch,
+    Piece,
+    Room,
+    grouped,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PEER_PATIENCE = 6.0
+"""How many timeouts a peer may take for one request, as long as it says that it is at work."""
+_STREAMS = 4
+"""The most streams to one source."""
+_MAX_STREAMS = 16
+"""The most streams of one fetch, apart from the first one to each source."""
+_AHEAD = 16
+"""Batches that a source that assigns chunks is asked for at once: it gives about one of them, and
+tells which of the others peers have."""
+_MAX_FAILURES = 3
+"""The most failures of a source in a row, without a batch in between."""
+_BACKOFF_S = 0.05
+_FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
+_FEW_BYTES = 4096
+"""Runs that are shorter than this, on the average, are put where they belong after they came."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The state manager that fetches."""
+
+    identity: Identity
+    endpoint: str
+    """Where it serves its peers."""
+    site: str
+    """The site of its node, within which links are fast; empty: it shares with nobody."""
+    timeout_s: float
+    """The limit of each step: connecting, a reply, a pause within a batch."""
+
+
+class LocalError(Exception):
+    """Bytes cannot be put where they belong: no other source helps."""
+
+    def __init__(self, error: PhaseloomError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Sink(Protocol):
+    """Where the bytes of a fetch go."""
+
+    async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
+        """Take a batch from the stream, to where it belongs. Returns: its xxh3-128.
+
+        Raises: OSError, TimeoutError. LocalError. ResourceError: DATA_LOSS: it is bad.
+        """
+
+    async def is_sound(self) -> bool | None:
+        """Whether all that came is what was committed; None: only its sources can tell."""
+
+
+@dataclass
+class Memory:
+    """A sink in memory."""
+
+    memory: memoryview
+    digest: str = ""
+    """The digest of the memory once all has come; empty: it is not known."""
+
+    async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
+        digest = xxhash.xxh3_128()
+        # Narrow slices have hundreds of thousands of spans: others are served meanwhile.
+        spans = await asyncio.to_thread(lambda: batch.spans)
+        if batch.num_bytes >= _FEW_BYTES * len(spans):
+            for span in spans:
+                await stream.receive_into(self.memory[span], timeout_s, digest.update)
+        else:
+            content = memoryview(bytearray(batch.num_bytes))
+            await stream.receive_into(content, timeout_s, digest.update)
+            await apart(partial(batch.put, self.memory), content)
+        return digest.hexdigest()
+
+    async def is_sound(self) -> bool | None:
+        if not self.digest:
+            return None
+        return await asyncio.to_thread(digest_of, self.memory) == self.digest
+
+
+@dataclass
+class Fetch:
+    """One object, or slices of it. `bring` once."""
+
+    what: str
+    """What is fetched, for errors and logs."""
+    open_with: Callable[[list[str], str | None], wire.First]
+    """The first message of a stream for these parts; of one to a peer: for its session."""
+    home: Home
+    incoming: Incoming
+    sink: Sink
+    errors: dict[str, PhaseloomError] = field(default_factory=dict, init=False)
+    """The last error of each source that is given up."""
+    fetched_bytes: int = field(default=0, init=False)
+    """Bytes that came from sources."""
+    relayed_bytes: int = field(default=0, init=False)
+    """Bytes that came from peers."""
+    _queues: dict[str, deque[Batch]] = field(default_factory=dict, init=False)
+    """By part, what is to be asked of a source."""
+    _batch_bytes: int = field(default=0, init=False)
+    """The size of the largest batch."""
+    _sources: list[_Source] = field(default_factory=list, init=False)
+    _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
+    """What each peer is to bring, with its checksum."""
+    _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _broken: set[Peer] = field(default_factory=set, init=False)
+    """Peers that failed."""
+    _failure: PhaseloomError | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Everything has come, or nothing more will."""
+    _judged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """It is known whether sources have to confirm what came."""
+    _is_to_confirm: bool = field(default=False, init=False)
+
+    async def bring(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
+        """Fetch the batches.
+
+        Args:   sources: the endpoints of each part.
+        Raises: PhaseloomError: nobody can bring them all. ResourceError: DATA_LOSS: what came is
+                bad as a whole.
+        """
+        parts_of: dict[str, set[str]] = {}
+        for batch in batches:
+            if batch.part not in self._queues:
+                self._queues[batch.part] = deque()
+                for endpoint in sources.get(batch.part, []):
+                    parts_of.setdefault(endpoint, set()).add(batch.part)
+            self._queues[batch.part].append(batch)
+            self._batch_bytes = max(self._batch_bytes, batch.num_bytes)
+        is_far = None if self.home.site else False
+        self._sources = [_Source(e, sorted(parts), is_far) for e, parts in parts_of.items()]
+        self._check_reachable()
+        if self.incoming.is_whole:
+            self._over.set()
+        num = max(1, min(_STREAMS, _MAX_STREAMS // max(1, len(self._sources)), len(batches)))
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for source in self._sources:
+                for number in range(num):
+                    group.create_task(self._pull(source, is_first=number == 0))
+            await self._over.wait()
+            for relay in self._relaying:
+                relay.cancel()
+            is_sound = await self.sink.is_sound() if self._failure is None else True
+            self._is_to_confirm = not is_sound
+            self._judged.set()
+        if self._failure is not None:
+            raise self._failure
+        if is_sound is False:
+            raise ResourceError(f"{self.what} does not match its digest", code=Code.DATA_LOSS)
+
+    async def bring_sound(
+        self, batches: Sequence[Batch], sources: Mapping[str, list[str]]
+    ) -> Fetch:
+        """Fetch the batches, once more where what came is bad: its source has dropped that by then.
+
+        Returns: the fetch that has brought them. Raises: as `bring`.
+        """
+        try:
+            await self.bring(batches, sources)
+            return self
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.warning("%s; once more", error)
+            for batch in batches:
+                self.incoming.forget(batch)
+            again = replace(self)
+            try:
+                await again.bring(batches, sources)
+            except PhaseloomError as failed:
+                # It may come later.
+                raise failed if failed.info.code is Code.UNAVAILABLE else error from failed
+            return again
+
+    def check(self, part: str, digest: str, where: str) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: the part there is not what it should be."""
+        expected = self.incoming.digests.setdefault(part, digest)
+        if expected != digest:
+            raise CallerError(
+                f"{self.what} is another at {where}: "
+                f"part {part or 'all'} has digest {digest}, not {expected}",
+                code=Code.FAILED_PRECONDITION,
+                field="sources",
+                remedy="name sources that hold the same version",
+            )
+
+    # --- Sources ---------------------------------------------------------------------------------
+
+    async def _pull(self, source: _Source, *, is_first: bool) -> None:
+        """The work of one stream to a source, which is opened as often as it breaks."""
+        stream: Stream | None = None
+        try:
+            while not self._over.is_set() and not source.is_left:
+                batch = self._take(source)
+                if batch is None and not (is_first and source.is_far is None):
+                    await self._changed.wait()
+                    continue
+                try:
+                    try:
+                        stream = stream or await self._open(source)
+                    except BaseException:
+                        self._put_back(batch)
+                        raise
+                    if batch is not None:
+                        await self._bring(stream, source, batch)
+                except LocalError as failure:
+                    self._end(failure.error)
+                except _FAILURES as error:
+                    if stream is not None:
+                        stream.close()
+                        stream = None
+                    self._failed(source, error)
+                    await asyncio.sleep(_BACKOFF_S * min(source.failures, _MAX_FAILURES))
+            if is_first and not source.is_left:
+                await self._judged.wait()
+                if self._is_to_confirm:
+                    await self._confirm(source, stream)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _take(self, source: _Source) -> Batch | None:
+        for part in source.parts:
+            if self._queues[part] and self._is_due(source, part):
+                return self._next(part, _AHEAD if source.is_far else 1)
+        return None
+
+    def _next(self, part: str, limit: int) -> Batch:
+        """The next batches of a part, as one."""
+        queue = self._queues[part]
+        pieces: list[Piece] = []
+        room = Room(limit * self._batch_bytes)
+        for _ in range(limit):
+            if not queue or not room.take(queue[0].boxes, queue[0].num_bytes):
+                break
+            pieces += queue.popleft().pieces
+        return Batch(part, pieces)
+
+    def _is_due(self, source: _Source, part: str) -> bool:
+        """Whether the part, or the rest of it, is to come from this source."""
+        if not source.is_far:
+            return source.is_far is not None
+        others = (each for each in self._sources if each is not source and part in each.parts)
+        return all(
+            each.is_left or each.failures or (each.is_far and each.rank(part) < source.rank(part))
+            for each in others
+        )
+
+    async def _open(self, source: _Source) -> Stream:
+        """Raises: CallerError: the source refuses, or has another content."""
+        stream, opened = await self._opened(source.endpoint, source.parts)
+        try:
+            for part in source.parts:
+                self.check(part, opened.digests.get(part, ""), source.endpoint)
+        except BaseException:
+            stream.close()
+            raise
+        source.is_far = opened.is_far
+        self._announce()
+        return stream
+
+    async def _bring(self, stream: Stream, source: _Source, batch: Batch) -> None:
+        """A batch; of a source that assigns chunks, what of it this node is to bring now."""
+        try:
+            most = self._batch_bytes if source.is_far else MAX_BATCH_BYTES
+            num_bytes = min(batch.num_bytes, most)
+            give = wire.Give(batch.part, batch.boxes, num_bytes, sorted(self._broken))
+            given = await self._ask(stream, give, wire.Given)
+            if given.assigned is not None:
+                batch = self._split(batch, given.assigned)
+            source.delivered.add(batch.part)
+            await self._receive(stream, batch, given.digest)
+        except BaseException:
+            self._put_back(batch)
+            raise
+        source.came()
+        self.fetched_bytes += batch.num_bytes
+        self._came(batch)
+
+    def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
+        """What of the batch follows here; the rest goes its ways.
+
+        Raises: ConnectionError, CallerError: what is told is not the batch.
+        """
+        if not 1 <= assigned.num_boxes <= len(batch.pieces):
+            raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
+        told = Batch(batch.part, batch.pieces[: assigned.num_boxes])
+        cuts = [assigned.here, *(share.boxes for share in assigned.elsewhere)]
+        shares = [wire.fragments_of(each, told.boxes) for each in cuts]
+        mine, *others = told.split(shares)
+        for other, share in zip(others, assigned.elsewhere, strict=True):
+            self._relay(other, share)
+        self._put_back(Batch(batch.part, batch.pieces[assigned.num_boxes :]))
+        return mine
+
+    async def _confirm(self, source: _Source, stream: Stream | None) -> None:
+        """Let a source verify what it sent, or told of what peers have. A source that is gone by
+        now is believed."""
+        opened: Stream | None = None
+        is_asked = False
+        try:
+            for part in sorted(source.delivered):
+                if stream is None:
+                    stream = opened = await self._open(source)
+                is_asked = True
+                await self._ask(stream, wire.Confirm(part), wire.Confirmed)
+        except _FAILURES as error:
+            if is_asked and isinstance(error, ResourceError):
+                self._failure = error
+            else:
+                log.warning("%s confirms nothing any more: %s", source.endpoint, error)
+        finally:
+            if opened is not None:
+                opened.close()
+
+    def _failed(self, source: _Source, error: Exception) -> None:
+        log.warning("%s from %s: %s", self.what, source.endpoint, error)
+        source.failures += 1
+        idle_s = time.monotonic() - source.progress_s
+        is_bad = isinstance(error, ResourceError) and error.info.code is Code.DATA_LOSS
+        is_hopeless = source.failures > _MAX_FAILURES and (is_bad or idle_s > self.home.timeout_s)
+        if is_hopeless or isinstance(error, CallerError):
+            source.is_left = True
+            self.errors[source.endpoint] = explained(error, source.endpoint, self.home.timeout_s)
+        self._check_reachable()
+        self._announce()
+
+    def _check_reachable(self) -> None:
+        """End the fetch where nobody is left to ask for what is to be asked for."""
+        reachable = {part for each in self._sources if not each.is_left for part in each.parts}
+        for part, queue in self._queues.items():
+            if queue and part not in reachable:
+                self._end(undelivered(f"part {part or 'all'} of {self.what}", self.errors.values()))
+
+    def _end(self, error: PhaseloomError) -> None:
+        self._failure = error
+        self._over.set()
+        self._announce()
+
+    # --- Peers -----------------------------------------------------------------------------------
+
+    def _relay(self, batch: Batch, share: wire.Shared) -> None:
+        """The batch is to come from a peer."""
+        peer = share.holder
+        if peer in self._broken:
+            self._put_back(batch)
+        elif peer in self._peers:
+            self._peers[peer].append((batch, share.digest))
+        else:
+            self._peers[peer] = deque([(batch, share.digest)])
+            self._relaying.append(self._group.create_task(self._pull_from_peer(peer)))
+        self._announce()
+
+    async def _pull_from_peer(self, peer: Peer) -> None:
+        shares = self._peers[peer]
+        stream: Stream | None = None
+        try:
+            # A source that is still being asked may name a peer when all is over.
+            while not self._over.is_set():
+                if not shares:
+                    await self._changed.wait()
+                    continue
+                batch, digest = shares[0]
+                if stream is None:
+                    stream, _ = await self._opened(peer.endpoint, [], peer.session)
+                give = wire.Give(batch.part, batch.boxes, batch.num_bytes)
+                async with asyncio.timeout(PEER_PATIENCE * self.home.timeout_s):
+                    given = await self._ask(stream, give, wire.Given)
+                if given.assigned is not None:
+                    raise ConnectionError("it assigns what is not its own")
+                await self._receive(stream, batch, digest)
+                shares.popleft()
+                self.relayed_bytes += batch.num_bytes
+                self._came(batch)
+        except _FAILURES as error:
+            log.warning("%s by way of %s: %r", self.what, peer, error)
+            self._broken.add(peer)
+            del self._peers[peer]
+            for batch, _ in shares:
+                self._put_back(batch)
+            self._check_reachable()
+        finally:
+            if stream is not None:
+                stream.close()
+
+    # --- Both ------------------------------------------------------------------------------------
+
+    async def _opened(
+        self, endpoint: str, parts: list[str], session: str | None = None
+    ) -> tuple[Stream, wire.Opened]:
+        stream = await connect(endpoint, wire.SERVICE, self.home.identity, self.home.timeout_s)
+        try:
+            return stream, await self._ask(stream, self.open_with(parts, session), wire.Opened)
+        except BaseException:
+            stream.close()
+            raise
+
+    async def _ask(self, stream: Stream, message: wire.First | wire.Ask, answer: type[T]) -> T:
+        return await ask(stream, message, answer, self.home.timeout_s)
+
+    async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
+        """Raises: as `Sink.receive`."""
+        if await self.sink.receive(stream, batch, self.home.timeout_s) != expected:
+            raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
+
+    def _came(self, batch: Batch) -> None:
+        self.incoming.add(batch)
+        if self.incoming.is_whole:
+            self._over.set()
+        self._announce()
+
+    def _put_back(self, batch: Batch | None) -> None:
+        """The batch is to be asked of a source, next."""
+        if batch is not None:
+            groups = grouped(batch.pieces, self._batch_bytes)
+            again = [Batch(batch.part, pieces) for pieces in groups]
+            self._queues[batch.part].extendleft(reversed(again))
+            self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(eq=False)
+class _Source:
+    endpoint: str
+    parts: list[str]
+    is_far: bool | None
+    """Whether it is on another site; None: not known yet."""
+    failures: int = 0
+    """Failures in a row."""
+    progress_s: float = field(default_factory=time.monotonic)
+    """When its last batch came, on the monotonic clock."""
+    is_left: bool = False
+    delivered: set[str] = field(default_factory=set)
+    """Parts of which it sent something, or told a checksum."""
+
+    def came(self) -> None:
+        self.failures, self.progress_s = 0, time.monotonic()
+
+    def rank(self, part: str) -> int:
+        """Of several far sources, all nodes take a part from the one with the highest rank."""
+        return xxhash.xxh3_64_intdigest(f"{part} {self.endpoint}")
+
+
+async def ask(
+    stream: Stream, message: wire.First | wire.Ask, answer: type[T], timeout_s: float
+) -> T:
+    """The answer to a message.
+
+    Raises: PhaseloomError: a refusal. TimeoutError: not a word for so long. ConnectionError: broken
+            off, or another answer than this. msgspec.DecodeError.
+    """
+    async with asyncio.timeout(timeout_s):
+        await stream.send(message)
+    while True:
+        async with asyncio.timeout(timeout_s):
+            payload = await stream.receive(wire.MAX_REPLY_BYTES)
+        reply: wire.Reply = msgspec.msgpack.decode(payload, type=wire.Reply)
+        if isinstance(reply, wire.Refusal):
+            raise to_exception(reply.error)
+        if isinstance(reply, answer):
+            return reply
+        if not isinstance(reply, wire.Waiting):
+            raise ConnectionError(f"it answered {type(reply).__name__}")
+
+
+async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
+    """The answer to a message that is alone on its stream.
+
+    Raises: ResourceError: out of reach, broken off. CallerError: refused there; a bad endpoint.
+    """
+    stream = await connect(endpoint, wire.SERVICE, home.identity, home.timeout_s)
+    try:
+        return await ask(stream, message, answer, home.timeout_s)
+    except (OSError, TimeoutError, msgspec.DecodeError) as error:
+        raise explained(error, endpoint, home.timeout_s) from error
+    finally:
+        stream.close()
+
+
+def undelivered(what: str, errors: Iterable[PhaseloomError]) -> ResourceError:
+    """No source could bring it. The code is what all sources say; where they differ, that it may be
+    otherwise later."""
+    found = list(errors)
+    codes = {error.info.code for error in found}
+    return ResourceError(
+        f"{what} could not be brought: {'; '.join(map(str, found)) or 'no source is named'}",
+        code=codes.pop() if len(codes) == 1 else Code.UNAVAILABLE,
+        remedy="retry; name sources that hold the version",
+    )

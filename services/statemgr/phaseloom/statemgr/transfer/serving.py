@@ -1,0 +1,294 @@
+"""Serves weights versions and state files to the state managers of other nodes.
+
+What is sent is gathered from memory, or read from disk, as it is sent. While a stream lasts, what
+it opened stays. Nodes of another site share what crosses to them: bytes that one peer was assigned
+the others take from that peer, and the server tells them the checksum (`assignment.py`). A node
+also serves to its peers what it has fetched for its own ranks, or is about to get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
+from phaseloom.statemgr.transfer.served import Content, Found, OpenPart, OpenParts
+from phaseloom.statemgr.transfer.tensorslices import (
+    MAX_BATCH_BOXES,
+    MAX_BATCH_BYTES,
+    Box,
+    Fragment,
+    in_requests,
+)
+
+_MAX_PARTS = 4096
+_MAX_ASSIGNMENTS = 256
+_MAX_RECORDS = 1 << 20
+"""The most records of all assignments together, apart from what those in use add."""
+_WORDS_PER_TIMEOUT = 3
+"""How often within its timeout a client hears that the server is still at work."""
+
+T = TypeVar("T")
+
+
+class Versions(Protocol):
+    """What is served of weights versions. All raise CallerError (NOT_FOUND) and ResourceError."""
+
+    def open_part(self, key: VersionKey) -> AbstractAsyncContextManager[OpenPart]:
+        """A part, or a whole version, that is here."""
+
+    def open_fetched(self, key: VersionKey) -> AbstractAsyncContextManager[Content]:
+        """What this node has fetched, or fetches, under this key."""
+
+    async def digests_of(self, key: VersionKey) -> dict[str, str]:
+        """The digests of the parts of a version that are here."""
+
+    async def verify(self, key: VersionKey) -> None:
+        """Verify what is here of a version or part, because a reader found it bad."""
+
+
+class Server:
+    """Answers streams of the service `transfer` whose tickets permit what they ask for."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        timeout_s: float,
+        versions: Versions,
+        *,
+        site: str = "",
+    ) -> None:
+        self._gate = gate
+        self._timeout_s = timeout_s
+        self._versions = versions
+        self._site = site
+        self._assignments: OrderedDict[tuple[Version, str], Assignment] = OrderedDict()
+        """By part and site; the oldest go, which costs at worst another copy."""
+
+    async def session(self, stream: Stream) -> None:
+        """One stream, until the client closes it or has its only answer."""
+        async with asyncio.timeout(self._timeout_s):
+            payload = await stream.receive(MAX_REQUEST_BYTES)
+        first: wire.First = msgspec.msgpack.decode(payload, type=wire.First)
+        try:
+            match first:
+                case wire.OpenVersion():
+                    self._gate.check(first.ticket, first.version, stream.node)
+                    await self._serve_version(stream, first)
+                case wire.DescribeVersion():
+                    self._gate.check(first.ticket, first.version.whole, stream.node)
+                    async with self._versions.open_part(first.version) as part:
+                        await self._send(stream, _described(part.version))
+        except PhaseloomError as error:
+            await self._send(stream, wire.Refusal(error.info))
+
+    async def _serve_version(self, stream: Stream, asked: wire.OpenVersion) -> None:
+        if asked.relay is not None:
+            key = msgspec.structs.replace(asked.version, part=asked.relay)
+            async with self._versions.open_fetched(key) as fetched:
+                await self._send(stream, wire.Opened({}))
+                await self._answer_all(stream, fetched, {}, asked.peer)
+        elif asked.parts:
+            await self._serve_parts(stream, asked)
+        else:
+            digests = await self._versions.digests_of(asked.version)
+            await self._send(stream, wire.Opened(digests))
+
+    async def _serve_parts(self, stream: Stream, asked: wire.OpenVersion) -> None:
+        if len(asked.parts) > _MAX_PARTS:
+            raise CallerError(f"{len(asked.parts)} parts", field="parts")
+        async with AsyncExitStack() as stack:
+            parts = OpenParts()
+            for part in sorted(set(asked.parts)):
+                key = msgspec.structs.replace(asked.version, part=part)
+                parts[part] = await stack.enter_async_context(self._versions.open_part(key))
+            is_far = asked.site not in {"", self._site}
+            digests = {name: part.version.digest for name, part in parts.items()}
+            await self._send(stream, wire.Opened(digests, is_far))
+            far = parts.items() if is_far else ()
+            assignments = {name: self._assignment(part, asked.site) for name, part in far}
+            await self._answer_all(stream, parts, assignments, asked.peer)
+
+    def _assignment(self, part: OpenPart, site: str) -> Assignment:
+        key, known = (part.version, site), self._assignments
+        if key not in known:
+            for gone in [each for each in known if each[0].is_dropped]:
+                del known[gone]
+            known[key] = Assignment()
+        known.move_to_end(key)
+        assignment = known[key]
+        while sum(each.num_records for each in known.values()) > _MAX_RECORDS:
+            known.popitem(last=False)
+        while len(known) > _MAX_ASSIGNMENTS:
+            known.popitem(last=False)
+        return assignment
+
+    async def _answer_all(
+        self,
+        stream: Stream,
+        content: Content,
+        assignments: Mapping[str, Assignment],
+        peer: Peer,
+    ) -> None:
+        """Until the client closes the stream; it may be silent as long as it lives.
+
+        Args: assignments: by part, where the client's site shares what crosses.
+        """
+        while True:
+            try:
+                payload = await stream.receive(MAX_REQUEST_BYTES)
+            except ConnectionError:
+                return
+            asked: wire.Ask = msgspec.msgpack.decode(payload, type=wire.Ask)
+            memories: list[memoryview] = []
+            reply: wire.Reply
+            try:
+                if isinstance(asked, wire.Confirm):
+                    await self._confirm(stream, content, asked.part)
+                    reply = wire.Confirmed()
+                else:
+                    memories, reply = await self._given(
+                        stream, content, asked, assignments.get(asked.part), peer
+                    )
+            except PhaseloomError as error:
+                reply = wire.Refusal(error.info)
+            await self._send(stream, reply)
+            for memory in memories:
+                await stream.send_bytes(memory, self._timeout_s)
+
+    async def _given(
+        self,
+        stream: Stream,
+        content: Content,
+        asked: wire.Give,
+        assignment: Assignment | None,
+        peer: Peer,
+    ) -> tuple[list[memoryview], wire.Given]:
+        """What to send, and what to say of it."""
+        found = _found(content, asked, is_assigned=assignment is not None)
+        arriving = content.until_here(asked.part, asked.boxes)
+        await self._while_waiting(stream, arriving, may_cancel=True)
+        shares = None
+        if assignment is not None:
+            boxes = [(box, each.num_bytes) for box, each in zip(asked.boxes, found, strict=True)]
+            shares = assignment.ask(boxes, asked.num_bytes, asked.failed, peer)
+        return await asyncio.to_thread(_read, asked, found, shares)
+
+    async def _confirm(self, stream: Stream, content: Content, name: str) -> None:
+        """Raises: ResourceError: what was sent is bad. DATA_LOSS: it may be fetched once more;
+        UNAVAILABLE: it will be made again."""
+        part = content.get(name) if isinstance(content, OpenParts) else None
+        if part is None:
+            raise CallerError(f"part {name!r} was not asked for", field="part")
+        taking = asyncio.to_thread(digest_of, part.memory)
+        if await self._while_waiting(stream, taking) == part.version.digest:
+            return
+        bad = ResourceError(
+            f"version {part.version.key} does not match its digest any more",
+            code=Code.DATA_LOSS,
+        )
+        try:
+            await self._while_waiting(stream, self._versions.verify(part.version.key))
+        except PhaseloomError as error:
+            if error.info.code in {Code.DATA_LOSS, Code.UNAVAILABLE}:
+                raise
+            # Whatever becomes of it here, what was sent is bad.
+            raise bad from error
+        raise bad
+
+    async def _while_waiting(
+        self, stream: Stream, work: Awaitable[T], *, may_cancel: bool = False
+    ) -> T:
+        """The result of the work; the client hears meanwhile that it is under way.
+
+        Args:   may_cancel: the work ends with the client; else it ends alone, for it reads memory.
+        Raises: as the work; OSError, TimeoutError: the client is gone.
+        """
+        doing = asyncio.ensure_future(work)
+        pause_s = self._timeout_s / _WORDS_PER_TIMEOUT
+        try:
+            while not (await asyncio.wait([doing], timeout=pause_s))[0]:
+                await self._send(stream, wire.Waiting())
+        except BaseException:
+            if may_cancel:
+                doing.cancel()
+            await asyncio.wait([doing])
+            if not doing.cancelled():
+                doing.exception()  # known, though nobody is left to tell
+            raise
+        return doing.result()
+
+    async def _send(self, stream: Stream, message: msgspec.Struct) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await stream.send(message)
+
+
+def _described(version: Version) -> wire.VersionDescription:
+    return wire.VersionDescription(version.num_bytes, version.tensors, version.digest)
+
+
+def _found(content: Content, asked: wire.Give, *, is_assigned: bool) -> list[Found]:
+    """The boxes. Raises: CallerError: they are not there, or too large."""
+    if len(asked.boxes) > MAX_BATCH_BOXES:
+        raise CallerError(f"{len(asked.boxes)} boxes", field="boxes")
+    found = [content.find(asked.part, box) for box in asked.boxes]
+    num_bytes = sum(each.num_bytes for each in found)
+    if not is_assigned and num_bytes != asked.num_bytes:
+        raise CallerError(f"{num_bytes} bytes, not {asked.num_bytes}", field="num_bytes")
+    if not 0 <= asked.num_bytes <= MAX_BATCH_BYTES:
+        raise CallerError(f"{asked.num_bytes} bytes are too many", field="num_bytes")
+    return found
+
+
+def _read(
+    asked: wire.Give, found: Sequence[Found], shares: Shares | None
+) -> tuple[list[memoryview], wire.Given]:
+    """Long: run it in a thread."""
+    if shares is None:
+        memories = [memory for each in found for memory in each.read()]
+        return memories, wire.Given(_digest(memories))
+    memories = list(_read_fragments(found, shares.here))
+    elsewhere = [
+        wire.Shared(holder, wire.cuts_of(some, asked.boxes), _digest(_read_fragments(found, some)))
+        for holder, fragments in shares.elsewhere.items()
+        for some in _in_requests(found, fragments, asked.num_bytes)
+    ]
+    here = wire.cuts_of(shares.here, asked.boxes)
+    return memories, wire.Given(_digest(memories), wire.Assigned(shares.num_boxes, here, elsewhere))
+
+
+def _read_fragments(found: Sequence[Found], fragments: Iterable[Fragment]) -> Iterator[memoryview]:
+    for number, box in fragments:
+        yield from found[number].of(box).read()
+
+
+def _digest(memories: Iterable[memoryview]) -> str:
+    digest = xxhash.xxh3_128()
+    for memory in memories:
+        digest.update(memory)
+    return digest.hexdigest()
+
+
+def _in_requests(
+    found: Sequence[Found], fragments: list[Fragment], limit_bytes: int
+) -> Iterator[list[Fragment]]:
+    """The fragments in groups, each as large as a client may ask a peer for at once."""
+
+    def box_of(fragment: Fragment) -> tuple[Box, int]:
+        number, box = fragment
+        return box, found[number].of(box).num_bytes
+
+    return in_requests(fragments, box_of, limit_bytes)

@@ -1,0 +1,252 @@
+"""Gets weights versions into host memory: from this node's disk, else from other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once, undelivered
+from phaseloom.statemgr.transfer.served import Incoming
+from phaseloom.statemgr.transfer.tensorslices import all_of, batches
+from phaseloom.statemgr.versions.suspects import Suspects, lost
+
+log = logging.getLogger(__name__)
+
+_NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
+"""What sources answer that do not have the version."""
+
+
+@dataclass
+class Coming:
+    """A version, a part, or slices, on the way into host memory."""
+
+    version: Version
+    incoming: Incoming
+    memory: memoryview
+
+    def commit(self, node: Node, digest: str) -> None:
+        """Raises: ResourceError: ABORTED: it was dropped meanwhile."""
+        self.version.check_kept()
+        node.versions.commit(self.version, digest)
+
+
+class VersionFetcher:
+    def __init__(
+        self,
+        node: Node,
+        directory: StateDirectory,
+        hierarchy: Hierarchy,
+        identity: Identity,
+        peer_timeout_s: float,
+        *,
+        site: str,
+    ) -> None:
+        self._node = node
+        self._directory = directory
+        self._hierarchy = hierarchy
+        self._identity = identity
+        self._peer_timeout_s = peer_timeout_s
+        self._site = site
+        self.suspects = Suspects(node, directory)
+        self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
+        """What this daemon fetches, and copies of slices that it has fetched."""
+        self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, key: VersionKey) -> asyncio.Lock:
+        """Held by whoever fetches, verifies or commits this version."""
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    @property
+    def home(self) -> Home:
+        node = self._node
+        return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
+
+    def incoming(self, version: Version) -> Incoming | None:
+        """What of it has come, where it is being fetched, or is a copy of slices."""
+        return self._incoming.get(version)
+
+    async def get(
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None,
+        digest: str = "",
+        *,
+        is_suspect: bool = False,
+    ) -> Version:
+        """The committed version, in memory. Concurrent requests share one fetch.
+
+        Args:   digest: the version must have it to be fetched; empty: whatever it has there.
+                is_suspect: verify first what is here, and drop it where it is bad.
+        Raises: CallerError: NOT_FOUND: it is not committed here yet, or nobody has it.
+                ResourceError: nobody could deliver it; DATA_LOSS; no host memory; UNAVAILABLE: its
+                policy makes it again.
+        """
+        async with self.lock(key):
+            version = self._node.versions.find(key)
+            if version is not None and not version.is_committed:
+                raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
+            bad: Version | None = None
+            # A manifest is small, and read here before its reader could find it bad.
+            if version is not None and (is_suspect or version.is_manifest):
+                bad = version if await self.suspects.drop_if_bad(version) else None
+            if bad is not None:
+                # All readers are to have the same.
+                digest = digest or bad.digest
+            try:
+                return await self._read_or_fetch(key, sources, ticket, digest)
+            except PhaseloomError as error:
+                if bad is not None:
+                    await self.suspects.rebuild(bad)
+                if error.info.code in _NOWHERE:
+                    self.suspects.check(key)
+                    if bad is not None or is_suspect:
+                        raise lost(key, error) from error
+                raise
+
+    async def _read_or_fetch(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
+    ) -> Version:
+        """From memory, else from disk, else from another node."""
+        version = self._node.versions.find(key)
+        if version is not None and version.extent is None:
+            try:
+                await self._read(version)
+            except PhaseloomError as error:
+                if not (version.is_dropped and sources):
+                    raise
+                log.warning("%s; fetching it from another node", error)
+                version = None
+        if version is not None:
+            return version
+        if not sources:
+            raise not_here(key)
+        return await self._fetch(key, sources, ticket, digest)
+
+    async def _read(self, version: Version) -> None:
+        """From disk into an extent."""
+        node, key = self._node, version.key
+        path = self._directory.version(key)
+        extent = await self._hierarchy.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        if version.is_dropped:
+            node.memory.free(extent)
+            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
+        version.extent = extent
+        node.versions.acquire(version)
+        try:
+            place = (await asyncio.to_thread(find_parts, path))[0]
+            memory = node.memory[extent].view(version.num_bytes)
+            await asyncio.to_thread(self._directory.read, place, memory)
+        except PhaseloomError:
+            node.drop_version(version)
+            raise
+        finally:
+            node.release_version(version)
+        version.check_kept()
+
+    async def _fetch(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
+    ) -> Version:
+        """From other nodes, as the slices that cover all of it."""
+        described = await self._described(key, sources, ticket, digest)
+        size, digest = described.num_bytes, described.digest
+        check_layout(described.tensors, size)
+        slices = all_of(key.part, described.tensors, size)
+        incoming = Incoming(slices, {key.part: digest})
+        what = f"version {key}"
+        async with self.coming(key, described.tensors, size, incoming, what) as coming:
+            fetch = self.fetch(coming, ticket, what, digest)
+            everything = await asyncio.to_thread(batches, slices)
+            fetch = await fetch.bring_sound(everything, {key.part: sources})
+            coming.commit(self._node, digest)
+        log.info(
+            "version %s came: %d bytes from its source, %d from peers",
+            *(key, fetch.fetched_bytes, fetch.relayed_bytes),
+        )
+        return coming.version
+
+    def fetch(self, coming: Coming, ticket: Ticket | None, what: str, digest: str = "") -> Fetch:
+        """The fetch of what is coming. Args: digest: its digest, where that is known."""
+        key, home = coming.version.key, self.home
+
+        def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
+            me = Peer(home.endpoint, key.part)
+            return wire.OpenVersion(key.whole, ticket, parts, home.site, me, session)
+
+        return Fetch(what, open_with, home, coming.incoming, Memory(coming.memory, digest))
+
+    @asynccontextmanager
+    async def coming(
+        self,
+        key: VersionKey,
+        tensors: TensorTable | list[TensorSlot],
+        num_bytes: int,
+        incoming: Incoming,
+        what: str,
+    ) -> AsyncIterator[Coming]:
+        """Memory for a version, a part, or slices, in use meanwhile; what is not committed in the
+        end is dropped.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED. CallerError: ALREADY_EXISTS.
+        """
+        node = self._node
+        extent = await self._hierarchy.reserve(num_bytes, what, str(key.policy))
+        try:
+            version = node.versions.begin(key, num_bytes, tensors, extent)
+        except CallerError:
+            node.memory.free(extent)
+            raise
+        node.versions.acquire(version)
+        self._incoming[version] = incoming
+        try:
+            yield Coming(version, incoming, node.memory[extent].view(num_bytes))
+        finally:
+            incoming.give_up()
+            if not key.is_copy:
+                # Committed parts are served as such.
+                del self._incoming[version]
+            if not version.is_committed and not version.is_dropped:
+                node.drop_version(version)
+            node.release_version(version)
+
+    async def _described(
+        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
+    ) -> wire.VersionDescription:
+        """By the first source that has it, with this digest. Raises: ResourceError: none does."""
+        errors: list[PhaseloomError] = []
+        asked = wire.DescribeVersion(key, ticket)
+        for endpoint in sources:
+            try:
+                described = await ask_once(endpoint, asked, wire.VersionDescription, self.home)
+                if digest not in {"", described.digest}:
+                    raise CallerError(
+                        f"it has digest {described.digest}, not {digest}",
+                        code=Code.FAILED_PRECONDITION,
+                        field="sources",
+                    )
+                return described
+            except PhaseloomError as error:
+                log.warning("version %s from %s: %s", key, endpoint, error)
+                errors.append(error)
+        raise undelivered(f"version {key}", errors)
+
+
+def not_here(key: VersionKey) -> CallerError:
+    return CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")

@@ -1,0 +1,151 @@
+"""Tensor slices of weights versions: what a reader needs, from parts that several ranks wrote.
+
+A copy of slices is kept beside versions, under the version's key and a name made of what it is of:
+ranks that ask for the same share one. It goes with its version. Till then, also while it comes,
+peers on the same site may have of it what they need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import COPY_PREFIX, VersionKey
+from phaseloom.common.contract.state_rank import OpenSlices, VersionExtent
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import part_of
+from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.transfer.fetching import Fetch
+from phaseloom.statemgr.transfer.served import Incoming, OpenPart
+from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
+from phaseloom.statemgr.versions.fetch import Coming
+from phaseloom.statemgr.versions.weights import Weights
+
+log = logging.getLogger(__name__)
+
+_TRIES = 2
+
+
+class Slices:
+    def __init__(self, node: Node, weights: Weights) -> None:
+        self._node = node
+        self._weights = weights
+        self._fetcher = weights.fetcher
+        self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+
+    async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
+        """Memory with exactly these slices.
+
+        Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life; a bad
+                slice; NOT_FOUND: of a part, and its version's manifest is not here; sources that
+                have something else. ResourceError: nobody could deliver some, DATA_LOSS, or no
+                host memory.
+        """
+        key = request.version
+        check_reader(wpg, key, request.ticket)
+        # Tens of thousands of slices: others are answered meanwhile.
+        slots, name = await asyncio.to_thread(_described, request)
+        mine = part_of(key, name)
+        lock = self._locks.setdefault(mine, asyncio.Lock())
+        async with lock:
+            version = self._node.versions.find(mine)
+            if version is not None and request.doubted:
+                is_bad = await self._fetcher.suspects.drop_if_bad(version)
+                version = None if is_bad else version
+            if version is None:
+                version = await self._fetch(mine, request, slots)
+        assert version.extent is not None
+        return (
+            VersionExtent(
+                version=mine,
+                num_bytes=version.num_bytes,
+                tensors=version.table.packed,
+                digest=version.digest,
+                exists=True,
+            ),
+            [self._node.memory[version.extent].read_only_fd],
+        )
+
+    async def _fetch(self, mine: VersionKey, request: OpenSlices, slots: TensorTable) -> Version:
+        key = request.version
+        parts = sorted({each.part for each in request.slices} - {""})
+        incoming = Incoming(request.slices, await self._weights.committed_digests(key, parts))
+        size, what = request.num_bytes, f"slices of version {key}"
+        async with self._fetcher.coming(mine, slots, size, incoming, what) as coming:
+            await self._fill(coming, request, what)
+            coming.commit(self._node, await asyncio.to_thread(digest_of, coming.memory))
+        return coming.version
+
+    async def _fill(self, coming: Coming, request: OpenSlices, what: str) -> None:
+        """From parts that are on this node, and from others."""
+        fetch = self._fetcher.fetch(coming, request.ticket, what)
+        sources = {each.part: each.endpoints for each in request.sources}
+        by_part: dict[str, list[Batch]] = {}
+        for batch in await asyncio.to_thread(batches, request.slices):
+            by_part.setdefault(batch.part, []).append(batch)
+        away: list[Batch] = []
+        here_bytes = 0
+        for some in by_part.values():
+            try:
+                here_bytes += await self._copy_here(fetch, coming, request, some)
+            except PhaseloomError as error:
+                if error.info.code is not Code.NOT_FOUND:
+                    raise
+                away += some
+        fetch = await fetch.bring_sound(away, sources)
+        log.info(
+            "%s came: %d bytes from other nodes, %d from here, %d by peers",
+            *(what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
+        )
+
+    async def _copy_here(
+        self, fetch: Fetch, coming: Coming, request: OpenSlices, some: list[Batch]
+    ) -> int:
+        """Slices of a part that is on this node, which is verified: nobody does so later.
+
+        Raises: CallerError: NOT_FOUND: it is not. ResourceError: DATA_LOSS: it is bad, and to be
+                had nowhere.
+        """
+        part = some[0].part
+        key = part_of(request.version, part)
+        sources = [e for each in request.sources if each.part == part for e in each.endpoints]
+        for _ in range(_TRIES):
+            async with self._weights.open_part(key) as found:
+                fetch.check(part, found.version.digest, "this node")
+                num_bytes = await asyncio.to_thread(_copy, found, some, coming.memory)
+                if await asyncio.to_thread(digest_of, found.memory) == found.version.digest:
+                    for batch in some:
+                        coming.incoming.add(batch)
+                    return num_bytes
+            await self._weights.verify(key, sources, request.ticket)
+        raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)
+
+
+def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
+    """Slices of a part that is on this node. Long: run it in a thread. Returns: bytes."""
+    for batch in batches:
+        found = (part.find(box).read() for box in batch.boxes)
+        batch.put(memory, b"".join(run for runs in found for run in runs))
+    return sum(batch.num_bytes for batch in batches)
+
+
+def _described(request: OpenSlices) -> tuple[TensorTable, str]:
+    """The layout of the reader's memory, and a name. Raises: CallerError: a bad slice."""
+    slots = slots_of(request.slices, request.num_bytes)
+    return TensorTable.of(slots), _name_of(request)
+
+
+def _name_of(request: OpenSlices) -> str:
+    """The same for all who ask for the same."""
+    what = msgspec.msgpack.encode((request.num_bytes, request.slices))
+    return f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"

@@ -1,0 +1,105 @@
+"""Weights versions that a reader found bad in host memory: verified, and dropped where they are.
+
+One rule holds for all of them: bad bytes are dropped, and what needs them is fetched again, or
+rebuilt from seal and log. Who has the memory mapped keeps its pages; nobody is given it again.
+Lives whose host copy is that memory are over. The version itself comes again from disk or from
+another node; where neither has it and no seal does, the life of its policy is over, too, and the
+next one makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+
+log = logging.getLogger(__name__)
+
+
+class Suspects:
+    def __init__(self, node: Node, directory: StateDirectory) -> None:
+        self._node = node
+        self._directory = directory
+        self._lost: dict[VersionKey, int] = {}
+        """Versions that their policy is about to make again → its life that ended with them."""
+
+    async def drop_if_bad(self, version: Version) -> bool:
+        """Verify what is in host memory of a committed version. Returns: whether it was bad; then
+        the version is here on disk only, if at all.
+
+        Raises: ResourceError: ABORTED: it was dropped meanwhile.
+        """
+        node, extent = self._node, version.extent
+        if extent is None:
+            return False
+        node.versions.acquire(version)
+        try:
+            memory = node.memory[extent].view(version.num_bytes)
+            is_good = await asyncio.to_thread(digest_of, memory) == version.digest
+            version.check_kept()
+            if is_good:
+                return False
+            log.error("version %s is bad in host memory", version.key)
+            version.is_bad = True
+            host_copies = [each for each in node.contents.all() if each.extent == extent]
+            node.drop_version(version)
+            if version.is_on_disk:
+                node.versions.add_from_disk(
+                    version.key, version.num_bytes, version.tensors, version.digest
+                )
+            for wpg in {wpg for each in host_copies for wpg in each.wpgs}:
+                node.retire(wpg, f"its host copy is the memory of {version}, which is bad")
+        finally:
+            node.release_version(version)
+        return True
+
+    async def rebuild(self, version: Version) -> None:
+        """End the life that made a bad version which is to be had nowhere, unless a seal has it:
+        the next life makes it again. Whatever is here of the version goes."""
+        node, policy, key = self._node, version.key.policy, version.key.whole
+        if version.is_on_disk or any(seal.seq >= key.seq for seal in node.seals.of(policy)):
+            return
+        if version.key.is_copy or not node.residency.is_alive(policy, version.incarnation):
+            return
+        whole = node.versions.find(key)
+        pieces = [*([whole] if whole else []), *node.versions.parts_of(key)]
+        for piece in pieces:
+            node.drop_version(piece)
+        maker = node.residency.find(policy)
+        assert maker is not None
+        node.retire(maker, f"{version}, which no seal has, is bad")
+        self._lost[key] = maker.incarnation
+        paths = [self._directory.version(piece.key) for piece in pieces if piece.is_on_disk]
+        await asyncio.to_thread(self._directory.discard, *paths)
+
+    def check(self, key: VersionKey) -> None:
+        """Raises: ResourceError: UNAVAILABLE: the version's policy is about to make it again."""
+        incarnation = self._lost.get(key.whole)
+        if incarnation is None:
+            return
+        if self._node.residency.newest(key.policy) != incarnation:
+            # The scheduler tells whoever is to read it to wait for the next life.
+            del self._lost[key.whole]
+            return
+        raise ResourceError(
+            f"version {key.whole} went bad in host memory before it was sealed: its policy is "
+            "rebuilt, and makes it again",
+            remedy="sync it again",
+        )
+
+
+def lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
+    """The error of a version whose copy here was bad, and that is to be had nowhere else."""
+    part = f"part {key.part} of version {key.whole}" if key.part else f"version {key}"
+    return ResourceError(
+        f"{part} went bad in host memory, and is to be had nowhere else: {error.info.message}",
+        code=Code.DATA_LOSS,
+        remedy="publish the weights again, as another version, and sync that",
+        details={"version": str(key.whole), "part": key.part},
+    )
