@@ -147,7 +147,10 @@ def _uses(fetches: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
 def _runs(
     fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
-    """Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor."""
+    """Byte runs of one use of a fetch.
+
+    Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor.
+    """
     for slot, at in ((there, start), (here, use.start)):
         inside = len(slot.shape) == len(at) and all(
             begin >= 0 and begin + size <= length
