@@ -69,10 +69,10 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
-from phaseloom.common.process.retry import PatientLog
 from phaseloom.common.transport.bus import Bus, Conflict, LogEntry
 from phaseloom.common.transport.leases import renew_session, scheduler_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
+from phaseloom.common.transport.retry import PatientLog
 from phaseloom.common.transport.services import call_api
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core

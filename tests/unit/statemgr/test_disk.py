@@ -21,11 +21,9 @@ from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.statemgr.core.statefile import (
-    PREFIX_BYTES,
     Section,
     StateHeader,
     encode_header,
-    part_offsets,
     seal_header,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
@@ -241,23 +239,14 @@ def test_memory_of_another_digest_is_not_written(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
-def test_seal_of_an_older_release_without_block_checksums_is_verified_as_a_whole(
-    tmp_path: Path,
-) -> None:
-    directory = StateDirectory(tmp_path)
-    path = directory.seal(KEY, 3)
+def test_file_without_a_checksum_for_each_block_is_refused(tmp_path: Path) -> None:
+    path = StateDirectory(tmp_path).seal(KEY, 3)
     content = os.urandom(2 * BLOCK_BYTES + 7)
     header = StateHeader("seal", KEY, 3, len(content), [], xxhash.xxh3_128(content).hexdigest())
-    start = encode_header(header)
-    assert part_offsets(header, len(start) - PREFIX_BYTES) == [len(start)]
     path.parent.mkdir(parents=True)
-    path.write_bytes(start + content)
-    target = memory(len(content))
-    directory.read(find_parts(path)[0], target)
-    assert target == content
-    path.write_bytes(start + content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ResourceError, match="checksum of its content") as caught:
-        directory.read(find_parts(path)[0], target)
+    path.write_bytes(encode_header(header) + content)
+    with pytest.raises(ResourceError, match="not that of its blocks") as caught:
+        find_parts(path)
     assert caught.value.info.code is Code.DATA_LOSS
 
 

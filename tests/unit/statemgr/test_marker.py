@@ -29,21 +29,15 @@ def test_flipped_bit_never_changes_what_it_says(at: int, bit: int) -> None:
         decode_marker(bytes(text))
 
 
-def test_marker_of_an_older_release_is_taken_as_it_is() -> None:
-    result = {"type": "save_state_result", "path": "p", "weights_sha256": "w"}
-    text = json.dumps({"operation_id": "op", "result": result}).encode()
-    assert decode_marker(text) == Marker("op", SaveStateResult("p", "w"))
-
-
 def test_marker_without_a_checksum_for_each_block_is_refused() -> None:
     for sums in (FileSums(2**20 + 1, 2**20, "0" * 16), FileSums(5, 0, ""), FileSums(-1, 1, "")):
-        text = Marker("op", MARKER.result, files={"m": sums}).encode()
+        text = Marker("op", MARKER.result, 7, 3, 2, {"m": sums}).encode()
         with pytest.raises(ValueError, match="each block"):
             decode_marker(text)
 
 
 def marker(number: int, keep: int) -> Marker:
-    return Marker("op", MARKER.result, number=number, keep=keep)
+    return Marker("op", MARKER.result, 7, number, keep, {})
 
 
 def test_newest_stay_and_what_was_saved_to_stay() -> None:

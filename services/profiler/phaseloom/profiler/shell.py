@@ -20,8 +20,8 @@ import msgspec
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.events import JobFinished, PhaseTrace
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process.retry import PatientLog, until_done
 from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.retry import PatientLog, until_done
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
 from phaseloom.profiler.outbox import Outbox

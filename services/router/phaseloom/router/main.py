@@ -8,8 +8,8 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.retry import until_done
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.observing import Lag
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router

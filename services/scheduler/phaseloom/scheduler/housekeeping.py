@@ -19,9 +19,9 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.events import NodeLost, SessionLost, SessionOpened
 from phaseloom.common.contract.ids import JobKey, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process.retry import PatientLog, until_done
 from phaseloom.common.transport.bus import Bus, KeyChange
 from phaseloom.common.transport.leases import node_lease_key, session_lease_key
+from phaseloom.common.transport.retry import PatientLog, until_done
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED

@@ -23,9 +23,9 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.retry import PatientLog, until_done
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
+from phaseloom.common.transport.retry import PatientLog, until_done
 from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core

@@ -30,10 +30,10 @@ from phaseloom.common.contract.kinds import READING_KINDS
 from phaseloom.common.contract.operations import Completion, checkpoints_of
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import telemetry
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport import tickets
 from phaseloom.common.transport.bus import AlreadyStored, Bus
 from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,

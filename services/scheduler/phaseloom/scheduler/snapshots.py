@@ -16,9 +16,9 @@ from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import Bus, Conflict, Stored
 from phaseloom.common.transport.leases import LeaseLost
+from phaseloom.common.transport.retry import until_done
 
 MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2

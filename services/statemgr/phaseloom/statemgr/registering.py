@@ -48,11 +48,9 @@ async def register_heap(
     if rank.extent is None:
         raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
     if rank.frozen and rank.state is State.HOST:
-        # A seal of an older release says nothing that host copies are verified by.
-        memory = node.memory[rank.extent].readable(rank.extent_bytes)
-        digest = rank.digest or await asyncio.to_thread(digest_of, memory)
+        assert rank.digest, "a seal says what its host copies are verified by"
         require_alive(rank.wpg)
-        sharing.settle_copy(node, rank, rank.applied, digest)
+        sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
     if rank.state is State.FILLING:
         hierarchy.touching.begin(rank)

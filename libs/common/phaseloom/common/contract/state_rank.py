@@ -231,7 +231,7 @@ class ReadCheckpoint(Message, frozen=True):
 
 class CheckpointRead(Message, frozen=True):
     weights_sha256: str
-    """Of the weights when they were saved; empty: an older release did not say."""
+    """Of the weights when they were saved; empty: another program wrote them."""
     digest: str = ""
     """Of an extent that was filled."""
 

@@ -51,7 +51,7 @@ class _File:
     path: Path
     num_bytes: int
     sums: FileSums | None
-    """None: an older release wrote it, or another program."""
+    """None: another program wrote it."""
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -198,10 +198,9 @@ class SavedState:
         """By name: its file, and its place there; none: there are no such files."""
         single = f"{stem}.safetensors"
         index = self._directory / index_name(stem)
-        known = self.marker.files if self.marker else {}
-        if single in known or (not known and (self._directory / single).is_file()):
+        if self._has(single):
             return {entry.name: (single, entry) for entry in self._entries(single)}
-        if index.name not in known and not index.is_file():
+        if not self._has(index.name):
             return {}
         try:
             places = msgspec.json.decode(self._small(index), type=Index).weight_map
@@ -216,19 +215,32 @@ class SavedState:
             raise _data_loss(index, "it names other tensors than its files have")
         return found
 
+    def _has(self, name: str) -> bool:
+        if self.marker is None:
+            return (self._directory / name).is_file()
+        return name in self.marker.files
+
+    def _sums(self, name: str) -> FileSums | None:
+        """None: another program wrote the checkpoint. Raises: ResourceError: DATA_LOSS."""
+        if self.marker is None:
+            return None
+        if name not in self.marker.files:
+            raise _data_loss(self._directory / name, f"{MARKER_FILE} does not name it")
+        return self.marker.files[name]
+
     def _small(self, path: Path) -> bytes:
         try:
             content = path.read_bytes()
         except OSError as error:
             raise _data_loss(path, error.strerror or repr(error)) from error
-        sums = self.marker.files.get(path.name) if self.marker else None
+        sums = self._sums(path.name)
         if sums is not None and sums != sums_of(content):
             raise _data_loss(path, "its checksum does not match")
         return content
 
     def _entries(self, name: str) -> list[Entry]:
         path = self._directory / name
-        sums = self.marker.files.get(name) if self.marker else None
+        sums = self._sums(name)
         try:
             file = _File(path, path.stat().st_size, sums)
         except OSError as error:

@@ -39,12 +39,12 @@ class RankBook(msgspec.Struct, frozen=True, array_like=True):
     extent: int | None
     applied: int
     digest: str
-    host_bytes: int = 0
-    pins: bool = False
-    is_dirty: bool = False
-    frozen: bool = False
-    model: str = ""
-    content: int | None = None
+    host_bytes: int
+    pins: bool
+    is_dirty: bool
+    frozen: bool
+    model: str
+    content: int | None
 
 
 class WpgBook(msgspec.Struct, frozen=True, array_like=True):
@@ -56,8 +56,8 @@ class WpgBook(msgspec.Struct, frozen=True, array_like=True):
     """seq whose copies are kept for a seal."""
     sealed: list[int]
     ranks: list[RankBook]
-    rank_offset: int = 0
-    num_ranks: int = 0
+    rank_offset: int
+    num_ranks: int
 
 
 class VersionBook(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +90,7 @@ class CutPartBook(msgspec.Struct, frozen=True, array_like=True):
     extent: int
     num_bytes: int
     tensors: msgspec.Raw
-    checksums: bytes | None = None
+    checksums: bytes | None
 
 
 class CutBook(msgspec.Struct, frozen=True, array_like=True):
@@ -100,8 +100,8 @@ class CutBook(msgspec.Struct, frozen=True, array_like=True):
     name: str
     seq: int
     parts: list[CutPartBook]
-    rank_offset: int = 0
-    num_ranks: int = 0
+    rank_offset: int
+    num_ranks: int
 
 
 class SealBook(msgspec.Struct, frozen=True, array_like=True):
@@ -120,8 +120,8 @@ class Books(msgspec.Struct, frozen=True, array_like=True):
     wpgs: list[WpgBook]
     versions: list[VersionBook]
     contents: list[ContentBook]
-    cuts: list[CutBook] = []
-    seals: list[SealBook] = []
+    cuts: list[CutBook]
+    seals: list[SealBook]
 
 
 def books_of(  # noqa: PLR0917 - all that a node has

@@ -116,16 +116,6 @@ def check_host_bytes(num_bytes: int) -> None:
         raise CallerError(f"{num_bytes} bytes", field="host_bytes", remedy="use zero or more")
 
 
-def is_same_memory(one: list[TensorSlot], other: list[TensorSlot]) -> bool:
-    """Whether the same tensors lie at the same places; older releases did not say which slice of
-    the whole tensor one is."""
-    return one == other or [_place(slot) for slot in one] == [_place(slot) for slot in other]
-
-
-def _place(slot: TensorSlot) -> tuple[object, ...]:
-    return slot.name, slot.role, slot.dtype, slot.shape, slot.offset, slot.num_bytes
-
-
 _MODEL = re.compile(r"([0-9a-f]{64})?")
 
 

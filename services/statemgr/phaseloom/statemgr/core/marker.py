@@ -33,19 +33,19 @@ class FileSums(msgspec.Struct, frozen=True):
         return len(self.blocks) == 2 * CHECKSUM_BYTES * num_blocks
 
 
-class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`operation.json`; an older release wrote but the first two."""
+class Marker(msgspec.Struct, frozen=True):
+    """`operation.json`."""
 
     operation_id: str
     result: SaveStateResult
     """What the operation was answered."""
-    seq: int = 0
+    seq: int
     """The last mutating operation in it."""
-    number: int = 0
+    number: int
     """Later ones of the deployment have higher ones."""
-    keep: int = 0
+    keep: int
     """Of the `save_state`; 0: it stays, whatever is saved after it."""
-    files: dict[str, FileSums] = {}
+    files: dict[str, FileSums]
 
     def encode(self) -> bytes:
         """As it lies in its file: behind the last field a checksum of all before it."""
@@ -56,13 +56,12 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
 def decode_marker(text: bytes) -> Marker:
     """Raises: ValueError: it is none, or its checksum does not match."""
     body = text[: -len(_signature(b""))] + b"}"
-    is_signed = text.endswith(_signature(body))
+    if not text.endswith(_signature(body)):
+        raise ValueError("its checksum does not match")
     try:
-        marker = msgspec.json.decode(body if is_signed else text, type=Marker)
+        marker = msgspec.json.decode(body, type=Marker)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    if not is_signed and (marker.number or _FIELD in text):
-        raise ValueError("its checksum does not match")
     if not all(sums.is_whole for sums in marker.files.values()):
         raise ValueError("it has not a checksum for each block")
     return marker

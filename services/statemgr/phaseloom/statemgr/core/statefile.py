@@ -28,7 +28,6 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combined
-from phaseloom.statemgr.core.layout import is_same_memory
 
 MAGIC = b"PLSTATE1"
 DATA_ALIGNMENT_BYTES = 4096
@@ -45,8 +44,7 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     """Of it; empty: not known before it is written."""
     blocks: bytes = b""
-    """xxh3-64 of each block of it, 8 bytes each. None: it is not written yet; or an older release
-    wrote it, and the digest is xxh3-128 of the whole."""
+    """xxh3-64 of each block of it, 8 bytes each. None: it is not written yet."""
     sources: bytes = b""
     """Where each block is, a byte each: 0: in this file; k: at the same place of the same section
     in the file that `bases[k - 1]` names. None: all are in this file."""
@@ -79,7 +77,7 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     rank_offset: int = 0
     """Of a seal: the first of the deployment's ranks that are in it,"""
     num_ranks: int = 0
-    """of so many on all nodes; 0: these are all, or an older release did not say."""
+    """of so many on all nodes; 0: these are all."""
     part: str = ""
     """Of a version that is written in parts: which one; empty: all of it, or its manifest."""
     incarnation: int = 0
@@ -115,8 +113,6 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def bytes_from(self, source: int) -> int:
         """What of the memory lies in that source; 0: this file itself."""
-        if not self.block_bytes:
-            return 0 if source else self.num_bytes
         return sum(
             min(self.block_bytes, part.num_bytes - block * self.block_bytes)
             for part in self.parts
@@ -202,9 +198,9 @@ def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
         header = msgspec.msgpack.decode(payload, type=StateHeader)
     except msgspec.DecodeError as error:
         raise data_loss(file, f"its header cannot be read: {error}") from None
-    # Older releases took the digest of the whole memory, also beside the checksums of its blocks.
-    blocks = [part.blocks for part in header.parts]
-    return header.with_blocks(header.block_bytes, blocks) if header.block_bytes else header
+    if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
+        raise data_loss(file, "its digest is not that of its blocks")
+    return header
 
 
 def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
@@ -253,7 +249,7 @@ def check_restorable(
         )
     parts = header.parts
     part = parts[rank] if len(parts) == num_ranks else None
-    if part is not None and part.num_bytes == heap_bytes and is_same_memory(part.tensors, tensors):
+    if part is not None and (part.num_bytes, part.tensors) == (heap_bytes, tensors):
         return part
     sealed_bytes = [part.num_bytes for part in parts]
     raise CallerError(
@@ -334,7 +330,7 @@ def check_blocks(place: Place) -> None:
     is_whole = header.block_bytes > 0 and len(part.blocks) == CHECKSUM_BYTES * num_blocks(
         part.num_bytes, header.block_bytes
     )
-    if (header.block_bytes or part.blocks) and not is_whole:
+    if not is_whole:
         raise data_loss(place.file, f"section {place.index} has not a checksum for each block")
     is_found = len(part.sources) * CHECKSUM_BYTES == len(part.blocks)
     if part.sources and not (is_found and max(part.sources) <= len(header.bases)):

@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.core.statefile import Place, check_blocks, data_loss
+from phaseloom.statemgr.core.statefile import Place, check_blocks
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.probing import opener, probe
 
@@ -110,7 +108,7 @@ class Disk:
         part = place.part
         check_blocks(place)
         make_huge(memory[: part.num_bytes])
-        block_bytes = place.header.block_bytes or BLOCK_BYTES
+        block_bytes = place.header.block_bytes
 
         def get(start: int, end: int) -> int:
             file, offset = files[part.source_of(start // block_bytes)]
@@ -121,13 +119,9 @@ class Disk:
 
         moving, checking = (DEPTH, get), (_NUM_CHECKING, check)
         _in_two_steps(part.num_bytes, block_bytes, moving, checking, cancelled)
-        is_older = not place.header.block_bytes
-        if is_older and xxhash.xxh3_128(memory[: part.num_bytes]).hexdigest() != part.digest:
-            raise data_loss(place.file, "the checksum of its content does not match")
 
     def read_block(self, files: Files, place: Place, number: int, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with one block of a file that has checksums of each;
-        returns its size. Raises: as `read`."""
+        """Fill the beginning of `memory` with one block; returns its size. Raises: as `read`."""
         check_blocks(place)
         start = number * place.header.block_bytes
         size = min(place.header.block_bytes, place.part.num_bytes - start)
@@ -142,10 +136,9 @@ def _check(place: Place, start: int, block: memoryview, count: int) -> None:
     part, end = place.part, start + len(block)
     if count < len(block):
         raise place.loss("the file ends before them", start + count, part.num_bytes)
-    if part.blocks:
-        number = start // place.header.block_bytes
-        if checksum(block) != part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]:
-            raise place.loss("their checksum does not match", start, end)
+    number = start // place.header.block_bytes
+    if checksum(block) != part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]:
+        raise place.loss("their checksum does not match", start, end)
 
 
 def _in_two_steps(

@@ -189,8 +189,7 @@ class Sealer:
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(self._directory.read, places[rank.index], memory)
-        # A seal of an older release has another digest than host copies have.
-        self._node.residency.fill(rank, wpg.seal_seq, part.digest if part.blocks else "")
+        self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     async def _fill_from_memory(self, rank: Rank, kept: HostSeal) -> None:
         wpg, memory = rank.wpg, self._node.memory

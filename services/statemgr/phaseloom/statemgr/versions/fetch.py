@@ -13,7 +13,6 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.core.layout import check_layout
 from phaseloom.statemgr.core.versions import Version
@@ -155,9 +154,6 @@ class VersionFetcher:
             place = (await asyncio.to_thread(find_parts, path))[0]
             memory = node.memory[extent].view(version.num_bytes)
             await asyncio.to_thread(self._directory.read, place, memory)
-            if not place.part.blocks:
-                # Of an older release: its digest is not what those who read it will reckon.
-                version.digest = await asyncio.to_thread(digest_of, memory)
         except PhaseloomError:
             node.drop_version(version)
             raise

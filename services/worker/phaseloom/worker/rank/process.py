@@ -65,7 +65,7 @@ def main(config_json: str) -> None:
     settings = msgspec.json.decode(config_json, type=RankConfig)
     lifecycle.start_logging(f"worker:{settings.deployment}")
     log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
-    flush = telemetry.setup("worker")
+    flush = telemetry.setup("worker", config.load(telemetry.TelemetryConfig, "telemetry"))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     async def run_and_exit() -> None:
