@@ -218,6 +218,14 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("baselines",),
         ("registry",),
     ],
+    "phaseloom.worker": [
+        ("config", "core", "cuda"),
+        ("state",),
+        ("backends",),
+        ("rank", "gpucheck"),
+        ("agent",),
+        ("main",),
+    ],
 }
 """Package → its children (packages and modules) in layers, the lowest first. A child imports only
 from layers below its own: nothing of the layers above, and nothing of its neighbours."""
