@@ -8,7 +8,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
@@ -26,8 +26,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node = Node(NodeId("n"), [1], 2**20, 10.0)
     node.settled.set()
     directory = StateDirectory(tmp_path)
-    hierarchy = Hierarchy(node, directory, 0)
-    weights = Weights(node, directory, hierarchy, identity(), 10.0)
+    tiering = Tiering(node, directory, 0)
+    weights = Weights(node, directory, tiering, identity(), 10.0)
     server = Server(Gate("secret"), 10.0, weights)
 
     async def assignment(key: VersionKey) -> Assignment:
@@ -43,5 +43,5 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node.drop_version(node.versions.find(KEYS[0]))
     third = await assignment(KEYS[2])
     assert {id(each) for each in server._assignments.values()} == {id(second), id(third)}
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()

@@ -30,9 +30,9 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.versionparts import check_part
-from phaseloom.statemgr.core.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
+from phaseloom.statemgr.disk.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.tls import Identity, Stream
 from phaseloom.statemgr.seals.fileserving import path_of

@@ -15,9 +15,9 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.transport.tickets import is_genuine
-from phaseloom.statemgr.core.statefile import Place, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.receiving import page_buffer
+from phaseloom.statemgr.disk.statefile import Place, num_blocks
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.filewire import (

@@ -17,7 +17,7 @@ import msgspec
 from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.statemgr.core.statefile import MAX_HEADER_BYTES, StateHeader
+from phaseloom.statemgr.disk.statefile import MAX_HEADER_BYTES, StateHeader
 
 SERVICE = "files"
 MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096

@@ -23,8 +23,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import BringState, WriteSeal
-from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
