@@ -40,12 +40,13 @@ CONTROLLER = """
 import asyncio
 from phaseloom import client
 from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config
 from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.operations import AdamParams
 from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 
 async def main():
-    end = telemetry.setup("controller")
+    end = telemetry.setup("controller", config.load(telemetry.TelemetryConfig, "telemetry"))
     async with client.connect() as mesh:
         spec = DeploymentSpec("policy", "train", "noop", ModelSpec({}), trainable=True)
         sums, letters = [await mesh.submit_job(name, [spec]) for name in ("sums", "letters")]

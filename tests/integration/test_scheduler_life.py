@@ -69,10 +69,10 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
-from phaseloom.common.process.retry import PatientLog
 from phaseloom.common.transport.bus import Bus, Conflict, LogEntry
 from phaseloom.common.transport.leases import renew_session, scheduler_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
+from phaseloom.common.transport.retry import RetryingLog
 from phaseloom.common.transport.services import call_api
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core
@@ -388,7 +388,7 @@ async def test_outputs_are_stored_though_the_server_dies_under_them(
         write = WriteCompletion(key(1), failed, "application/msgpack")
         performing = tasks.create_task(sink.perform(write, None))
         appending = tasks.create_task(
-            PatientLog(bus, "scheduler").append(SchedulerConfigured(CONFIG))
+            RetryingLog(bus, "scheduler").append(SchedulerConfigured(CONFIG))
         )
         await asyncio.sleep(0)  # both are on their way
         await nats_server.kill()
@@ -449,7 +449,7 @@ async def absent(bus: Bus, bucket: Bucket, name: str) -> bool:
 @asynccontextmanager
 async def keeping(bus: Bus) -> AsyncIterator[tuple[Housekeeping, Shell]]:
     """A scheduler's fold with one job that is active, and what watches beside it."""
-    log = PatientLog(bus, "scheduler")
+    log = RetryingLog(bus, "scheduler")
     sink = BusSink(bus, Snapshots(bus))
     shell = Shell(Core(), log, sink, CONFIG, snapshot_every=1000)
     async with running(shell.run(), sink.run()):
@@ -535,7 +535,7 @@ async def next_of(bus: Bus, kind: type[Event]) -> Event:
 
 async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
     """The lease saves work; were it lost unnoticed, both would send the same under one id."""
-    logs = PatientLog(bus, "scheduler")
+    logs = RetryingLog(bus, "scheduler")
     sinks = [BusSink(bus, Snapshots(bus)) for _ in range(2)]
     shells = [Shell(Core(), logs, sink, CONFIG, 1000) for sink in sinks]
     async with running(*(shell.run() for shell in shells), *(sink.run() for sink in sinks)):

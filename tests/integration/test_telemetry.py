@@ -39,7 +39,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config
 from phaseloom.common.transport.bus import Bus, BusConfig
 async def main():
-    end = telemetry.setup("client")
+    end = telemetry.setup("client", config.load(telemetry.TelemetryConfig, "telemetry"))
     bus = await Bus.open(config.load(BusConfig, "bus"), "client")
     headers = {"Content-Type": "x"}
     with telemetry.span("submit", job="sums"):
@@ -125,7 +125,8 @@ SNIPPET = """
 import sys, time
 from phaseloom.common.observability import telemetry
 from phaseloom.common.contract.ids import JobKey
-end = telemetry.setup("example")
+from phaseloom.common.process import config
+end = telemetry.setup("example", config.load(telemetry.TelemetryConfig, "telemetry"))
 """
 
 

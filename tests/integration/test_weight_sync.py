@@ -24,6 +24,7 @@ from phaseloom.statemgr.transfer.fetching import ask
 from phaseloom.statemgr.transfer.served import Content, Fetched, Incoming
 from phaseloom.statemgr.transfer.serving import Server, Versions
 from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
+from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.readversions import load_version
 from tests.support.slowlink import Link, link
@@ -330,7 +331,7 @@ async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path
         before = sampler.digest()
         target = await policy.client.versions.begin(VersionKey(POLICY, 3), policy.slots)
         assert isinstance(target, memoryview)
-        await policy.client.versions.commit(VersionKey(POLICY, 3), target)
+        await policy.client.versions.commit(VersionKey(POLICY, 3), target, hashed(target))
         target[SIZE // 2] ^= 1
         bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:

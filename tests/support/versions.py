@@ -10,8 +10,9 @@ from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
-from phaseloom.worker.state.copying import copy_runs, gather, packed
+from phaseloom.worker.state.copying import copy_runs, gather
 from phaseloom.worker.state.heap import Heap, align
+from phaseloom.worker.state.layouts import packed
 
 
 def weights_of(slots: Sequence[TensorSlot]) -> list[TensorSlot]:

@@ -20,7 +20,7 @@ from tests.support.processes import until_gone
 PRELUDE = """
 import asyncio, sys, time
 from phaseloom.common.observability import telemetry
-from phaseloom.common.process import lifecycle
+from phaseloom.common.process import config, lifecycle
 from phaseloom.common.contract.errors import CallerError, InternalError
 def ready():
     print("ready", flush=True)
@@ -174,7 +174,7 @@ async def test_run_writes_its_spans_before_it_ends(tmp_path: Path) -> None:
 LOGGING = """
 lifecycle.start_logging("example")
 log = lifecycle.log
-end = telemetry.setup("example")
+end = telemetry.setup("example", config.load(telemetry.TelemetryConfig, "telemetry"))
 log.warning("outside %d", 1)
 with telemetry.span("execute") as span:
     try:

@@ -16,11 +16,10 @@ from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.faults import Crash, Fault, NodeFault, WorkersDie
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import Costs
-from phaseloom.simulator.world import World
+from phaseloom.simulator.world import Crash, Fault, NodeFault, WorkersDie, World
 from tests.support.live import Live
 from tests.unit.simulator.builders import config, job, pools, switching
 

@@ -10,12 +10,11 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine, simulate
-from phaseloom.simulator.faults import Crash, NodeFault, WorkersDie
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Drift, Phase, SimJob, Submission
 from phaseloom.simulator.metering import Meter, Span
 from phaseloom.simulator.metrics import JobResult, Result
 from phaseloom.simulator.nodes import Costs
-from phaseloom.simulator.world import World
+from phaseloom.simulator.world import Crash, NodeFault, WorkersDie, World
 from tests.unit.simulator.builders import checked_engine, config, job, pools, switching
 
 

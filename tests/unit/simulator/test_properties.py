@@ -18,11 +18,10 @@ from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.scheduler.core.state.outputs import SendCommand
 from phaseloom.simulator.controllers import Retries
 from phaseloom.simulator.engine import Engine
-from phaseloom.simulator.faults import Crash, Fault, NodeFault, WorkersDie
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
 from phaseloom.simulator.metrics import Result, summarise
 from phaseloom.simulator.nodes import Costs
-from phaseloom.simulator.world import World
+from phaseloom.simulator.world import Crash, Fault, NodeFault, WorkersDie, World
 from tests.support.replay import restored_at_every_step
 from tests.unit.simulator.builders import checked_engine, config, pools
 

@@ -1,14 +1,14 @@
 """The scheduler's own code under a virtual clock.
 
-`engine.simulate(jobs, pools, config)` runs a workload to its end and answers with a
-`metrics.Result`. `engine` is a second shell of the scheduler's core, beside the live one; `world`
-is what both talk to when nodes (`nodes`), controllers (`controllers`) and what goes wrong
-(`faults`) are emulated. Nothing in the core knows of it.
+`engine.simulate(jobs, pools, config)` runs a workload to its end and returns a `metrics.Result`.
+`engine` is a second shell of the scheduler's core, beside the live one. `world` emulates everything
+that a shell talks to: nodes (`nodes`), controllers (`controllers`), and faults. Nothing in the core
+knows of the simulator.
 
-Charged are, where a job or `Costs` says so: loading and offloading at each switch, the start of
-workers, moves, seals, restarts, a controller's own time, and the sync between iterations. Not
-emulated are the bus and its latency, and payloads.
+Where a job or `Costs` says so, time is charged for loading and offloading at each switch, the start
+of workers, moves, seals, restarts, a controller's own work, and the sync between iterations. The
+bus and its latency are not emulated, and neither are payloads.
 
-The same workload, configuration and seed give the same result, entry by entry of the decision log;
-only what is measured of this machine (`Result.decisions`, `step_s`) differs.
+The same workload, configuration and seed give the same result, entry by entry of the decision log.
+Only the figures that measure this machine (`Result.decisions`, `step_s`) differ.
 """

@@ -1,11 +1,12 @@
-"""What no schedule of given jobs can beat: a lower bound of their makespan.
+"""A lower bound of the makespan of given jobs, which no schedule can beat.
 
 Durations are drawn from a job's own seed whatever the schedule, so they are known beforehand. A job
 takes at least as long as alone on nodes of its own. From any arrival on, the jobs that come then or
-later need the time of a pool's nodes: operations do not overlap on a node, and where only so many
-jobs share one, each keeps its place for as long as it lives. Loads, switches and failures are free.
+later need the time of a pool's nodes: operations do not overlap on a node, and where the number of
+jobs on a node is bounded, each keeps its place until it ends. Loads, switches, failures are free.
 
-Of jobs whose deployments run one operation at a time. Cost: O(iterations + jobs · pools).
+The bound holds for jobs whose deployments run one operation at a time.
+Cost: O(iterations + jobs · pools).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from phaseloom.simulator.draws import Draws
 from phaseloom.simulator.jobs import SimJob, Submission
 
 
-class _Life:
-    """Of one job, at its shortest."""
+class _ShortestRun:
+    """The shortest run of one job."""
 
     def __init__(self, job: SimJob, seed: int) -> None:
         self.job = job
         draws = Draws(job, seed)
         drawn_s = [draws.of(iteration) for iteration in range(job.iterations)]
         self.work_s = dict.fromkeys(job.pools, 0.0)
-        """Pool → seconds that its operations run there."""
+        """The seconds that the job's operations run on each pool."""
         for phase, seconds in zip(job.phases, zip(*drawn_s, strict=True), strict=True):
             self.work_s[phase.pool] += sum(seconds)
         self.least_s = job.start_s + self._from_first_to_last_s(drawn_s[0], drawn_s[-1])
@@ -42,7 +43,7 @@ class _Life:
     def _on_pool_s(
         self, pool: str, first_s: list[float], last_s: list[float], thinks_s: list[float]
     ) -> float:
-        """What comes before its first operation there, all of them, what comes after its last."""
+        """The time of the job's operations on a pool, and before the first and after the last."""
         on_it = [index for index, phase in enumerate(self.job.phases) if phase.pool == pool]
         first, last = on_it[0], on_it[-1]
         before_s = sum(first_s[:first]) + sum(thinks_s[:first])
@@ -50,7 +51,7 @@ class _Life:
         return before_s + self.work_s[pool] + after_s
 
     def taken_s(self, pool: str, seconds: float) -> float:
-        """Node-seconds of a pool, where it has nodes there for so long."""
+        """The node-seconds that the job takes of a pool in so many seconds; 0: it is not there."""
         return seconds * self.job.take(pool).num_nodes if pool in self.work_s else 0.0
 
 
@@ -61,20 +62,20 @@ def makespan_bound_s(
     *,
     jobs_a_node: int = 0,
 ) -> float:
-    """From the first arrival to the last end, at least.
+    """The least time from the first arrival to the last end.
 
-    Args: jobs: at least one.
-          num_nodes: of each pool.
-          jobs_a_node: at most so many share one; 0: any number.
+    Args: jobs: at least one job.
+          num_nodes: the number of nodes of each pool.
+          jobs_a_node: the most jobs that share a node; 0: any number.
     """
-    lives = sorted((_Life(job, seed) for job in jobs), key=lambda life: life.job.arrival_s)
-    ends_s = [life.job.arrival_s + life.least_s for life in lives]
+    shortest = sorted((_ShortestRun(job, seed) for job in jobs), key=lambda run: run.job.arrival_s)
+    ends_s = [run.job.arrival_s + run.least_s for run in shortest]
     for pool, count in num_nodes.items():
         work_s = kept_s = 0.0
-        for life in reversed(lives):
-            work_s += life.taken_s(pool, life.work_s.get(pool, 0.0))
-            kept_s += life.taken_s(pool, life.least_s)
-            ends_s.append(life.job.arrival_s + work_s / count)
+        for run in reversed(shortest):
+            work_s += run.taken_s(pool, run.work_s.get(pool, 0.0))
+            kept_s += run.taken_s(pool, run.least_s)
+            ends_s.append(run.job.arrival_s + work_s / count)
             if jobs_a_node:
-                ends_s.append(life.job.arrival_s + kept_s / (count * jobs_a_node))
-    return max(ends_s) - lives[0].job.arrival_s
+                ends_s.append(run.job.arrival_s + kept_s / (count * jobs_a_node))
+    return max(ends_s) - shortest[0].job.arrival_s

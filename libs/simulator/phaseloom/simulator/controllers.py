@@ -1,7 +1,7 @@
 """Emulated controllers: they submit their job, publish its operations, and end it.
 
-A controller reacts as a real one would, to outcomes and to its job's view. One whose job has failed
-submits it again as a new arrival, and goes on behind the last iteration that its checkpoint has.
+A controller reacts as a real one would, to outcomes and to its job's view. When its job has failed,
+it submits the job again as a new arrival, and goes on after the last iteration of its checkpoint.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Retries(msgspec.Struct, frozen=True):
     """What controllers do about failures."""
 
     resubmit_s: float = 60.0
-    """From a failure until the job is submitted again."""
+    """The time from a failure until the job is submitted again."""
     checkpoint_every: int = 1
-    """Iterations; what a failure throws back is less than that."""
+    """The number of iterations between two checkpoints; a failure loses fewer than that."""
     max_attempts: int = 20
-    """Submissions of one job; then it has failed."""
+    """The number of submissions of one job after which it has failed."""
 
 
 USUAL = Retries()
@@ -51,11 +51,11 @@ class _Op:
     phase: int
     duration_s: float
     ready_s: float
-    """When what it comes after had ended."""
+    """When the operations before it had ended."""
 
 
 class Controller:
-    """Of one job."""
+    """The controller of one job."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Controller:
     ) -> None:
         self.job = job
         self.has_ended = False
-        """For good: it is not submitted again."""
+        """Whether the job has ended for good: it is not submitted again."""
         self._meter = meter.jobs[str(job.key)] = JobMeter(job)
         self._all = meter
         self._agenda = agenda
@@ -79,9 +79,9 @@ class Controller:
         self._names = [deployment_of(phase.pool) for phase in job.phases]
         self._kinds = [phase.operation_kind for phase in job.phases]
         self._attempt = 0
-        """What was put on the agenda in an earlier one does not happen."""
+        """The number of this attempt; actions that an earlier one put on the agenda are dropped."""
         self._completed = 0
-        """Iterations, those of earlier attempts that were kept included."""
+        """The number of completed iterations, those kept from earlier attempts included."""
         self._reset()
 
     def _reset(self) -> None:
@@ -89,13 +89,13 @@ class Controller:
         self._tracer = Tracer(self.job)
         self._first_seq = dict.fromkeys(self._names, 1)
         self._ops: dict[str, list[_Op]] = {name: [] for name in self._names}
-        """Of this attempt, by deployment and seq."""
+        """The operations of this attempt, by deployment and seq."""
         self._queued: dict[tuple[int, int], _Op] = {}
-        """(iteration, phase) → published before what it comes after had ended."""
+        """By (iteration, phase), the operations published before the one before them had ended."""
         self._begun = self._completed
-        """Iterations."""
+        """The number of iterations that have begun."""
         self._led = self._completed
-        """Iterations whose first phase is over."""
+        """The number of iterations whose first phase is over."""
         self._synced_s = self._agenda.now_s
         """When the weights of the last completed iteration are where they are needed."""
         self._last_end_s = self._agenda.now_s
@@ -122,7 +122,7 @@ class Controller:
         self._append(JobSubmitted(self.job.key, spec, f"submit/{self.job.key}/{self._attempt}"))
 
     def answered(self, status: JobStatus | None, error: ErrorInfo | None) -> None:
-        """To what it has submitted."""
+        """Take the scheduler's answer to a submission."""
         if status is None:
             self._end("rejected", error.message if error else "")
             return
@@ -130,7 +130,7 @@ class Controller:
             self._first_seq[deployment.name] = deployment.next_seq
 
     def viewed(self, status: JobStatus) -> None:
-        """Its job has changed."""
+        """Take the job's changed view."""
         match status.state:
             case "placed" | "profiling" | "active" if not self._is_placed:
                 self._is_placed = True
@@ -164,12 +164,12 @@ class Controller:
         self._later(self._retries.resubmit_s, self.submit)
 
     def crash(self) -> None:
-        """It gives its job up, and comes back."""
+        """Give up the job, and come back later."""
         if self._is_placed:
             self._append(JobFinished(self.job.key, "crash", failed=True))
 
     def lost(self) -> None:
-        """An operation that it needs was not completed: it cannot go on."""
+        """Note that an operation was not completed, so that the controller cannot go on."""
         self._later(0.0, self.crash)
 
     def _attach(self) -> None:
@@ -185,14 +185,14 @@ class Controller:
     # --- its iterations -------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Begin the next iteration, where that may be."""
+        """Begin the next iteration, where it may begin."""
         if self._begun == self.job.iterations or self._led < self._begun:
             return
         if self._begun - self._completed > self.job.steps_ahead:
             return
         iteration = self._begun
         self._begun += 1
-        # Ahead of the last iteration, only what came before that is waited for.
+        # An iteration that runs ahead waits only for those before the last iteration.
         is_ahead = iteration > self._completed
         delay_s = 0.0 if is_ahead else max(0.0, self._synced_s - self._agenda.now_s)
         if self.job.submission is Submission.SERIAL:
@@ -222,7 +222,7 @@ class Controller:
         )
 
     def _is_ordered(self, phase: int) -> bool:
-        """Whether its place in the deployment's order alone keeps it behind the phase before."""
+        """Whether the deployment's order alone keeps a phase after the one before."""
         is_mutating = MUTATING_KINDS & {self._kinds[phase - 1], self._kinds[phase]}
         return self._names[phase - 1] == self._names[phase] and bool(is_mutating)
 
@@ -233,7 +233,7 @@ class Controller:
         return self._ops[key.deployment][int(key.slot) - self._first_seq[key.deployment]]
 
     def ran(self, key: OperationKey, start_s: float) -> None:
-        """An operation of this attempt is completed; it began then."""
+        """Take the completion of an operation of this attempt, and the time at which it began."""
         op = self._op(key)
         self._meter.wait_s += start_s - op.ready_s
         self._meter.operations += 1

@@ -1,7 +1,7 @@
 """How long each phase of a job takes, iteration by iteration.
 
-Drawn from the job's own seed in the order of its iterations, whatever the schedule: under every
-policy the same iteration takes as long, and so it does again after a crash.
+Durations are drawn from the job's own seed in the order of its iterations, whatever the schedule.
+So the same iteration takes the same time under every policy, and again after a crash.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Draws:
         self._job = job
         self._random = random.Random(f"{seed}/{job.tenant}/{job.name}")
         self._drawn: dict[int, list[float]] = {}
-        """Of iterations that are not behind the last checkpoint."""
+        """The durations of the iterations since the last checkpoint."""
         self._next = 0
         self._kept = 0
-        """Iterations before it are not asked for again."""
+        """The first iteration that may be asked for again."""
         self._fixed = None if _varies(job) else [phase.mean_s for phase in job.phases]
 
     def of(self, iteration: int) -> list[float]:
-        """Seconds of each phase. Iterations are asked for in order, or again."""
+        """The seconds of each phase of an iteration. Iterations are asked for in order or again."""
         if self._fixed is not None:
             return self._fixed
         while self._next <= iteration:

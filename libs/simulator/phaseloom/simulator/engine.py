@@ -1,8 +1,8 @@
 """The simulator's shell: the scheduler's own core, folded under a virtual clock.
 
-As the live shell does, it appends events to the decision log, folds each with `Core.step` and
-performs the outputs in order; timers come back as events. Here an event is folded as soon as it is
-appended. At one time, what the world does comes before timers, and timers by (due, name).
+Like the live shell, it appends events to the decision log, folds each with `Core.step` and performs
+the outputs in order; timers come back as events. Here an event is folded as soon as it is appended.
+At one time, the world's actions come before timers, and timers come by (due, name).
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from phaseloom.scheduler.core.planning.timeline.upkeep import of as timeline_of
 from phaseloom.scheduler.core.state.outputs import ComputeReplan, Output, SendCommand, SetTimer
 from phaseloom.simulator.agenda import NEVER_S, Agenda
 from phaseloom.simulator.controllers import USUAL, Retries
-from phaseloom.simulator.faults import Fault
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.metrics import Result, summarise
 from phaseloom.simulator.nodes import FREE, Costs, PoolSpec
-from phaseloom.simulator.world import World
+from phaseloom.simulator.world import Fault, World
 
 REPLAN_S = 1.0
-"""More than what is measured for hundreds of jobs."""
+"""The simulated duration of a plan, longer than is measured for hundreds of jobs."""
 STALE_TIMERS = 1024
-"""Timers that were taken back and are kept all the same, beside as many as are set."""
+"""The number of cancelled timers that are kept, beside as many as are set."""
 
 
 class Engine:
-    """Args: replan_s: how long the scheduler computes, beside its loop, what is worth moving.
-    records: whether to keep the log and the commands, for replays and comparisons.
-    times_steps: whether to time every step, and not only those that place or release a job.
-    after_step: called with the core after each fold (for checks)."""
+    """A shell that folds events under a virtual clock.
+
+    Args: replan_s: how long the scheduler computes, beside its loop, what is worth moving.
+          records: whether to keep the log and the commands, for replays and comparisons.
+          times_steps: whether to time every step, and not only those that place or release a job.
+          after_step: called with the core after each fold (for checks).
+    """
 
     def __init__(
         self,
@@ -66,11 +68,11 @@ class Engine:
         self._after_step = after_step
         self._timers: list[tuple[float, str]] = []
         self.num_events = 0
-        """That the log has taken: the sequence of the last."""
+        """The number of events in the log, which is the sequence of the last."""
         self._world: World | None = None
 
     def append(self, event: Event) -> None:
-        """The log takes an event, and the core folds it."""
+        """Append an event to the log, and fold it with the core."""
         assert self._world is not None, "run has not begun"
         now_s = self._agenda.now_s
         self.num_events += 1
@@ -104,7 +106,7 @@ class Engine:
         self._agenda.after(self._replan_s, self.append, repack.compute(asked))
 
     def run(self, world: World, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
-        """Until every job has ended and the nodes have done what they were told."""
+        """Run until every job has ended and the nodes have obeyed all commands."""
         self._world = world
         self.append(SchedulerConfigured(config))
         agenda = self._agenda
@@ -149,8 +151,8 @@ def simulate(
 ) -> Result:
     """Run a workload to its end under one configuration.
 
-    Args: jobs: names are unique per tenant.
-          until_s: where to stop whatever is left.
+    Args: jobs: the workload; names are unique per tenant.
+          until_s: when to stop, whatever is left.
     """
     agenda, meter = Agenda(), Meter(records_spans=records_spans)
     engine = Engine(agenda, meter, replan_s=replan_s, times_steps=times_steps)

@@ -1,6 +1,7 @@
-"""What a simulated job is: when it comes, what it takes, and what its controller does.
+"""A simulated job: when it arrives, the resources that it takes, and how its controller acts.
 
-One operation a phase. Seconds, unless a name says otherwise; nothing here is drawn or decided.
+Each phase has one operation. Times are in seconds, unless a name says otherwise. Nothing here is
+drawn or decided.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DEPLOYMENTS = {ROLLOUT: "sampler", TRAIN: "policy"}
 
 class Submission(StrEnum):
     SERIAL = "serial"
-    """An operation is published when what it comes after has ended."""
+    """An operation is published when the one before it has ended."""
     CYCLE = "cycle"
     """All operations of an iteration are published together, each `after` the one before."""
 
@@ -36,13 +37,13 @@ class Phase(msgspec.Struct, frozen=True):
 
     pool: str
     mean_s: float
-    """Before the cap."""
+    """The mean duration, before the cap."""
     worst_s: float = 0.0
-    """With every sample at its token limit: no draw is longer. 0: as `mean_s`."""
+    """The duration with every sample at its token limit: no draw is longer. 0: as `mean_s`."""
     sigma: float = 0.0
-    """Of the lognormal that durations are drawn from; 0: every one takes `mean_s`."""
+    """The sigma of the lognormal that durations are drawn from; 0: every one takes `mean_s`."""
     kind: str = ""
-    """Of the operation; empty: `generate` on `rollout`, `optim_step` elsewhere."""
+    """The operation's kind; empty: `generate` on `rollout`, `optim_step` elsewhere."""
     think_s: float = 0.0
     """The controller's own time between this phase and the next (rewards, tools)."""
 
@@ -56,25 +57,30 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Take(msgspec.Struct, frozen=True):
-    """What the job's deployment of one pool takes."""
+    """The resources and times of the job's deployment on one pool."""
 
     num_nodes: int = 1
     host_bytes: int = 0
-    """On each node, in host memory."""
+    """The bytes on each node, in host memory."""
     load_s: float = 0.0
-    """To bring its state onto the devices."""
+    """The time to load the state onto the devices."""
     offload_s: float = 0.0
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """How the phases of a pool change over the job's life: factors at equal steps of its progress,
-    linear between them."""
+    """How the phases of a pool change over the job's run: factors at equal steps of its progress.
+
+    Between the steps the factor is linear.
+    """
 
     pool: str
     factors: tuple[float, ...]
 
     def factor(self, progress: float) -> float:
-        """Args: progress: share of the iterations that are done, 0 to 1."""
+        """The factor at some progress.
+
+        Args: progress: share of the iterations that are done, 0 to 1.
+        """
         place = min(max(progress, 0.0), 1.0) * (len(self.factors) - 1)
         index = min(int(place), len(self.factors) - 2) if len(self.factors) > 1 else 0
         if len(self.factors) == 1:
@@ -88,29 +94,29 @@ class SimJob(msgspec.Struct, frozen=True):
     arrival_s: float
     iterations: int
     phases: tuple[Phase, ...]
-    """Of an iteration, one after the other."""
+    """The phases of an iteration, one after the other."""
     takes: dict[str, Take] = {}
-    """By pool; those not named take one node and switch in no time."""
+    """The resources on each pool; on a pool not named, one node and switches in no time."""
     slo: float = 0.0
-    """Slowdown over running alone that it tolerates, at least 1; 0: best effort."""
+    """The slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
     tenant: str = "sim"
     sync_s: float = 0.0
-    """From the end of an iteration until the first phase that needs its weights may begin."""
+    """The time from the end of an iteration to the first phase that needs its weights."""
     steps_ahead: int = 0
-    """Iterations that may begin before the one before them is trained on: 0 synchronous, 1
+    """How many iterations may begin before the one before them is trained on: 0 synchronous, 1
     one-step-asynchronous."""
     submission: Submission = Submission.SERIAL
     is_declared: bool = True
-    """Whether its cycle is known at submission; else it is profiled first (a cold start)."""
+    """Whether the job's cycle is known at submission; else it is profiled first (a cold start)."""
     may_wait: bool = True
-    """Whether it waits for a place, or is refused where there is none now."""
+    """Whether the job waits for a place, or is refused where there is none now."""
     start_s: float = 0.0
-    """From its placement until its workers are up."""
+    """The time from the job's placement until its workers are up."""
     move_s: float = 0.0
-    """From a move until its workers are up elsewhere."""
+    """The time from a move until the workers are up elsewhere."""
     drift: tuple[Drift, ...] = ()
     model: str = ""
-    """For reports."""
+    """The model's name, for reports."""
 
     @property
     def key(self) -> JobKey:
@@ -118,7 +124,7 @@ class SimJob(msgspec.Struct, frozen=True):
 
     @property
     def pools(self) -> list[str]:
-        """In the order in which an iteration comes to them."""
+        """The job's pools, in the order in which an iteration comes to them."""
         return list(dict.fromkeys(phase.pool for phase in self.phases))
 
     def take(self, pool: str) -> Take:
@@ -129,17 +135,17 @@ class SimJob(msgspec.Struct, frozen=True):
 
     @property
     def num_optim_steps(self) -> int:
-        """Of an iteration."""
+        """The number of optimizer steps of an iteration, at least 1."""
         return max(1, sum(phase.operation_kind == "optim_step" for phase in self.phases))
 
     @property
     def solo_s(self) -> float:
-        """An iteration alone, every phase at its longest: what an SLO is a multiple of."""
+        """The time of an iteration alone, every phase at its longest. An SLO is a multiple."""
         return period_s(self, [phase.longest_s for phase in self.phases])
 
     @property
     def mean_s(self) -> float:
-        """An iteration alone, every phase at its mean."""
+        """The time of an iteration alone, every phase at its mean."""
         return period_s(self, [phase.mean_s for phase in self.phases])
 
 
@@ -148,9 +154,9 @@ def deployment_of(pool: str) -> str:
 
 
 def period_s(job: SimJob, durations_s: list[float]) -> float:
-    """Of an iteration alone in its steady state, given how long each phase takes.
+    """The time of an iteration alone in its steady state, given how long each phase takes.
 
-    Args: durations_s: in the order of `job.phases`.
+    Args: durations_s: the phases' durations, in the order of `job.phases`.
     """
     line_s = [d + phase.think_s for d, phase in zip(durations_s, job.phases, strict=True)]
     if not job.steps_ahead:
@@ -165,7 +171,7 @@ def period_s(job: SimJob, durations_s: list[float]) -> float:
 
 
 def cycle_of(job: SimJob) -> Cycle:
-    """As it would be measured alone; consecutive phases on one pool are one segment."""
+    """The job's cycle as measured alone; consecutive phases on one pool are one segment."""
     period = job.mean_s
     segments: list[Segment] = []
     offset_s = 0.0
@@ -185,7 +191,7 @@ def cycle_of(job: SimJob) -> Cycle:
 
 
 def spec_of(job: SimJob, *, iterations: int) -> JobSpec:
-    """What its controller submits, with so many iterations to go."""
+    """The spec that the job's controller submits, with so many iterations to go."""
     return JobSpec(
         slo=job.slo,
         deployments=[_deployment(job, pool) for pool in job.pools],

@@ -1,4 +1,4 @@
-"""What is written down while a simulation runs; `metrics` makes sense of it afterwards."""
+"""The measurements of a running simulation, from which `metrics` makes a result afterwards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from phaseloom.simulator.jobs import SimJob
 
 
 class Span(NamedTuple):
-    """For pictures: a node that ran or switched."""
+    """A time in which a node ran or switched, kept for pictures."""
 
     node: str
     job: str
     what: str
-    """Kind of the operation, or `switch`."""
+    """The kind of the operation, or `switch`."""
     start_s: float
     end_s: float
 
@@ -24,9 +24,9 @@ class Decision(NamedTuple):
     """A core step that placed or released a job."""
 
     num_jobs: int
-    """That had a place or waited for one before it."""
+    """The number of jobs that had a place or waited for one before the step."""
     seconds: float
-    """Of this thread on this machine: other processes do not enter."""
+    """The processor time of this thread, which other processes do not change."""
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class NodeMeter:
     busy_s: float = 0.0
     switch_s: float = 0.0
     switches: int = 0
-    """Activations that displaced another deployment."""
+    """The number of activations that displaced another deployment."""
     held_s: float = 0.0
-    """With a job pinned to it: what is paid for."""
+    """The time with a job pinned to the node, which is what is paid for."""
     held_since_s: float = -1.0
     pinned: set[str] = field(default_factory=set)
 
@@ -49,27 +49,27 @@ class JobMeter:
     job: SimJob
     submitted_s: float = -1.0
     placed_s: float = -1.0
-    """When it first had a place."""
+    """When the job first had a place."""
     ended_s: float = -1.0
     outcome: str = "open"
-    """`done`, `rejected`, `failed`, or `open` where the simulation ended before."""
+    """`done`, `rejected`, `failed`, or `open` where the simulation ended before the job."""
     why: str = ""
     iteration_s: list[float] = field(default_factory=list)
-    """Of each completed one: from the end of the one before (or the placement) to its end."""
+    """The time of each completed iteration, from the end of the one before (or the placement)."""
     alone_s: float = 0.0
-    """What the completed iterations would have taken alone, with the same draws."""
+    """The time that the completed iterations would have taken alone, with the same draws."""
     completed: int = 0
-    """Iterations, those that a failure threw back counted once."""
+    """The number of completed iterations; those that a failure threw back count once."""
     last_end_s: float = -1.0
-    """When the last of them was completed."""
+    """When the last iteration was completed."""
     wait_s: float = 0.0
-    """Ready, and not begun: the sum over its operations, switches included."""
+    """The time in which operations were ready and not begun, summed, switches included."""
     operations: int = 0
-    """That ran."""
+    """The number of operations that ran."""
     attempts: int = 0
     switches: int = 0
     moved: dict[str, int] = field(default_factory=dict)
-    """How often, by deployment: they move together, each when it may."""
+    """The number of moves of each deployment: they move together, each when it may."""
 
     @property
     def moves(self) -> int:
@@ -77,7 +77,10 @@ class JobMeter:
 
 
 class Meter:
-    """Args: records_spans: whether to keep every interval for pictures."""
+    """The measurements of one simulation.
+
+    Args: records_spans: whether to keep every interval for pictures.
+    """
 
     def __init__(self, *, records_spans: bool = False) -> None:
         self.nodes: dict[str, NodeMeter] = {}
@@ -85,16 +88,16 @@ class Meter:
         self.spans: list[Span] | None = [] if records_spans else None
         self.decisions: list[Decision] = []
         self.steps_s: dict[str, list[float]] = {}
-        """Of the steps that were timed, CPU seconds by kind of event."""
+        """The CPU seconds of the steps that were timed, by kind of event."""
         self.steps: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
-        """(from when, $/h, GPUs) of the nodes that jobs are pinned to."""
+        """The (time, $/h, GPUs) of the nodes that jobs are pinned to, at each change."""
         self.num_active = 0
-        """Jobs that are submitted and have not ended."""
+        """The number of jobs that are submitted and have not ended."""
         self.peaks: dict[str, int] = {}
         """Pool → nodes held at once, at most."""
         self._held: dict[str, int] = {}
         self.told: dict[str, int] = {}
-        """Notices of the core, by what they are about."""
+        """The number of the core's notices of each kind."""
 
     def stepped(self, event: Event, num_jobs: int, seconds: float) -> None:
         if isinstance(event, JobSubmitted | JobFinished):
@@ -109,7 +112,10 @@ class Meter:
     def switched(
         self, node: str, job: str, start_s: float, end_s: float, *, displaces: bool
     ) -> None:
-        """Args: displaces: whether another deployment had to leave."""
+        """Count a context switch.
+
+        Args: displaces: whether another deployment had to leave.
+        """
         meter = self.nodes[node]
         meter.switch_s += end_s - start_s
         if displaces:

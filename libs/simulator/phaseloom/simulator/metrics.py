@@ -1,4 +1,4 @@
-"""What a simulation came to: per job, per pool, for the whole cluster.
+"""The result of a simulation: for each job, for each pool, and for the whole cluster.
 
 An SLO is attained where the mean iteration over the job's life, from its first placement to its
 end, is at most `slo` times what it would be alone: every phase at its longest (`SimJob.solo_s`),
@@ -16,36 +16,37 @@ from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
 
 _HOUR_S = 3600.0
 _ROUNDING = 1e-9
-"""Relative: sums of the same seconds in another order."""
+"""The relative error allowed for sums of the same seconds in another order."""
 
 
 class JobResult(msgspec.Struct, frozen=True):
     name: str
     outcome: str
-    """`done`, `rejected`, `failed`; `open` where the simulation was stopped before."""
+    """`done`, `rejected`, `failed`, or `open` where the simulation was stopped before."""
     why: str
     slo: float
     solo_s: float
-    """An iteration alone, at its longest."""
+    """The time of an iteration alone, at its longest."""
     first_load_s: float
-    """To load its state once, which it must alone too."""
+    """The time to load the job's state once, which it needs alone too."""
     submitted_s: float
     placed_s: float
-    """-1: never."""
+    """When the job first had a place; -1: never."""
     ended_s: float
-    """-1: not yet."""
+    """When the job ended; -1: not yet."""
     iterations: int
-    """Completed, those that a failure threw back counted once."""
+    """The number of completed iterations; those that a failure threw back count once."""
     mean_iteration_s: float
-    """Life / iterations; 0: none."""
+    """The time from the first placement to the last iteration's end, over the iterations; 0: there
+    are none."""
     slowdown: float
-    """`mean_iteration_s` over what the same iterations would have taken alone, as drawn."""
+    """`mean_iteration_s` over the time that the same iterations, as drawn, would take alone."""
     within_slo: float
-    """Share of its single iterations."""
+    """The share of the job's single iterations within its SLO."""
     wait_s: float
-    """Mean of its operations, from ready to begun: switches included."""
+    """The mean time of an operation from ready to begun, switches included."""
     switches: int
-    """Switch-ins of its deployments that displaced another job."""
+    """The number of switch-ins of the job's deployments that displaced another job."""
     moves: int
     attempts: int
 
@@ -57,12 +58,12 @@ class JobResult(msgspec.Struct, frozen=True):
 
     @property
     def queueing_s(self) -> float:
-        """From submission to placement; -1: never placed."""
+        """The time from submission to placement; -1: the job was never placed."""
         return self.placed_s - self.submitted_s if self.placed_s >= 0 else -1.0
 
     @property
     def queueing_delay(self) -> float:
-        """Queueing over the time from placement to end; -1: never placed, or not ended."""
+        """Queueing over the time from placement to end; -1: the job was not placed, or is open."""
         life_s = self.ended_s - self.placed_s
         return self.queueing_s / life_s if self.placed_s >= 0 and life_s > 0 else -1.0
 
@@ -71,7 +72,7 @@ class PoolResult(msgspec.Struct, frozen=True):
     """Sums over the nodes of a pool, in node-seconds."""
 
     held_s: float
-    """With a job pinned to the node."""
+    """The time with a job pinned to the node."""
     busy_s: float
     switch_s: float
     switches: int
@@ -83,7 +84,7 @@ class PoolResult(msgspec.Struct, frozen=True):
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the held time in which nothing ran: idle or switching."""
+        """The share of the held time in which nothing ran: idle or switching."""
         return 1.0 - self.utilisation if self.held_s else 0.0
 
 
@@ -91,45 +92,45 @@ class Result(msgspec.Struct, frozen=True):
     jobs: list[JobResult]
     pools: dict[str, PoolResult]
     start_s: float
-    """First arrival."""
+    """The time of the first arrival."""
     makespan_s: float
-    """From the first arrival to the last end."""
+    """The time from the first arrival to the last end."""
     cost: float
-    """Prices of the nodes that jobs were pinned to, over time."""
+    """The price of the nodes that jobs were pinned to, over time."""
     peak_gpus: int
     switches: int
     moves: int
     operations: int
     events: int
-    """Entries of the decision log."""
+    """The number of entries of the decision log."""
     cost_steps: list[tuple[float, float, int]]
-    """(from when, $/h, GPUs held)."""
+    """The (time, $/h, GPUs held) at each change."""
     decisions: list[tuple[int, float]]
-    """Steps that placed or released a job: (active jobs, seconds of CPU)."""
+    """The steps that placed or released a job, as (active jobs, seconds of CPU)."""
     step_s: dict[str, list[float]]
-    """CPU seconds of the core's steps that were timed, by kind of event (`QueuedOperation`, …)."""
+    """The CPU seconds of the core's steps that were timed, by kind of event."""
     told: dict[str, int]
-    """Notices of the scheduler, counted."""
+    """The number of the scheduler's notices of each kind."""
     searched: int
-    """Shifts of a job on a set of nodes that placement looked at, …"""
+    """The number of shifts of a job on a set of nodes that placement looked at."""
     pruned: int
-    """… and of these, how many the capacity tree refused before any node was looked at."""
+    """The number of these shifts that the capacity tree refused before any node was looked at."""
     spans: list[Span] = []
-    """Where they were recorded."""
+    """The times in which nodes ran or switched, where they were recorded."""
 
     @property
     def cost_per_hour(self) -> float:
-        """Mean over the makespan."""
+        """The mean cost per hour over the makespan."""
         return self.cost / self.makespan_s * _HOUR_S if self.makespan_s else 0.0
 
     @property
     def promised(self) -> list[JobResult]:
-        """Jobs with an SLO that ran to an end."""
+        """The jobs with an SLO that ran to an end."""
         return [job for job in self.jobs if job.slo and job.outcome in ("done", "failed")]
 
     @property
     def slo_attainment(self) -> float:
-        """Share of the jobs with an SLO that ran; 1 where there is none."""
+        """The share of the jobs with an SLO that ran and met it; 1 where there is none."""
         promised = self.promised
         return (
             fmean(job.is_slo_met and job.outcome == "done" for job in promised) if promised else 1.0
@@ -137,7 +138,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def iterations_within_slo(self) -> float:
-        """Share of the single iterations of those jobs."""
+        """The share of single iterations within the SLO, over all jobs with an SLO that ran."""
         total = sum(job.iterations for job in self.promised)
         within = sum(job.within_slo * job.iterations for job in self.promised)
         return within / total if total else 1.0
@@ -150,18 +151,21 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def mean_wait_s(self) -> float:
-        """Of an operation."""
+        """The mean time that an operation waits."""
         waits = [job.wait_s for job in self.jobs if job.iterations]
         return fmean(waits) if waits else 0.0
 
     def decision_ms(self, share: float) -> float:
-        """Quantile of the decision latencies; 0: there were none."""
+        """A quantile of the decision latencies; 0: there were none."""
         ordered = sorted(seconds for _, seconds in self.decisions)
         return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def summarise(meter: Meter, now_s: float, num_events: int, search: Search) -> Result:
-    """Args: now_s: when the simulation was stopped."""
+    """The result of a simulation, from its measurements.
+
+    Args: now_s: when the simulation was stopped.
+    """
     for node in meter.nodes.values():
         _close(node, now_s)
     jobs = [_job(job) for job in meter.jobs.values()]

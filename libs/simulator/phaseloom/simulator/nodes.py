@@ -1,7 +1,7 @@
-"""Emulated nodes: what agents, ranks and state managers would do, and how long it takes them.
+"""Emulated nodes: the work of agents, ranks and state managers, and the time that it takes.
 
-A node has one device, which stands for all of its accelerators. Whatever a node says comes later
-than the command that it answers, never within it.
+A node has one device, which stands for all of its accelerators. A node's answer comes later than
+the command that it answers, never within it.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class PoolSpec(msgspec.Struct, frozen=True):
     pool: str
     num_nodes: int
     price_per_hour: float = 1.0
-    """Of a node."""
+    """The price of a node."""
     host_bytes: int = _NOT_LIMITED
-    """Of a node's host memory."""
+    """The size of a node's host memory."""
     num_gpus: int = 8
-    """Of a node, for the count of GPUs."""
+    """The number of GPUs of a node, for the count of GPUs in results."""
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Seconds that are no job's own."""
+    """The times of work that is the same for all jobs."""
 
     stop_s: float = 0.0
-    """To kill the workers of a deployment."""
+    """The time to kill the workers of a deployment."""
     restart_s: float = 0.0
-    """From the death of workers until others are up on the same node, beside the job's start."""
+    """The time from the death of workers until new ones start on the same node."""
     seal_s: float = 0.0
     mirror_s: float = 0.0
-    """To bring the state of a deployment to another node, while it runs on."""
+    """The time to copy the state of a deployment to another node, while it runs on."""
 
 
 FREE = Costs()
@@ -71,7 +71,7 @@ FREE = Costs()
 
 @dataclass(eq=False, slots=True)
 class _Ranks:
-    """One WPG's processes."""
+    """The processes of one WPG."""
 
     key: DeploymentKey
     name: str
@@ -82,18 +82,21 @@ class _Ranks:
     nodes: list[NodeId]
     applied: int
     start_s: float
-    """From the command until they are up."""
+    """The time from the command until the processes are up."""
     epoch: int = 0
     open_s: dict[NodeId, float] = field(default_factory=dict)
     """When the activation is open on each node."""
     running: dict[OperationKey, float] = field(default_factory=dict)
-    """Until when."""
+    """When each operation that runs will end."""
     is_alive: bool = True
 
 
 class Nodes:
-    """Args: duration_s: how long an operation takes, by its key; of a replayed one too.
-    ran: told of each operation that is completed for the first time, and when it began."""
+    """All nodes of a cluster.
+
+    Args: duration_s: tells how long an operation takes, a replayed one too.
+          ran: told of each operation that is completed for the first time, and when it began.
+    """
 
     def __init__(
         self,
@@ -114,10 +117,10 @@ class Nodes:
         self._ran = ran
         self._costs = costs
         self._ranks: dict[DeploymentKey, _Ranks] = {}
-        """The newest life of each deployment, whether or not it has ended."""
+        """The newest incarnation of each deployment, whether or not it has ended."""
         self._up: dict[NodeId, NodeUp] = {}
         self.completed: set[OperationKey] = set()
-        """Their outcome is stored."""
+        """The operations whose outcome is stored."""
         self._obey: dict[type[Command], Callable[..., None]] = {
             StartWpg: self._start,
             StopWpg: self._stop,
@@ -151,7 +154,7 @@ class Nodes:
                 self._agenda.after(0.0, self._append, up)
 
     def lose(self, node: NodeId, reason: str) -> None:
-        """Every process on it dies; what runs across several nodes dies whole."""
+        """Kill every process on a node; a WPG over several nodes dies whole."""
         up = self._up[node]
         for ranks in self._ranks.values():
             if node in ranks.nodes:
@@ -166,7 +169,7 @@ class Nodes:
         self._append(up)
 
     def crash(self, key: DeploymentKey, reason: str) -> None:
-        """The workers of a deployment die, and their nodes live."""
+        """Kill the workers of a deployment, while their nodes stay up."""
         ranks = self._ranks.get(key)
         if ranks is None or not ranks.is_alive:
             return
@@ -177,20 +180,20 @@ class Nodes:
     # --- commands -------------------------------------------------------------------------------
 
     def obey(self, command: Command) -> None:
-        """What is not listed takes no time and has no answer."""
+        """Obey a command. A command without a handler takes no time and has no answer."""
         obey = self._obey.get(type(command))
         if obey is not None:
             obey(command)
 
     def _start(self, command: StartWpg) -> None:
-        """Each of its nodes is told by itself, and answers by itself."""
+        """Start a WPG on one of its nodes; each node gets a command of its own, and answers it."""
         ranks = self._ranks.get(command.deployment)
         if ranks is None or ranks.incarnation < command.incarnation:
-            ranks = self._begin_life(command, ranks)
+            ranks = self._begin_incarnation(command, ranks)
         self._meter.pin(command.node, ranks.name, self._agenda.now_s)
         self._agenda.after(ranks.start_s, self._started, ranks, command.node)
 
-    def _begin_life(self, command: StartWpg, last: _Ranks | None) -> _Ranks:
+    def _begin_incarnation(self, command: StartWpg, last: _Ranks | None) -> _Ranks:
         key = command.deployment
         nodes = command.nodes or [command.node]
         job = self._jobs[key.tenant, key.job]
@@ -298,7 +301,7 @@ class Nodes:
         self._agenda.after(self._costs.mirror_s, self._append, done)
 
     def _cancel(self, command: CancelOperation) -> None:
-        """A reading operation that runs is stopped at once."""
+        """Stop a reading operation at once, where it runs."""
         ranks = self._ranks.get(command.operation.deployment_key)
         if ranks is None or ranks.running.pop(command.operation, None) is None:
             return

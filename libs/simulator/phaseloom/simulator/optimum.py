@@ -1,19 +1,19 @@
-"""What the cheapest strict round robin of a set of jobs costs, moves being free: the yardstick.
+"""The cost of the cheapest strict round robin of a set of jobs with free moves: the yardstick.
 
-`cheapest_partition` is exact: every feasible co-execution group, with its cheapest rollout nodes,
-and a partition of the jobs into such groups of least price (WEAVE §6.5, *Offline Optimal*). To nine
-jobs by dynamic programming over subsets, beyond that as set partitioning by OR-Tools CP-SAT (the
-`simulator` extra). `regrouping_bound` repeats that for every span between two arrivals or
-departures, as if regrouping took no time: no online policy that keeps to the strict round robin
-can cost less.
+`cheapest_partition` is exact. It takes every feasible co-execution group, with its cheapest rollout
+nodes, and finds the partition of the jobs into such groups of least price (WEAVE §6.5, *Offline
+Optimal*): up to nine jobs by dynamic programming over subsets, beyond that as set partitioning by
+OR-Tools CP-SAT (the `simulator` extra). `regrouping_bound` repeats that for every span between two
+arrivals or departures, as if regrouping took no time: no online policy that keeps to the strict
+round robin can cost less.
 
-A solver that is given an effort stops there, and says below what no partition can be: a proven
-bound, beside the best partition found. The effort is counted in operations and not in seconds, so
-the same jobs give the same bound on every machine.
+A solver that is given an effort stops there. It then gives a proven bound below which no partition
+can be, beside the best partition that it found. The effort is counted in operations and not in
+seconds, so the same jobs give the same bound on every machine.
 
-Feasibility shrinks with membership (a job more never shortens a period), so groups are grown one
-job at a time, each arrival adding those that it is in, and a group is given to the solver only
-where it is cheaper than every split of it in two.
+Feasibility shrinks with membership, since a further job never shortens a period. So groups are
+grown one job at a time, each arrival adding the groups that it is in. A group is given to the
+solver only where it is cheaper than every split of it in two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phaseloom.scheduler.core.planning.weave.period import Phases, period_s
 
 SLACK = 1e-9
 SCALE = 100
-"""Prices are given to the solver in hundredths."""
+"""The factor for prices, which are given to the solver in hundredths."""
 BY_SUBSETS = 9
 
 
@@ -40,7 +40,7 @@ class Job(NamedTuple):
     rollout_s: float
     train_s: float
     allowed_s: float
-    """Longest iteration that its SLO tolerates."""
+    """The longest iteration that the job's SLO tolerates."""
     rollout_nodes: int = 1
     train_nodes: int = 1
     rollout_bytes: int = 0
@@ -53,17 +53,17 @@ class Job(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What nodes cost and hold, and how many jobs may share them."""
+    """The prices and sizes of nodes, and how many jobs may share them."""
 
     rollout_price: float = 14.8
-    """Per node-hour: eight H20 at 1.85 (WEAVE, Table 1)."""
+    """The price of a node-hour: eight H20 at 1.85 (WEAVE, Table 1)."""
     train_price: float = 42.24
-    """Per node-hour: eight H800 at 5.28."""
+    """The price of a node-hour: eight H800 at 5.28."""
     host_bytes: int = 2048 * 10**9
-    """Of a node's memory; 0: no bound."""
+    """The size of a node's memory; 0: no bound."""
     max_group_jobs: int = 5
     switch_s: float = 0.0
-    """Planned for each phase of a group of several jobs; 0: switching is free."""
+    """The time planned for a switch in each phase of a group of several jobs; 0: it is free."""
 
 
 Group = frozenset[Job]
@@ -73,11 +73,11 @@ class Partition(NamedTuple):
     price_per_hour: float
     groups: tuple[tuple[str, ...], ...]
     bound_per_hour: float
-    """No partition is cheaper than that; the price itself where it is proven to be the least."""
+    """A price below which no partition is; the price itself where it is proven to be the least."""
 
 
 class _Part(NamedTuple):
-    """Of jobs that share no group with others."""
+    """A partition of jobs that share no group with others."""
 
     groups: tuple[Group, ...]
     price: float
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A job and when it is there, in any unit of time."""
+    """A job and the time in which it is present, in any unit."""
 
     job: Job
     start: float
@@ -93,10 +93,10 @@ class Span(NamedTuple):
 
 
 class Pricing:
-    """Prices of groups, remembered over all the sets of jobs that one workload brings.
+    """The prices of groups, remembered over all sets of jobs that one workload brings.
 
-    Args: effort: in the solver's deterministic seconds, for each set of jobs that share groups;
-              inf: until the optimum is proven, which may take hours.
+    Args: effort: the solver's deterministic seconds for each set of jobs that share groups; inf:
+              until the optimum is proven, which may take hours.
     """
 
     def __init__(self, terms: Terms | None = None, *, effort: float = inf) -> None:
@@ -107,13 +107,13 @@ class Pricing:
         self._parts: dict[Group, _Part] = {}
 
     def price(self, group: Group) -> float | None:
-        """Of the cheapest nodes on which everybody's SLO holds; None: there are none."""
+        """The price of the cheapest nodes on which every job's SLO holds; None: there are none."""
         if group not in self._prices:
             self._prices[group] = _group_price(sorted(group), self.terms)
         return self._prices[group]
 
     def total(self, groups: Iterable[Group]) -> float:
-        """Of feasible groups."""
+        """The price of several feasible groups."""
         return sum(self.price(group) or 0.0 for group in groups)
 
     def solo(self, job: Job) -> float:
@@ -122,7 +122,7 @@ class Pricing:
         )
 
     def is_useful(self, group: Group) -> bool:
-        """Whether it is feasible and cheaper than the best two groups that split it."""
+        """Whether a group is feasible and cheaper than the best two groups that split it."""
         if group not in self._useful:
             self._useful[group] = self._saves(group)
         return self._useful[group]
@@ -141,8 +141,11 @@ class Pricing:
         return True
 
     def part(self, jobs: Group, groups: Sequence[Group], likely: Collection[Group]) -> _Part:
-        """Args: groups: the useful ones of these jobs, of at least two.
-        likely: where the solver looks first."""
+        """The best partition of jobs that share no group with others.
+
+        Args: groups: the useful groups of these jobs, each of at least two.
+              likely: the groups at which the solver looks first.
+        """
         if jobs not in self._parts:
             if len(jobs) <= BY_SUBSETS:
                 self._parts[jobs] = _by_subsets(self, jobs, groups)
@@ -152,20 +155,22 @@ class Pricing:
 
 
 class Present:
-    """Jobs that come and go, and the groups that they could form."""
+    """The jobs that are present, and the groups that they could form."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self._jobs: set[Job] = set()
         self._feasible: list[Group] = []
         self._useful: list[Group] = []
-        """Of at least two jobs."""
+        """The useful groups of at least two jobs."""
         self._chosen: set[Group] = set()
-        """The last partition, less who has gone since."""
+        """The last partition, without the jobs that have gone since."""
 
     def come(self, job: Job) -> None:
-        """Every part of a feasible group is feasible: the new ones are the old ones and this
-        job."""
+        """Add a job.
+
+        Every part of a feasible group is feasible, so the new groups are the old ones with the job.
+        """
         pricing, full = self.pricing, self.pricing.terms.max_group_jobs
         grown = (group | {job} for group in self._feasible if len(group) < full)
         added = [group for group in grown if pricing.price(group) is not None]
@@ -180,7 +185,7 @@ class Present:
         self._chosen = {group - {job} for group in self._chosen}
 
     def partition(self) -> Partition:
-        """The cheapest: groups in the order of their first job."""
+        """The cheapest partition, its groups in the order of their first job."""
         everybody = sorted(self._jobs)
         inside: dict[Group, list[Group]] = {}
         of = {job: part for part in _components(everybody, self._useful) for job in part}
@@ -196,7 +201,10 @@ class Present:
 
 
 def cheapest_partition(jobs: Iterable[Job], terms: Terms | None = None) -> Partition:
-    """Exact. Raises: CallerError: more than nine jobs, and OR-Tools is not installed."""
+    """The exact cheapest partition of some jobs.
+
+    Raises: CallerError: there are more than nine jobs, and OR-Tools is not installed.
+    """
     present = Present(Pricing(terms))
     for job in sorted(jobs):
         present.come(job)
@@ -204,21 +212,21 @@ def cheapest_partition(jobs: Iterable[Job], terms: Terms | None = None) -> Parti
 
 
 class Regrouping(NamedTuple):
-    """Integrated over time, in $/h times the unit of the spans (dollars where they are hours)."""
+    """The price over time, in $/h times the unit of the spans (dollars where they are hours)."""
 
     bound: float
-    """No regrouping costs less."""
+    """The price below which no regrouping is."""
     price: float
-    """Of the best that was found; the bound itself where everything is proven."""
+    """The price of the best that was found; the bound itself where everything is proven."""
 
     @property
     def gap(self) -> float:
-        """How much the optimum can be above the bound at most, relative to it; 0: exact."""
+        """The most that the optimum can be above the bound, relative to it; 0: it is exact."""
         return self.price / self.bound - 1.0 if self.bound else 0.0
 
 
 def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> Regrouping:
-    """Of the cheapest partition of whoever is there, at every time."""
+    """The price of the cheapest partition of the jobs that are present, over all times."""
     coming: dict[float, list[Job]] = {}
     going: dict[float, list[Job]] = {}
     for span in spans:
@@ -239,7 +247,7 @@ def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> Regrouping:
 
 
 def _components(jobs: Sequence[Job], groups: Iterable[Group]) -> Iterator[Group]:
-    """Sets of jobs that no group connects: each is a problem of its own."""
+    """The sets of jobs that no group connects: each is a problem of its own."""
     of = {job: frozenset((job,)) for job in jobs}
     for group in groups:
         parts = {of[job] for job in group}
@@ -250,7 +258,7 @@ def _components(jobs: Sequence[Job], groups: Iterable[Group]) -> Iterator[Group]
 
 
 def _by_subsets(pricing: Pricing, jobs: Group, groups: Sequence[Group]) -> _Part:
-    """Dynamic programming: the group of the first job, then the rest."""
+    """The best partition by dynamic programming: the group of the first job, then the rest."""
     everybody = [*groups, *(frozenset((job,)) for job in sorted(jobs))]
 
     @cache
@@ -272,10 +280,10 @@ def _by_subsets(pricing: Pricing, jobs: Group, groups: Sequence[Group]) -> _Part
 def _by_solver(
     pricing: Pricing, jobs: Group, groups: Sequence[Group], likely: Collection[Group]
 ) -> _Part:
-    """Choose disjoint groups that save most over everybody alone.
+    """The best partition by the solver: disjoint groups that save most over every job alone.
 
-    Where the effort ends before the optimum is proven, the solver's bound on what can be saved
-    is one on the price.
+    Where the effort ends before the optimum is proven, the solver's bound on the saving gives a
+    bound on the price.
     """
     try:
         from ortools.sat.python import cp_model
@@ -322,7 +330,7 @@ def _by_solver(
 
 
 def _most_saved(jobs: Group, groups: Sequence[Group], saved: Sequence[int]) -> float:
-    """Each job saves at most what it has an equal share of in the best of its groups."""
+    """A bound on the saving: each job saves at most an equal share of the best of its groups."""
     shares = dict.fromkeys(jobs, 0.0)
     for group, amount in zip(groups, saved, strict=True):
         for job in group:
@@ -331,7 +339,7 @@ def _most_saved(jobs: Group, groups: Sequence[Group], saved: Sequence[int]) -> f
 
 
 def _group_price(jobs: Sequence[Job], terms: Terms) -> float | None:
-    """Of the fewest rollout nodes with which the group keeps every SLO; None: no number does."""
+    """The price of the fewest rollout nodes with which a group keeps every SLO; None: none does."""
     first = jobs[0]
     if len(jobs) == 1:
         nodes: int | None = first.rollout_nodes
@@ -353,7 +361,7 @@ def _exceeds(taken_bytes: int, host_bytes: int) -> bool:
 
 
 def _rollout_nodes(jobs: Sequence[Job], terms: Terms) -> int | None:
-    """The fewest, over all node sets and orders of the jobs."""
+    """The fewest rollout nodes for a group, over all node sets and orders of the jobs."""
     allowed_s = min(job.allowed_s for job in jobs) + SLACK
     train_s = sum(job.train_s + terms.switch_s for job in jobs)
     if max(train_s, *(job.solo_s + terms.switch_s for job in jobs)) > allowed_s:
@@ -364,7 +372,7 @@ def _rollout_nodes(jobs: Sequence[Job], terms: Terms) -> int | None:
 
 
 def _bins(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
-    """Bin packing: one node a job, so the period is max(T_load, T_cycle)."""
+    """The fewest nodes by bin packing: one node a job, so the period is max(T_load, T_cycle)."""
 
     def is_packed(bins: list[list[Job]]) -> bool:
         return all(_holds(inside, terms, allowed_s) for inside in bins)
@@ -396,8 +404,10 @@ def _partitions(jobs: Sequence[Job]) -> Iterator[list[list[Job]]]:
 
 
 def _node_sets(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
-    """Rollouts over several nodes: sets may overlap, so the period is that of the max-plus system
-    in the best order."""
+    """The fewest nodes where rollouts span several.
+
+    Node sets may overlap, so the period is that of the max-plus system in the best order.
+    """
     most = sum(job.rollout_nodes for job in jobs)
     for num_nodes in range(max(job.rollout_nodes for job in jobs), most + 1):
         for sets in _assignments(list(jobs), num_nodes, terms, allowed_s):
@@ -409,8 +419,10 @@ def _node_sets(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | Non
 def _assignments(
     jobs: list[Job], num_nodes: int, terms: Terms, allowed_s: float
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Node sets of every job on which no node is over its time or memory; nodes that nobody uses
-    yet are interchangeable, so they are taken in order."""
+    """Node sets for all jobs in which no node is over its time or memory.
+
+    Nodes that no job uses yet are interchangeable, so they are taken in order.
+    """
 
     def extend(i: int, sets: list[tuple[int, ...]], used: int) -> Iterator[list[tuple[int, ...]]]:
         if i == len(jobs):

@@ -1,7 +1,7 @@
 """Phase traces of simulated jobs, as a profiler would find them in the log.
 
-The first is told after one whole iteration, the next when the figures have changed: the scheduler
-folds each, so they are few. Periods are net of waiting and switches.
+The first trace comes after one whole iteration, the next ones when the figures have changed. They
+are few, since the scheduler folds each. Periods are net of waiting and switches.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.simulator.jobs import SimJob, cycle_of, deployment_of, period_s
 
 _RECENT = 16
-"""Samples that a median is taken over."""
+"""The number of samples that a median is taken over."""
 _MIN_CHANGE = 0.1
-"""Of a period, relative: worth telling."""
+"""The relative change of a period that makes a new trace worth telling."""
 _EVERY = 8
-"""Iterations between two looks, beside the second and the fourth."""
+"""The number of iterations between two looks; the second and the fourth are looked at too."""
 
 
 class Tracer:
-    """Of one job."""
+    """The phase traces of one job."""
 
     def __init__(self, job: SimJob) -> None:
         self._job = job
         self._durations_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
         self._gaps_s = [deque[float](maxlen=_RECENT) for _ in job.phases]
         self._left: dict[str, tuple[int, float]] = {}
-        """Pool → the phase that ended there last, and when, while none is open there."""
+        """The phase that ended last on each pool where none is open, and when it ended."""
         self._count = 0
         self._told: PhaseTrace | None = None
 
     def declared(self) -> PhaseTrace:
-        """As it was measured in an earlier run: of a job whose cycle is known at submission."""
+        """The trace of a job whose cycle is known at submission, from an earlier run."""
         usual_s = [phase.mean_s for phase in self._job.phases]
         self._told = self._trace(usual_s, period_s(self._job, usual_s), 0.0)
         return self._told
 
     def began(self, phase: int, now_s: float) -> None:
-        """Its operation is ready."""
+        """Note that a phase's operation is ready."""
         left = self._left.pop(self._job.phases[phase].pool, None)
         if left is not None:
             self._gaps_s[left[0]].append(now_s - left[1])
@@ -50,7 +50,7 @@ class Tracer:
         self._left[self._job.phases[phase].pool] = (phase, now_s)
 
     def completed(self, durations_s: list[float]) -> PhaseTrace | None:
-        """An iteration is over. Returns: a trace that says something new."""
+        """Note that an iteration is over; a trace, where it says something new."""
         for known, duration_s in zip(self._durations_s, durations_s, strict=True):
             known.append(duration_s)
         self._count += 1
@@ -105,7 +105,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def _gap_alone_s(job: SimJob, index: int) -> float:
-    """From the end of a phase until its pool is needed again, where the job runs alone."""
+    """The time from the end of a phase until its pool is needed again, where the job runs alone."""
     count, pool = len(job.phases), job.phases[index].pool
     gap_s = 0.0
     for step in range(1, count + 1):

@@ -1,15 +1,17 @@
-"""All that a scheduler's shell talks to, emulated: nodes, ranks, controllers, faults.
+"""Everything that a scheduler's shell talks to, emulated: nodes, ranks, controllers, faults.
 
-The world obeys outputs and appends events. It does not know who folds those: the simulator's engine
-at once, a live shell when its log has them.
+The world obeys the core's outputs and appends events. It does not know who folds the events: the
+simulator's engine does so at once, a live shell when its log has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from phaseloom.common.contract.events import Event, OperationFinished
-from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.state.outputs import (
     Answer,
@@ -23,14 +25,42 @@ from phaseloom.scheduler.core.state.outputs import (
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import USUAL, Controller, Retries
 from phaseloom.simulator.draws import Draws
-from phaseloom.simulator.faults import Crash, Fault, NodeFault, WorkersDie
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import FREE, Costs, Nodes, PoolSpec
 
 
+class NodeFault(msgspec.Struct, frozen=True, tag=True):
+    """A node dies with all that runs on it, and comes back empty."""
+
+    node: str
+    at_s: float
+    down_s: float
+
+
+class Crash(msgspec.Struct, frozen=True, tag=True):
+    """A job's controller gives up, and submits the job again, from its checkpoint."""
+
+    job: str
+    at_s: float
+    tenant: str = "sim"
+
+
+class WorkersDie(msgspec.Struct, frozen=True, tag=True):
+    """The workers of one deployment die, while their nodes stay up."""
+
+    deployment: DeploymentKey
+    at_s: float
+
+
+Fault = NodeFault | Crash | WorkersDie
+
+
 class World:
-    """Args: append: takes an event for the decision log, in order."""
+    """The emulated surroundings of a scheduler.
+
+    Args: append: takes an event for the decision log, in order.
+    """
 
     def __init__(
         self,
@@ -73,11 +103,11 @@ class World:
         for fault in faults:
             agenda.at(fault.at_s, self._strike, fault)
         self._open = len(jobs)
-        """Jobs that have not ended for good."""
+        """The number of jobs that have not ended for good."""
 
     @property
     def is_over(self) -> bool:
-        """Every job has ended."""
+        """Whether every job has ended."""
         return self._open == 0
 
     def _controller(self, key: OperationKey) -> Controller:
@@ -119,12 +149,12 @@ class World:
         self._open -= controller.has_ended and not had_ended
 
     def _ended_unrun(self, key: OperationKey) -> None:
-        """The scheduler has written an operation's outcome: its controller cannot go on."""
+        """Tell a controller that it cannot go on: the scheduler wrote its operation's outcome."""
         if key not in self._nodes.completed:
             self._controller(key).lost()
 
     def _settle(self, output: SettleCompletion) -> None:
-        """What is stored decides."""
+        """Settle an operation by its stored outcome or, where there is none, by the given one."""
         is_stored = output.key in self._nodes.completed
         outcome = Outcome.COMPLETED if is_stored else output.completion.outcome
         error = None if is_stored else output.completion.error

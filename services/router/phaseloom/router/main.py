@@ -8,8 +8,8 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.process.retry import until_done
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.retry import until_done
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.observing import Lag
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
@@ -90,7 +90,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def _provision(bus: Bus, tenant: str, max_bytes: int) -> None:
     await until_done(
-        lambda: bus.provision_tenant(tenant, max_bytes), "provision", _PROVISION_ATTEMPT_S
+        lambda: bus.provision_tenant(tenant, max_bytes), "provision", attempt_s=_PROVISION_ATTEMPT_S
     )
 
 

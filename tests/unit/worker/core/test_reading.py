@@ -27,7 +27,7 @@ from phaseloom.worker.core.reading import (
     needs,
     parts_of,
 )
-from phaseloom.worker.state.copying import packed
+from phaseloom.worker.state.layouts import packed
 
 SHAPES = {"a": [7, 3], "b": [4], "c": [1, 5], "d": [16, 2, 3], "e": []}
 WHOLE = plan(SHAPES, trainable=False).slots

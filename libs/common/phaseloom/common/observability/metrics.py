@@ -29,7 +29,6 @@ from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import JobKey
-from phaseloom.common.process import config
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -499,13 +498,11 @@ class MetricsConfig(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def endpoint(service: str, settings: MetricsConfig | None = None) -> AsyncIterator[None]:
+async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]:
     """Measure, and answer scrapes, within the block; once a process, before its first instrument.
 
-    Args:   settings: the configuration section `metrics` where None.
     Raises: ResourceError: the port cannot be had.
     """
-    settings = settings or config.load(MetricsConfig, "metrics")
     if not settings.port:
         yield
         return

@@ -33,7 +33,6 @@ from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tra
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.process import config
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +57,12 @@ class TelemetryConfig(msgspec.Struct, frozen=True):
     """Share of traces, 0 to 1, that are recorded; decided where a trace begins."""
 
 
-def setup(service: str, settings: TelemetryConfig | None = None) -> Callable[[], None]:
+def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
     """Install the exporters of this process; once, before its first span.
 
-    Args:    settings: the configuration section `telemetry` where None.
     Returns: what to call at the end: exports what is left and closes the files.
     Raises:  CallerError: an OTLP endpoint without the package for it, or a bad ratio.
     """
-    settings = settings or config.load(TelemetryConfig, "telemetry")
     exporters: list[SpanExporter] = []
     if settings.spans_dir:
         exporters.append(SpanFile(service, Path(settings.spans_dir)))

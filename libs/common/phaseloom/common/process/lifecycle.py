@@ -181,7 +181,8 @@ def _run(service: str, serve: Serve) -> int:
     try:
         start_logging(service)
         die_with_parent()
-        flush_telemetry = telemetry.setup(service)
+        settings = config.load(telemetry.TelemetryConfig, "telemetry")
+        flush_telemetry = telemetry.setup(service, settings)
     except PhaseloomError as error:
         log.critical("%s cannot start: %s", service, error)
         return 1
@@ -201,7 +202,7 @@ async def _serve(service: str, serve: Serve) -> int:
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
     try:
-        async with metrics.endpoint(service):
+        async with metrics.endpoint(service, config.load(metrics.MetricsConfig, "metrics")):
             with suppress(Stopped):
                 await serve(stop)
         if not stop.is_set():

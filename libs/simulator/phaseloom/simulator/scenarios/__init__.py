@@ -1,4 +1,4 @@
-"""What `phaseloom simulate` runs. To add one: a module with a `SCENARIO`, and a line here."""
+"""The scenarios of `phaseloom simulate`. A new one needs a module with a `SCENARIO`, and a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scenarios share: prices, configurations, records of results."""
+"""Parts that all scenarios share: prices, configurations, records of results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.scenarios.report import Record
 
 PRICES = {ROLLOUT: 14.80, TRAIN: 42.24}
-"""Dollars an hour of a node of eight: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
+"""The dollars an hour of a node of eight GPUs: H20 at 1.85, H800 at 5.28 (WEAVE Table 1)."""
 HOST_BYTES = 2 * 10**12
-"""Host memory of a node (WEAVE Table 1)."""
+"""The host memory of a node (WEAVE Table 1)."""
 
 
 def config(
@@ -31,7 +31,10 @@ def config(
     duty_limit: float = 0.5,
     switch_s: float = 0.0,
 ) -> SchedulerConfig:
-    """The policies alone decide: no quantum, no grace, no early switch-in, no seals."""
+    """A configuration in which the policies alone decide.
+
+    There is no quantum, no idle grace, no speculative switch-in, and there are no seals.
+    """
     return SchedulerConfig(
         placement=placement,
         ordering=ordering,
@@ -49,7 +52,7 @@ def config(
 
 
 def pools(rollout: int, train: int) -> list[PoolSpec]:
-    """Args: how many nodes of each."""
+    """Pools with so many nodes each."""
     return [
         PoolSpec(ROLLOUT, rollout, PRICES[ROLLOUT], HOST_BYTES),
         PoolSpec(TRAIN, train, PRICES[TRAIN], HOST_BYTES),
@@ -57,7 +60,7 @@ def pools(rollout: int, train: int) -> list[PoolSpec]:
 
 
 def ample(jobs: Sequence[SimJob]) -> list[PoolSpec]:
-    """So many nodes that every job could have its own: provisioning never waits."""
+    """Pools with so many nodes that every job could have its own: provisioning never waits."""
     return pools(*(sum(job.take(pool).num_nodes for job in jobs) for pool in (ROLLOUT, TRAIN)))
 
 
@@ -68,7 +71,7 @@ def run(
     seed: int,
     **options: Any,
 ) -> tuple[Result, float]:
-    """Simulate. Returns: the result, and seconds of one core."""
+    """Simulate a workload; the result, and the seconds of one core that it took."""
     with _no_collections():
         began_s = time.thread_time()
         result = simulate(jobs, nodes, settings, seed=seed, **options)
@@ -77,8 +80,11 @@ def run(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A run makes millions of objects and no cycles to speak of: looking for them is a seventh of
-    its time."""
+    """Turn off the garbage collector while the block lasts.
+
+    A run makes millions of objects and hardly any cycles; looking for them takes a seventh of its
+    time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +97,7 @@ def _no_collections() -> Iterator[None]:
 def record_of(
     result: Result, wall_s: float, *, policy: str, seed: int, workload: str = ""
 ) -> Record:
-    """What every scenario of whole clusters reports."""
+    """The record that every scenario of whole clusters reports."""
     held_s = sum(pool.held_s for pool in result.pools.values())
     busy_s = sum(pool.busy_s for pool in result.pools.values())
     queueing = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
@@ -118,6 +124,6 @@ def record_of(
 
 
 def only(record: Record, *names: str) -> Record:
-    """The record with nothing but these figures, beside policy, seed and workload."""
+    """The record with these figures alone, beside policy, seed and workload."""
     kept = {"policy", "seed", "workload", "more", "simulated_in_s", *names}
     return replace(record, **{f: None for f in record.__struct_fields__ if f not in kept})

@@ -39,7 +39,7 @@ _RUNS = (
     ("one job, whole minutes", 1, True, True),
     ("two jobs, swaps charged, whole minutes", 2, True, True),
 )
-"""(name, jobs, whether swaps are charged, whether minutes at a phase's edge count whole)."""
+"""Name, jobs, whether swaps are charged, whether minutes at a phase's edge count whole."""
 
 
 def _case(

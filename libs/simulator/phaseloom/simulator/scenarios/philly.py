@@ -1,7 +1,7 @@
 """Real arrivals: any 580 hours of any virtual clusters of Philly (WEAVE §6.5's source).
 
-Arrivals and lengths are the trace's; what a job is, is drawn from WEAVE Table 6 by the seed.
-Lengths are cut to between 15 minutes and 142.9 hours. From more than 300 jobs every n-th is taken.
+Arrivals and lengths are the trace's; the seed draws each job's type from WEAVE Table 6. Lengths are
+cut to between 15 minutes and 142.9 hours. From more than 300 jobs every n-th is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phaseloom.simulator.workloads import philly
 
 _CLUSTERS = ("2869ce",)
 _START_H = 0.0
-"""With that cluster: 151 jobs of 23 h on average."""
+"""The hour at which the window begins; that cluster has 151 jobs of 23 h on average in it."""
 _SEEDS = (0, 1)
 
 

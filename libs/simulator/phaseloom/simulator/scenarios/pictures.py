@@ -1,6 +1,6 @@
 """The scenarios' pictures. matplotlib is imported when one is drawn, with the Agg canvas.
 
-Colours are the Okabe-Ito palette's, told apart also by colour-blind readers.
+Colours are those of the Okabe-Ito palette, which colour-blind readers can tell apart too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOTS_PER_INCH = 130
 def canvas(
     path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
 ) -> Iterator[list[Axes]]:
-    """Panels beside (or above) one another; saved to `path` at the end.
+    """Draw panels beside (or above) one another, and save them to `path` at the end.
 
     Raises: CallerError: matplotlib is not installed.
     """
@@ -58,9 +58,9 @@ def canvas(
 
 
 def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: float = 0.0) -> None:
-    """A bar a policy (grouped by workload), its height the mean over seeds, a line the range.
+    """Draw a bar for each policy, grouped by workload: the mean over seeds, with their range.
 
-    Args: aim: a dashed line; 0: none.
+    Args: aim: the height of a dashed line; 0: there is none.
     """
     groups = {key: values(found, name) for key, found in groups_of(records).items()}
     groups = {key: found for key, found in groups.items() if found}
@@ -94,7 +94,7 @@ def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: f
 
 
 def distribution(axes: Axes, samples: Mapping[str, Sequence[float]], title: str, unit: str) -> None:
-    """A cumulative distribution a name."""
+    """Draw a cumulative distribution for each name."""
     for index, (name, found) in enumerate(samples.items()):
         ordered = sorted(found)
         shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
@@ -130,7 +130,7 @@ def lines(
 
 
 def gantt(axes: Axes, spans: Sequence[Span], title: str) -> None:
-    """Who held which node when."""
+    """Draw which job held which node when."""
     nodes = sorted({span.node for span in spans}, reverse=True)
     jobs = sorted({span.job for span in spans})
     for span in spans:
@@ -150,5 +150,5 @@ def gantt(axes: Axes, spans: Sequence[Span], title: str) -> None:
 
 
 def _legend(axes: Axes, *args: Any) -> None:
-    """Beside the panel, where it hides nothing."""
+    """Draw the legend beside the panel, where it hides nothing."""
     axes.legend(*args, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

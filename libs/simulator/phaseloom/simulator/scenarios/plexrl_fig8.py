@@ -1,7 +1,7 @@
 """Placement policies on a backlog: makespan and queueing delay (PlexRL §6.3, Fig. 8).
 
-The jobs are drawn after PlexRL Table 2 (`workloads/plexrl.py`): 200 a seed, two a node at most,
-rollout on nodes of their own, training on a shared pool of 16 nodes.
+The jobs are drawn after PlexRL Table 2 (`workloads/plexrl.py`): 200 for each seed, at most two on a
+node, with rollout on nodes of their own and training on a shared pool of 16 nodes.
 """
 
 from __future__ import annotations

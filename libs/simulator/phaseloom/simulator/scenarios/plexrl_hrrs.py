@@ -30,12 +30,12 @@ from phaseloom.simulator.scenarios.scenario import (
 CYCLES = 40
 OFFLOAD_S, LOAD_S = 8.0, 12.0
 JITTER = 0.25
-"""Sigma of the lognormal in *crowded*."""
+"""The sigma of the lognormal in *crowded*."""
 _TABLE_2 = {
     "7B": (289.03, (9.66, 38.08, 9.76)),
     "30B": (284.80, (19.62, 56.35, 7.57)),
 }
-"""Model -> (cycle, compute_log_prob, update_actor, sync_weight), seconds."""
+"""The seconds of each model's cycle, compute_log_prob, update_actor and sync_weight."""
 _KINDS = ("forward", "optim_step", "publish_weights")
 _WORKLOADS = ("serial", "queued", "crowded")
 _ORDERINGS = (

@@ -1,4 +1,4 @@
-"""What a scenario leaves: records, targets, a table, a JSON file."""
+"""The report of a scenario: records, targets, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from rich.table import Table
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One run: a policy on a workload under a seed. What does not apply is left out."""
+    """One run: a policy on a workload under a seed. Figures that do not apply are None."""
 
     policy: str
     seed: int
     workload: str = ""
     jobs: int | None = None
     cost_per_hour: float | None = None
-    """Mean over the window, in dollars, of the nodes that belong to a group."""
+    """The mean cost of the nodes that belong to a group over the window, in dollars."""
     cost_over_optimal: float | None = None
-    """Over the cheapest strict round robin of the jobs present, regrouped at every arrival and
-    departure for nothing; where that was not found, over a proven lower bound of it."""
+    """The cost over that of the cheapest strict round robin of the jobs present, regrouped for
+    nothing at every arrival and departure; where that was not found, over a proven lower bound."""
     optimal_gap: float | None = None
-    """How much a ratio to the optimum can be too high at most, relative to itself, where it is one
-    to a bound; None: it is exact."""
+    """The most that a ratio to a bound can be too high, relative to itself; None: it is exact."""
     slo_attainment: float | None = None
-    """Share of jobs whose mean iteration is within SLO × their iteration alone."""
+    """The share of jobs whose mean iteration is within SLO × their iteration alone."""
     slo_iterations: float | None = None
-    """Share of single iterations within it."""
+    """The share of single iterations within SLO × their iteration alone."""
     peak_gpus: int | None = None
     bubble_ratio: float | None = None
-    """Share of the nodes' time in groups in which nothing runs on them."""
+    """The share of the nodes' time in groups in which nothing runs on them."""
     makespan_s: float | None = None
     over_bound: float | None = None
-    """The makespan over what no schedule of the same jobs can beat (`simulator.bounds`)."""
+    """The makespan over the bound that no schedule of the same jobs can beat
+    (`simulator.bounds`)."""
     mean_wait_s: float | None = None
-    """Of an operation, from ready to permitted."""
+    """The mean time of an operation from ready to permitted."""
     queueing_delay: float | None = None
-    """Of a job, mean of (placed - submitted) / its time alone."""
+    """The mean over jobs of (placed - submitted) / time alone."""
     switches: int | None = None
     moves: int | None = None
     utilisation: float | None = None
-    """Share of time in which the shared nodes run operations."""
+    """The share of time in which the shared nodes run operations."""
     decision_ms_p50: float | None = None
     decision_ms_p99: float | None = None
     simulated_in_s: float | None = None
-    """Seconds of one core that the run took."""
+    """The seconds of one core that the run took."""
     more: dict[str, float] = {}
-    """Numbers of this scenario alone, by name."""
+    """Further numbers of this scenario, by name."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -65,12 +65,12 @@ class Target(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     scenario: str
     about: str
-    """What is simulated, by which rules, after which figure."""
+    """A line that says what is simulated, by which rules, after which figure."""
     parameters: dict[str, Any]
     records: list[Record]
     targets: list[Target] = []
     series: dict[str, Any] = {}
-    """What the picture is drawn from."""
+    """The data of the picture."""
 
 
 def at_most(what: str, value: float, limit: float, source: str = "") -> Target:
@@ -82,7 +82,7 @@ def at_least(what: str, value: float, limit: float, source: str = "") -> Target:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """`<folder>/<scenario>.json`."""
+    """Write a report to `<folder>/<scenario>.json`; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report.scenario}.json"
     payload = msgspec.json.format(msgspec.json.encode(report), indent=1)
@@ -95,7 +95,7 @@ def read(path: Path) -> Report:
 
 
 def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """By (workload, policy), in order of appearance."""
+    """The records by (workload, policy), in order of appearance."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.workload, record.policy), []).append(record)
@@ -103,13 +103,16 @@ def groups_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def values(records: Iterable[Record], name: str) -> list[float]:
-    """Of one column, where it applies; names outside the columns are looked up in `more`."""
+    """The values of one column, where it applies. Other names are looked up in `more`."""
     found = (getattr(r, name) if hasattr(r, name) else r.more.get(name) for r in records)
     return [float(value) for value in found if value is not None]
 
 
 def mean_of(records: Iterable[Record], name: str) -> float:
-    """Raises: ValueError: no record has it."""
+    """The mean of one column.
+
+    Raises: ValueError: no record has it.
+    """
     found = values(records, name)
     if not found:
         raise ValueError(f"no record has {name}")
@@ -138,7 +141,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def table(report: Report) -> Table:
-    """A row a policy and workload: the mean over seeds, and the range where they differ."""
+    """A table with a row for each policy and workload: the mean over seeds, and their range."""
     head, rows = cells(report)
     result = Table(title=report.about, title_justify="left")
     for name in head:
@@ -150,7 +153,7 @@ def table(report: Report) -> Table:
 
 
 def markdown(report: Report) -> str:
-    """The tables for a page of the documentation."""
+    """The tables of a report in Markdown, for a page of the documentation."""
     lines = _markdown(*cells(report))
     if report.targets:
         rows = [_target_cells(target) for target in report.targets]
@@ -163,7 +166,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def cells(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Returns: column names, and rows."""
+    """The column names and the rows of a table."""
     records = report.records
     more = list(dict.fromkeys(name for record in records for name in record.more))
     shown = [name for name in _COLUMNS if values(records, name)]

@@ -1,4 +1,4 @@
-"""What a scenario is, and how its runs are spread over processes."""
+"""The parts of a scenario, and the spreading of its runs over processes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line chose; empty: the scenario's own."""
+    """The choices of the command line; an empty one leaves the scenario's own."""
 
     policies: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     workload: Path | None = None
     virtual_clusters: tuple[str, ...] = ()
     start_h: float | None = None
-    """Of the window of a trace of real arrivals."""
+    """The hour at which the window of a trace of real arrivals begins."""
     processes: int = 0
-    """0: one a core."""
+    """The number of runs at once; 0: one on each core."""
 
 
 Advance = Callable[[str, int, int], None]
-"""(what was just done, how many are, of how many): draws the progress bar."""
+"""Called with the name of the run that has just ended, the number of ended runs, and that of all;
+it draws the progress bar."""
 
 
 class Scenario(NamedTuple):
     about: str
     run: Callable[[Options, Advance], Report]
     draw: Callable[[Report, Path], None]
-    """To `<path>`, a PNG."""
+    """Draws the picture of a report to a path (PNG)."""
     policies: tuple[str, ...]
-    """It can be asked for."""
+    """The policies that may be asked for."""
     accepts: frozenset[str] = frozenset()
-    """Options beside policies, seeds and processes that it goes by."""
+    """The options that the scenario takes, beside policies, seeds and processes."""
 
     def check(self, name: str, options: Options) -> None:
-        """Raises: CallerError: an option that it would not go by."""
+        """Refuse an option that the scenario would ignore.
+
+        Raises: CallerError: the scenario does not take this option.
+        """
         for field in ("workload", "virtual_clusters", "start_h"):
             if getattr(options, field) not in (None, ()) and field not in self.accepts:
                 flag = field.removesuffix("s").replace("_", "-")
@@ -58,7 +62,7 @@ class Scenario(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a scenario: a function at module level, and what it is called with."""
+    """One run of a scenario: a function at module level, and its arguments."""
 
     name: str
     run: Callable[..., Any]
@@ -66,7 +70,7 @@ class Case:
 
 
 def run_cases(cases: Sequence[Case], options: Options, advance: Advance) -> list[Any]:
-    """Every case's result, in the order of the cases."""
+    """Run all cases; their results are in the order of the cases."""
     processes = options.processes or os.cpu_count() or 1
     results: dict[int, Any] = {}
     for done, (index, result) in enumerate(_results(cases, processes), 1):
@@ -80,7 +84,7 @@ def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]
         for index, case in enumerate(cases):
             yield index, case.run(*case.arguments)
         return
-    # Spawned: a fork of a process with threads may hang.
+    # Processes are spawned, since a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         futures = {pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)}
@@ -93,7 +97,10 @@ def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]
 
 
 def chosen(asked: tuple[T, ...], known: Sequence[T], field: str) -> tuple[T, ...]:
-    """What was asked for, or all. Raises: CallerError: something is not known."""
+    """The items that were asked for; all of them where nothing was.
+
+    Raises: CallerError: an item is not known.
+    """
     for item in asked:
         if item not in known:
             raise CallerError(

@@ -1,4 +1,4 @@
-"""Jobs whose rollout grows or shrinks over their life (WEAVE §6.6, Fig. 17).
+"""Jobs whose rollout grows or shrinks as they run (WEAVE §6.6, Fig. 17).
 
 The paper's templates come from its own runs and are not published; here the observed one is a
 rollout that grows to 1.6 times its first length over the job's life, most of it in the first half,
@@ -40,7 +40,7 @@ _OBSERVED = {
     ROLLOUT: (1.0, 1.25, 1.42, 1.52, 1.6),
     TRAIN: (1.0, 1.06, 1.1, 1.13, 1.15),
 }
-"""Factors at equal steps of a job's progress."""
+"""The factors of the phases of each pool, at equal steps of a job's progress."""
 _SCALES = (0.5, 1.0, 1.5)
 _SETTINGS = {
     "increasing": (0.0, *_SCALES),
@@ -48,14 +48,17 @@ _SETTINGS = {
     "mixed": (0.0, *_SCALES, *(-scale for scale in _SCALES)),
 }
 _PAPER = {"increasing": (1.11, 0.986), "decreasing": (1.10, 0.987), "mixed": (1.08, 0.956)}
-"""Cost over dynamic regrouping, SLO attainment (Fig. 17)."""
+"""The cost over dynamic regrouping and the SLO attainment of each setting (Fig. 17)."""
 _POLICIES = ("coexec", "coexec_repack", "random", "most_idle")
 NUM_JOBS = 100
 _SEEDS = (0,)
 
 
 def drifts(scale: float) -> tuple[Drift, ...]:
-    """Args: scale: of the observed template; negative: mirrored, so that it shrinks."""
+    """The drift of a job.
+
+    Args: scale: the factor of the observed template; negative: it is mirrored, so that it shrinks.
+    """
     return tuple(
         Drift(pool, tuple(1.0 + abs(scale) * (f - 1.0) for f in _mirrored(factors, scale)))
         for pool, factors in _OBSERVED.items()

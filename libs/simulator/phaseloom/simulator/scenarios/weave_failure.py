@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from phaseloom.simulator.bounds import makespan_bound_s
 from phaseloom.simulator.controllers import Retries
-from phaseloom.simulator.faults import Crash
 from phaseloom.simulator.jobs import TRAIN, SimJob
 from phaseloom.simulator.metering import Span
 from phaseloom.simulator.scenarios.common import ample, config, run
@@ -29,6 +28,7 @@ from phaseloom.simulator.scenarios.scenario import (
     run_cases,
 )
 from phaseloom.simulator.scenarios.weave_micro import jobs_of
+from phaseloom.simulator.world import Crash
 
 DIES_S, BACK_S = 2180.0, 4480.0
 SHOWN_S = 9000.0
@@ -80,7 +80,7 @@ def _case(policy: str) -> tuple[Record, list[Span]]:
 
 
 def _away(job: SimJob) -> SimJob:
-    """As one that takes so much longer as it is away: nothing that it had done is lost."""
+    """The job as one that starts later by the time that it is away, so that it loses no work."""
     return replace(job, start_s=job.start_s + BACK_S - DIES_S) if job.name == "E" else job
 
 

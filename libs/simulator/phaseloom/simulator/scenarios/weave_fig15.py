@@ -1,8 +1,8 @@
 """Placement of 300 jobs in 580 hours: cost over the optimum, SLO attainment (WEAVE §6.5, Fig. 15).
 
-Workloads after Table 6, one node of each pool a job (*A*) or 1, 2, 4 by size (*B*); SLOs uniform
-between 1 and 2. Every phase takes its worst case; a context switch takes 5 s and a move 308 s.
-Nodes are there when wanted; what is paid is those that belong to a group.
+Workloads are made after Table 6: a job has one node of each pool (*A*) or 1, 2, 4 by size (*B*);
+SLOs are uniform between 1 and 2. Every phase takes its worst case; a context switch takes 5 s and a
+move 308 s. Nodes are there when they are needed; those that belong to a group are paid for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.optimum import Regrouping
 from phaseloom.simulator.scenarios import weaving
-from phaseloom.simulator.scenarios.optimal import solo_bound
 from phaseloom.simulator.scenarios.pictures import bars, canvas, lines
 from phaseloom.simulator.scenarios.report import (
     Record,
@@ -33,22 +32,22 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
-from phaseloom.simulator.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, SWITCHING
+from phaseloom.simulator.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, SWITCHING, solo_bound
 from phaseloom.simulator.workloads import table
 from phaseloom.simulator.workloads.weave import PROFILES, generate, with_switching
 
 _DOLLARS = "dollars"
 _PROMISING = ("coexec", "coexec_repack")
-"""Policies that promise every SLO: on all seeds."""
+"""The policies that promise every SLO, which run on all seeds."""
 _SEEDS = (0, 1, 2)
 _SLOS = (1.2, 1.5, 2.0)
 _GROUP_SIZES = (2, 3, 4)
 _AIMS = {"Mixed": 1.03, "RH": 0.90, "BL": 1.05, "TH": 1.02}
-"""Of `coexec_repack` on the workloads A."""
+"""The aims of `coexec_repack` on the workloads A."""
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One set of jobs, and what it is called in the table."""
+    """One set of jobs, and its name in the table."""
 
     name: str
     profile: str
@@ -76,7 +75,7 @@ def _solo_bound(setting: Setting) -> Regrouping:
 
 
 def _case(setting: Setting, policy: str) -> tuple[Record, list[tuple[float, float]]]:
-    """Returns: the figures, and the rent over time where it is drawn."""
+    """Run one setting under a policy; the figures, and the rent over time where it is drawn."""
     record, result = weaving.measured(
         setting.jobs(),
         policy,
@@ -91,8 +90,10 @@ def _case(setting: Setting, policy: str) -> tuple[Record, list[tuple[float, floa
 
 
 def _settings(options: Options) -> list[Setting]:
-    """The workloads of the paper on every seed; one of them with other SLOs, other sizes of groups
-    and jobs of several nodes on the first."""
+    """The workloads of the paper on every seed, and variants of one of them on the first seed.
+
+    The variants have other SLOs, other sizes of groups, and jobs of several nodes.
+    """
     if options.workload:
         return [Setting(options.workload.stem, "Mixed", 0, file=str(options.workload))]
     seeds = options.seeds or _SEEDS
@@ -148,7 +149,7 @@ def _run(options: Options, advance: Advance) -> Report:
 
 
 def _over(record: Record, alone: Regrouping) -> Record:
-    """Beside the bound for jobs as they were there: the one for jobs that stay as long as alone."""
+    """The record with its cost over a second bound: that for jobs that stay as long as alone."""
     more = {"cost_over_solo_bound": record.more[_DOLLARS] / alone.bound}
     gap = max(record.optimal_gap or 0.0, alone.gap)
     return msgspec.structs.replace(record, more=more, optimal_gap=gap or None)

@@ -1,9 +1,9 @@
-"""Three groups of WEAVE Fig. 10: throughput for the same money, and what sharing costs.
+"""Three groups of WEAVE Fig. 10: throughput for the same money, and the cost of sharing.
 
-Job types of WEAVE Table 3; the figure publishes iteration times (Table 4) and ratios of rollout to
-training, and the phases follow from these: A 128.85 + 128.85 s, D 375 + 150, E 450 + 75, and in (c)
-C 200 + 374.6 on two nodes a pool, D 300 + 75 beside it (its data parallelism matches C's train
-pool). Gavel+ shares nodes without knowing phases; veRL runs both phases on the train nodes,
+The job types are those of WEAVE Table 3. The paper publishes iteration times (Table 4) and ratios
+of rollout to training, from which the phases follow: A 128.85 + 128.85 s, D 375 + 150, E 450 + 75,
+and in (c) C 200 + 374.6 on two nodes a pool, D 300 + 75 beside it (its data parallelism matches C's
+train pool). Gavel+ shares nodes without knowing phases; veRL runs both phases on the train nodes,
 1.0 times as long. A switch of a phase takes 2 s.
 """
 
@@ -15,7 +15,6 @@ from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 from phaseloom.simulator.metering import Span
 from phaseloom.simulator.optimum import Terms, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
-from phaseloom.simulator.scenarios.optimal import planned
 from phaseloom.simulator.scenarios.pictures import bars, canvas, gantt
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most, mean_of
 from phaseloom.simulator.scenarios.scenario import (
@@ -26,21 +25,22 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
+from phaseloom.simulator.scenarios.weaving import planned
 
 ITERATIONS = 40
 SWITCH_S = 2.0
-"""Of a phase: offload of what leaves and load of what comes; Table 4 (a) shows 4.1 s for two."""
+"""The offload and the load at a switch of a phase, together; Table 4 (a) shows 4.1 s for two."""
 _PAPER = {
     "a temporal": {"solo": 1.82, "gavel": 1.73, "colocated": 1.47},
     "b train": {"solo": 1.90, "gavel": 1.43, "colocated": 1.35},
     "c spatial": {"solo": 1.99, "gavel": 1.78, "colocated": 1.43},
 }
-"""How many times the baseline's throughput for the same money WEAVE has in Fig. 10."""
+"""The factor by which WEAVE beats a baseline's throughput for the same money (Fig. 10)."""
 _ORDERINGS = {"coexec": "round_robin", "solo": "fcfs", "gavel": "fcfs", "colocated": "fcfs"}
 
 
 def jobs_of(group: str) -> list[SimJob]:
-    """Args: group: `a temporal`, `b train` or `c spatial`."""
+    """The jobs of a group: `a temporal`, `b train` or `c spatial`."""
     match group[0]:
         case "a":
             return [_job("A1", 128.85, 128.85, (1, 1)), _job("A2", 128.85, 128.85, (1, 1))]
@@ -55,7 +55,10 @@ def jobs_of(group: str) -> list[SimJob]:
 def _job(
     name: str, rollout_s: float, train_s: float, nodes: tuple[int, int], slo: float = 1.2
 ) -> SimJob:
-    """Args: nodes: of the rollout and of the train pool."""
+    """A job.
+
+    Args: nodes: the number of nodes of the rollout and of the train pool.
+    """
     rollout, train = nodes
     return SimJob(
         name=name,

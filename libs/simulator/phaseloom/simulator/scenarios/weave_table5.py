@@ -1,8 +1,8 @@
 """How long a decision takes, by the number of jobs that run (WEAVE Table 5).
 
-A cluster is filled to so many jobs by the policy itself; then, again and again, the oldest job
-leaves and another arrives. Timed is the policy's decision, on one core, in CPU seconds. The exact
-optimum is timed for small numbers. A second part runs the whole core and times its steps.
+The policy itself fills a cluster to so many jobs; then, again and again, the oldest job leaves and
+another arrives. The policy's decision is timed, on one core, in CPU seconds. The exact optimum is
+timed for small numbers. A second part runs the whole core and times its steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Host, Limits, Placed
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob, spec_of
 from phaseloom.simulator.optimum import BY_SUBSETS, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
-from phaseloom.simulator.scenarios.optimal import planned
 from phaseloom.simulator.scenarios.pictures import canvas, lines
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_most
 from phaseloom.simulator.scenarios.scenario import (
@@ -32,12 +31,12 @@ from phaseloom.simulator.scenarios.scenario import (
     chosen,
     run_cases,
 )
-from phaseloom.simulator.scenarios.weaving import ORDERINGS
+from phaseloom.simulator.scenarios.weaving import ORDERINGS, planned
 from phaseloom.simulator.workloads.weave import generate
 
 SIZES = (5, 9, 13, 100, 500, 1000, 2000)
 LARGEST_REPACKED = 500
-"""Up to which `coexec_repack` is timed: it looks further for a place."""
+"""The most jobs with which `coexec_repack` is timed, since it looks further for a place."""
 DECISIONS = 200
 RUNS = 5
 STEP_JOBS = 2000
@@ -56,7 +55,7 @@ def _cluster(num_nodes: int) -> Cluster:
 
 
 def _decide(cluster: Cluster, policy: str, job: SimJob) -> float:
-    """Place it. Returns: CPU seconds of the decision."""
+    """Place a job; the CPU seconds of the decision."""
     spec = spec_of(job, iterations=job.iterations)
     member = groups.member_of(job.key, spec, cluster.now_s)
     began_s = time.thread_time()
@@ -105,7 +104,7 @@ def _optimum(num_jobs: int) -> Record:
 
 
 def _steps(policy: str, seed: int) -> Record:
-    """Steps of the whole core that take a queued operation."""
+    """Time the steps of the whole core that take a queued operation."""
     jobs = [
         _at_once(job, index)
         for index, job in enumerate(generate("Mixed", seed, num_jobs=STEP_JOBS))
@@ -171,7 +170,7 @@ def _targets(records: list[Record]) -> list[Target]:
 
 
 def _p99(records: list[Record], size: int) -> float:
-    """Median over the runs, of those that time decisions."""
+    """The median of the p99 over the runs that time decisions."""
     found = [r.decision_ms_p99 for r in records if r.jobs == size]
     return median([p99 for p99 in found if p99 is not None] or [0.0])
 

@@ -1,4 +1,7 @@
-"""What WEAVE's scenarios of whole clusters share: policies, costs of switching, the yardstick."""
+"""Parts that WEAVE's scenarios share: policies, costs of switching, and the yardstick.
+
+The yardstick is the cheapest strict round robin of the jobs that were present (`optimum`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from phaseloom.simulator.jobs import SimJob
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, SimJob
 from phaseloom.simulator.metrics import Result
-from phaseloom.simulator.optimum import Pricing, Terms
+from phaseloom.simulator.optimum import Job, Pricing, Regrouping, Span, Terms, regrouping_bound
 from phaseloom.simulator.scenarios.common import HOST_BYTES, ample, config, record_of, run
-from phaseloom.simulator.scenarios.optimal import over_optimal
 from phaseloom.simulator.scenarios.report import Record
 from phaseloom.simulator.workloads.weave import Switching
 
+_HOUR_S = 3600.0
 ORDERINGS = {
     "coexec": "round_robin",
     "coexec_repack": "fcfs",
@@ -22,12 +25,12 @@ ORDERINGS = {
     "solo": "fcfs",
 }
 SWITCHING = Switching(phase_s=5.0, move_s=308.0)
-"""A switch of a phase: 2 s in WEAVE Table 4, 2.5 to 9 s in llm-d's recording; a move: 197 to 419 s
-(WEAVE §6.6)."""
+"""The cost of switching. A switch of a phase takes 2 s in WEAVE Table 4 and 2.5 to 9 s in llm-d's
+recording; a move takes 197 to 419 s (WEAVE §6.6)."""
 MAX_GROUP_JOBS = 5
 EFFORT = 0.2
-"""Of the optimum's solver, in its deterministic seconds: the sets of jobs that it does not finish
-are within a few percent of their bounds by then, and cost as many real ones."""
+"""The effort of the optimum's solver, in its deterministic seconds, which take about as many real
+ones. Sets of jobs that it does not finish by then are within a few percent of their bounds."""
 
 
 def pricing(max_group_jobs: int = MAX_GROUP_JOBS) -> Pricing:
@@ -35,7 +38,7 @@ def pricing(max_group_jobs: int = MAX_GROUP_JOBS) -> Pricing:
 
 
 def planned_switch_s(jobs: Sequence[SimJob]) -> float:
-    """A phase of the largest job leaves and another comes."""
+    """The time in which a phase of the largest job leaves and another one comes."""
     takes = [take for job in jobs for take in job.takes.values()]
     return max(take.offload_s for take in takes) + max(take.load_s for take in takes)
 
@@ -48,7 +51,7 @@ def measured(
     workload: str = "",
     max_group_jobs: int = MAX_GROUP_JOBS,
 ) -> tuple[Record, Result]:
-    """Run a workload under a policy, and compare it with the optimum of whoever was there."""
+    """Run a workload under a policy, and compare it with the optimum of the jobs present."""
     settings = config(
         policy,
         ORDERINGS[policy],
@@ -59,3 +62,52 @@ def measured(
     record = record_of(result, cpu_s, policy=policy, seed=seed, workload=workload)
     ratio, gap = over_optimal(result, jobs, pricing(max_group_jobs))
     return replace(record, cost_over_optimal=ratio, optimal_gap=gap or None), result
+
+
+def over_optimal(result: Result, jobs: Sequence[SimJob], pricing: Pricing) -> tuple[float, float]:
+    """The cost of a run over the bound for the jobs that were present in it.
+
+    Returns: the ratio, which is never less than that over the optimum, and the most that it can be
+        too high, relative to itself; 0: it is exactly the ratio over the optimum.
+    """
+    of_name = {job.name: job for job in jobs}
+    spans = [
+        Span(planned(of_name[job.name]), job.placed_s / _HOUR_S, job.ended_s / _HOUR_S)
+        for job in result.jobs
+        if job.ended_s > job.placed_s >= 0
+    ]
+    best = regrouping_bound(spans, pricing)
+    return result.cost / best.bound, best.gap
+
+
+def solo_bound(jobs: Sequence[SimJob], pricing: Pricing) -> Regrouping:
+    """The bound in dollars for jobs that each stay for as long as they would alone.
+
+    It is the same for every policy, and no policy that uses the SLOs' slack can reach it.
+    """
+    spans = [
+        Span(
+            planned(job),
+            job.arrival_s / _HOUR_S,
+            (job.arrival_s + job.iterations * job.solo_s) / _HOUR_S,
+        )
+        for job in jobs
+    ]
+    return regrouping_bound(spans, pricing)
+
+
+def planned(job: SimJob) -> Job:
+    """The job as the offline planner sees it."""
+    rollout, train = job.take(ROLLOUT), job.take(TRAIN)
+    seconds = {pool: sum(p.longest_s for p in job.phases if p.pool == pool) for pool in job.pools}
+    return Job(
+        name=job.name,
+        rollout_s=seconds[ROLLOUT],
+        train_s=seconds[TRAIN],
+        allowed_s=(job.slo or float("inf")) * job.solo_s,
+        rollout_nodes=rollout.num_nodes,
+        train_nodes=train.num_nodes,
+        rollout_bytes=rollout.host_bytes,
+        train_bytes=train.host_bytes,
+        gap_s=job.solo_s - seconds[ROLLOUT] - seconds[TRAIN],
+    )

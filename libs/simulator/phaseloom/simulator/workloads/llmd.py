@@ -16,7 +16,7 @@ from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 
 SAMPLE_S = 60.0
 Sample = tuple[float, float]
-"""(seconds, per cent)"""
+"""A time in seconds, and a utilisation in per cent."""
 
 
 class _Side(msgspec.Struct, frozen=True):
@@ -44,22 +44,22 @@ class _Swap(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     iterations: int
     rollout_s: float
-    """Mean over the iterations, as of the others."""
+    """The mean of the rollouts over the iterations."""
     train_s: float
     think_s: float
-    """Of an iteration: neither GPU works."""
+    """The mean time of an iteration in which neither GPU works."""
     setup_s: float
-    """Until the first rollout."""
+    """The time until the first rollout."""
     alone_s: float
-    """The whole run of one job."""
+    """The time of the whole run of one job."""
     shared_s: float
-    """The whole run of two."""
+    """The time of the whole run of two jobs."""
     swaps: dict[str, tuple[float, float]]
-    """Pool -> median (offload, load) seconds."""
+    """The median (offload, load) seconds of each pool."""
 
 
 def recording(*, whole_minutes: bool = False) -> Recording:
-    """What the file says of the job alone and of both.
+    """The recording of the job alone and of both jobs.
 
     Args: whole_minutes: count a minute at the edge of a phase as wholly active, which makes phases
           longer than they were; else by its share of the phase's usual utilisation.
@@ -72,10 +72,10 @@ def recording(*, whole_minutes: bool = False) -> Recording:
     trains = _active_s(duty[gpus["trainer"]], whole_minutes)
     starts = [start_s for start_s, _ in rollouts]
     period_s = (starts[-1] - starts[0]) / (len(starts) - 1)
-    # What the trainer did before the first rollout is its setup.
+    # Work of the trainer before the first rollout is its setup.
     trains = [active for active in trains if active[0] > starts[0]]
     train_s = mean(active_s for _, active_s in trains)
-    # The two overlap within a minute at most: what does not fit is the rollout's.
+    # The two overlap within a minute at most: time that does not fit is the rollout's.
     rollout_s = min(mean(active_s for _, active_s in rollouts), period_s - train_s)
     return Recording(
         iterations=len(rollouts),
@@ -93,9 +93,9 @@ def recording(*, whole_minutes: bool = False) -> Recording:
 
 
 def jobs(recorded: Recording, *, count: int, with_swaps: bool) -> list[SimJob]:
-    """So many copies of the recorded job, all at once.
+    """Copies of the recorded job, which all arrive at once.
 
-    Args: with_swaps: switches take what was recorded; else they are wholly hidden.
+    Args: with_swaps: whether switches take the recorded time; else they are wholly hidden.
     """
     takes = {
         pool: Take(offload_s=offload_s, load_s=load_s) if with_swaps else Take()
@@ -119,7 +119,7 @@ def jobs(recorded: Recording, *, count: int, with_swaps: bool) -> list[SimJob]:
 
 
 def _active_s(samples: list[Sample], whole_minutes: bool) -> list[tuple[float, float]]:
-    """(start, seconds active) of each run of minutes with activity."""
+    """The (start, seconds active) of each run of minutes with activity."""
     found: list[tuple[float, float]] = []
     run: list[Sample] = []
     for sample in [*samples, (float("inf"), 0.0)]:

@@ -32,9 +32,9 @@ def jobs(
     window_h: float = WINDOW_H,
     switching: Switching = FREE,
 ) -> list[SimJob]:
-    """Those that arrive in the window, at most so many, each a job of WEAVE Table 6.
+    """The jobs that arrive in the window, at most so many, each a job of WEAVE Table 6.
 
-    Raises: CallerError: no such virtual cluster, or nothing arrives in the window.
+    Raises: CallerError: there is no such virtual cluster, or no job arrives in the window.
     """
     rows = _rows()
     known = sorted({cluster for _, _, cluster in rows})
@@ -73,7 +73,7 @@ def jobs(
 
 
 def _rows() -> list[tuple[float, float, str]]:
-    """(arrival, length, virtual cluster), hours, by arrival."""
+    """The (arrival, length, virtual cluster) of each job, in hours, by arrival."""
     data = resources.files("phaseloom.simulator") / "data" / "philly_2017_10.csv.gz"
     text = gzip.decompress(data.read_bytes()).decode()
     return [

@@ -20,7 +20,7 @@ from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A row of Table 2, and what a job of that size takes."""
+    """A row of Table 2, and the resources of a job of that size."""
 
     name: str
     cycle_s: float
@@ -30,12 +30,12 @@ class Model(msgspec.Struct, frozen=True):
     num_train_nodes: int
     num_rollout_nodes: int
     host_bytes: int
-    """Of each training node, as WEAVE Table 2 measures the nearest size."""
+    """The host memory on each training node, as WEAVE Table 2 measures the nearest size."""
     load_s: float
-    """Onto the devices, and as long back: 19 s at 30B (PlexRL §6.2), by size below that. At 235B
-    the optimizer state stays on the host."""
+    """The time to load the state onto the devices, and as long to offload it: 19 s at 30B (PlexRL
+    §6.2), by size below that. At 235B the optimizer state stays on the host."""
     share: float
-    """Of all jobs."""
+    """The share of all jobs."""
 
     @property
     def train_s(self) -> float:
@@ -54,15 +54,15 @@ class Shape(msgspec.Struct, frozen=True):
 
     num_jobs: int = 200
     within_s: float = 12 * 3600.0
-    """Arrivals are uniform over so much time."""
+    """The time over which arrivals are uniform."""
     mean_s: float = 4 * 3600.0
-    """Of a job alone."""
+    """The mean length of a job alone."""
     spread: float = 0.6
-    """Sigma of the lognormal of job lengths."""
+    """The sigma of the lognormal of job lengths."""
     longest_s: float = 8 * 3600.0
     rollout_sigma: float = 0.15
     rollout_worst: float = 1.3
-    """Cap of a rollout at the token limit, over its mean."""
+    """The cap of a rollout at the token limit, over its mean."""
     steps_ahead: int = 1
 
 
@@ -70,8 +70,11 @@ TWO_HUNDRED = Shape()
 
 
 def plexrl(seed: int, shape: Shape = TWO_HUNDRED) -> list[SimJob]:
-    """Sorted by arrival. A job's rollout fills its cycle; training on the last one goes beside it,
-    as in the paper's regime of one step of staleness."""
+    """A backlog of jobs, by arrival.
+
+    A job's rollout fills its cycle; training on the rollout before goes on beside it, as in the
+    paper's regime of one step of staleness.
+    """
     draws = Random(f"plexrl {seed}")
     arrivals = sorted(draws.uniform(0, shape.within_s) for _ in range(shape.num_jobs))
     return [_job(f"j{i:03d}", at_s, draws, shape) for i, at_s in enumerate(arrivals)]
@@ -99,5 +102,8 @@ def _job(name: str, arrival_s: float, draws: Random, shape: Shape) -> SimJob:
 
 
 def _lognormal(draws: Random, mean: float, sigma: float, cap: float) -> float:
-    """Args: mean: before the cap."""
+    """A draw from a lognormal, capped.
+
+    Args: mean: the mean before the cap.
+    """
     return min(cap, exp(draws.gauss(log(mean) - sigma**2 / 2, sigma)))

@@ -1,4 +1,4 @@
-"""Workloads as tables: one row a job, with the columns of `COLUMNS`.
+"""Workloads as tables, with a row for each job and the columns of `COLUMNS`.
 
 A job alternates one rollout and one training phase of fixed, worst-case length. It runs for as many
 iterations as would fill its duration alone.
@@ -37,7 +37,7 @@ _GB = 10**9
 def read(path: Path) -> list[SimJob]:
     """The jobs of a CSV file, by arrival.
 
-    Raises: CallerError: names the file, and the line and the column that are at fault.
+    Raises: CallerError: a row is not valid; names the file, the line and the column at fault.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,7 +72,10 @@ def packaged_names() -> list[str]:
 
 
 def parse(lines: Iterable[str], source: str) -> list[SimJob]:
-    """Args: source: what the lines are from, for errors."""
+    """The jobs of a table.
+
+    Args: source: where the lines are from, for errors.
+    """
     rows = csv.DictReader(lines)
     missing = [column for column in COLUMNS if column not in (rows.fieldnames or [])]
     if missing:

@@ -2,7 +2,7 @@
 
 The paper publishes the distributions of an iteration's times, and of arrivals only totals: 300 jobs
 in 580 h, 14.4 h long on average and 142.9 h at most. Here lengths are lognormal, capped and scaled
-to that; half of the gaps between arrivals are bursts, as in the real trace. Pure: the seed decides.
+to that; half of the gaps between arrivals are bursts, as in the real trace. The seed decides all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_JOBS = 300
 MEAN_H, LONGEST_H = 14.4, 142.9
 _SIGMA = 1.47
 _BURST_H, _QUIET_H = 0.13, 3.75
-"""Mean gaps within a burst of arrivals and between bursts."""
+"""The mean gaps within a burst of arrivals and between bursts."""
 
 _Range = tuple[float, float]
 TIMES: dict[str, dict[str, tuple[_Range, _Range]]] = {
@@ -43,14 +43,14 @@ TIMES: dict[str, dict[str, tuple[_Range, _Range]]] = {
         "L": ((100, 200), (400, 600)),
     },
 }
-"""Profile -> size -> seconds of (rollout, training), each uniform (Table 6)."""
+"""The ranges of the seconds of (rollout, training), both uniform, by profile and size (Table 6)."""
 MODELS = {"S": ("3B", "7B"), "M": ("7B", "14B"), "L": ("14B", "32B")}
 NODES = {"A": {"S": 1, "M": 1, "L": 1}, "B": {"S": 1, "M": 2, "L": 4}}
-"""Variant -> size -> nodes of each pool."""
+"""The number of nodes of each pool, by variant and size."""
 
 
 class Model(msgspec.Struct, frozen=True):
-    """Working sets in host memory on an 8-GPU node (WEAVE Table 2)."""
+    """The working sets of a model in host memory on an 8-GPU node (WEAVE Table 2)."""
 
     rollout_gb: float
     train_gb: float
@@ -65,12 +65,12 @@ SIZES = {
 
 
 class Switching(msgspec.Struct, frozen=True):
-    """What leaving and coming takes, in seconds."""
+    """The times of switches and moves, in seconds."""
 
     phase_s: float = 0.0
-    """Offload of what leaves a node and load of what comes, together."""
+    """The time of a switch on a node: offload and load together."""
     move_s: float = 0.0
-    """To stop a job here and go on with it elsewhere."""
+    """The time to stop a job on its nodes and go on with it elsewhere."""
 
 
 FREE = Switching()
@@ -85,10 +85,11 @@ def generate(
     num_jobs: int = NUM_JOBS,
     switching: Switching = FREE,
 ) -> list[SimJob]:
-    """By arrival.
+    """A workload of jobs, by arrival.
 
-    Args: profile: one of `PROFILES`. nodes: `A`, one node of each pool a job; `B`, by size.
-          slo: of every job; 0: uniform between 1 and 2.
+    Args: profile: one of `PROFILES`.
+          nodes: `A`: one node of each pool for a job; `B`: by size.
+          slo: the SLO of every job; 0: uniform between 1 and 2.
     """
     draws = Random(f"weave {profile} {seed}")
     arrivals_h = _arrivals_h(draws, num_jobs)
@@ -121,8 +122,8 @@ def draw_job(
 ) -> SimJob:
     """A job of Table 6, of any size.
 
-    Args:   as of `generate`.
-    Raises: CallerError: no such profile, or variant of nodes.
+    Args:   those of `generate`.
+    Raises: CallerError: there is no such profile, or no such variant of nodes.
     """
     if profile not in PROFILES or nodes not in NODES:
         raise CallerError(
@@ -164,7 +165,7 @@ def takes(
 
 
 def with_switching(jobs: Sequence[SimJob], switching: Switching) -> list[SimJob]:
-    """Jobs of a table, with what switches and moves take."""
+    """The jobs of a table, with the times of switches and moves."""
     half_s = switching.phase_s / 2
     return [
         replace(

@@ -17,9 +17,9 @@ from phaseloom.common.contract.state_rank import (
     CopyFrom,
     CopyIn,
     CopyOut,
-    LetGo,
     StateMessage,
     StillMapped,
+    Unmap,
     Unpin,
 )
 from phaseloom.common.observability import metrics
@@ -176,7 +176,7 @@ class Node:
             return None
         try:
             async with asyncio.timeout(_LET_GO_TIMEOUT_S):
-                answer = await answer_of(peer, LetGo())
+                answer = await answer_of(peer, Unmap())
         except (PhaseloomError, TimeoutError) as error:
             log.warning("%s does not let go of host memory: %r", rank, error)
             return None

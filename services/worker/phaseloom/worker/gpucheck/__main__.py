@@ -95,7 +95,7 @@ def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
     return outcome(Verdict.HOLDS, found.detail, found.figures)
 
 
-def run_apart(name: str, command: Sequence[str], limit_s: float) -> Outcome:
+def run_isolated(name: str, command: Sequence[str], limit_s: float) -> Outcome:
     """The outcome that a process writes; its death, or its silence for so long, is one too.
 
     Args: command: a file's name is put behind it, where the outcome will be.
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     print(", ".join(machine.values()), flush=True)
     outcomes: list[Outcome] = []
     for name in plan(options.sizes_mib):
-        outcomes.append(run_apart(name, _command(options, name), options.limit_s))
+        outcomes.append(run_isolated(name, _command(options, name), options.limit_s))
         print(f"{outcomes[-1].verdict:8} {name}: {outcomes[-1].detail}", flush=True)
         if options.out is not None:
             options.out.write_text(f"{described(outcomes, machine)}\n")
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _prove(driver: Driver, options: argparse.Namespace) -> int:
-    """In this process, for `run_apart`."""
+    """In this process, for `run_isolated`."""
     import torch
 
     # Patterns in host memory are looked through by all cores, whatever one rank would take.

@@ -8,7 +8,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.transport.bus import AlreadyStored, Conflict
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 
 
 def not_stored(cause: Exception | None, code: Code = Code.UNAVAILABLE) -> ResourceError:
@@ -39,7 +39,7 @@ async def test_call_is_repeated_while_the_server_is_away(error: Exception) -> No
             raise failures.pop()
         return "stored"
 
-    assert await until_answered(call) == "stored"
+    assert await until_done(call, "it") == "stored"
     assert not failures
 
 
@@ -67,5 +67,5 @@ async def test_answer_of_the_server_stands(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        await until_answered(call)
+        await until_done(call, "it")
     assert num_calls == 1
