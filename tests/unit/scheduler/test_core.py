@@ -159,7 +159,7 @@ def test_states_after_kills_equal_states_without(
     world.run()
     assert world.done == expected.done
     assert world.states() == expected.states()
-    assert all(d.state is WpgState.READY for d in world.core.state.deployments.values())
+    assert all(d.wpg.state is WpgState.READY for d in world.core.state.deployments.values())
 
 
 @settings(max_examples=25, deadline=None)
@@ -470,7 +470,7 @@ def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
     assert jobs["t.a"].state is JobState.DONE
     assert jobs["t.b"].state is JobState.ACTIVE
     assert world.done["t.a.policy.2"] is Outcome.FAILED
-    assert world.core.state.deployments["t.a.policy"].operations == {}
+    assert world.core.state.deployments["t.a.policy"].queue.operations == {}
 
 
 def test_operation_that_kills_its_workers_again_and_again_fails() -> None:

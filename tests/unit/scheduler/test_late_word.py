@@ -78,7 +78,7 @@ class Teller:
         return self.tell(lost(key, self.incarnation(key), NODES[key.deployment]))
 
     def incarnation(self, key: DeploymentKey) -> int:
-        return self.core.state.deployments[str(key)].incarnation
+        return self.core.state.deployments[str(key)].wpg.incarnation
 
     def retry(self) -> list[Output]:
         """The pause after a refused switch-in is over."""
@@ -144,7 +144,7 @@ def test_outcome_settled_during_a_replay_begins_it_anew() -> None:
     assert any(isinstance(output, outputs.SettleCompletion) for output in made)
     teller.started(SAMPLER)
     sampler = teller.core.state.deployments[str(SAMPLER)]
-    assert (sampler.state, sampler.replay) == (WpgState.RECOVERING, [1])
+    assert (sampler.wpg.state, sampler.durability.replay) == (WpgState.RECOVERING, [1])
     made = teller.tell(settled(queued(SAMPLER, 2, "").key, "sync_weights"))
     assert [stop.deployment for stop in commands(made, StopWpg)] == [SAMPLER]
     teller.killed(SAMPLER)
@@ -172,7 +172,7 @@ def test_refused_step_that_is_settled_late_leaves_no_gradients_behind() -> None:
     assert any(isinstance(output, outputs.SettleCompletion) for output in refused)
     partial = ErrorInfo(Code.FAILED_PRECONDITION, "a part of the batch is missing")
     made = teller.tell(settled(step.operation, "optim_step", partial))
-    assert teller.core.state.deployments[str(POLICY)].history == []
+    assert teller.core.state.deployments[str(POLICY)].durability.history == []
     assert commands(made, StopWpg), "its gradients go with it"
 
 

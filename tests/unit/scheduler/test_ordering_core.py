@@ -227,7 +227,7 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     waiting = state.deployments[str(loops[1].key)]
-    op = waiting.operations[1]
+    op = waiting.queue.operations[1]
     (line,) = explain.why_not(step, waiting, op)
     place, start_s = explain.place_of(step, waiting, op)
     assert line.startswith("device 0 of t0, which waits up to ")

@@ -486,7 +486,7 @@ async def test_events_that_one_append_brought_come_to_the_same_as_one_by_one() -
         assert deleted == ["r3", "r2", "r1"]
     deployments = [core.state.deployments["t.a.policy"] for core in (apart, together)]
     assert deployments[0] == deployments[1]
-    assert "r1" not in deployments[0].unordered
+    assert "r1" not in deployments[0].queue.unordered
 
 
 def done(op: QueuedOperation, outcome: Outcome) -> OperationFinished:

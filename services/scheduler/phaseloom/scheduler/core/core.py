@@ -230,7 +230,7 @@ def _timer(step: Step, event: TimerFired) -> None:
 def _opened(step: Step, event: ActivationOpened) -> None:
     dispatch.opened(step, event)
     deployment = step.deployment(event.deployment)
-    if deployment is not None and deployment.state is not WpgState.STOPPED:
+    if deployment is not None and deployment.wpg.state is not WpgState.STOPPED:
         step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
 
 
@@ -248,21 +248,21 @@ def _refused(step: Step, event: ActivationRefused) -> None:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
         else:
             operations.end_unwanted(step, deployment, op)
-    if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
-        deployment.refusals += 1
-        if deployment.refusals >= MAX_REFUSALS:
+    if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+        deployment.wpg.count_refusal()
+        if deployment.wpg.refusals >= MAX_REFUSALS:
             job = deployment.job_name
-            step.doomed[job] = _given_up(event.error, deployment.refusals)
-    deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
-    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
+            step.doomed[job] = _given_up(event.error, deployment.wpg.refusals)
+    deployment.activation.retry_at(step.now_s + REFUSAL_PAUSE_S)
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.activation.retry_at_s)
 
 
 def _returned(step: Step, event: PermitReturned) -> None:
     """As often as it takes: a node that is away may come back, and others use the device."""
     deployment = step.deployment(event.key.deployment_key)
-    if deployment is None or event.incarnation != deployment.incarnation:
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    if event.key not in deployment.running:
+    if event.key not in deployment.activation.running:
         return
     step.tell("permit returned", event.error.message, str(event.key))
     step.free(deployment, event.key, "")
@@ -270,8 +270,8 @@ def _returned(step: Step, event: PermitReturned) -> None:
     if op is not None and op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         operations.end_unwanted(step, deployment, op)
-    deployment.retry_at_s = step.now_s + RETRY_PAUSE_S
-    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
+    deployment.activation.retry_at(step.now_s + RETRY_PAUSE_S)
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.activation.retry_at_s)
     step.touch(deployment)
 
 

@@ -17,12 +17,12 @@ def victims(step: Step, node: Node, index: int, newcomer: Deployment) -> list[De
     if node.residency is Residency.JOB:
         leaving = [d for d in residents if d.key.job_key != newcomer.key.job_key]
     staying = [d for d in residents if d not in leaving]
-    used = newcomer.state_bytes + sum(d.state_bytes for d in staying)
+    used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
     for resident in staying:
         if used <= device.memory_bytes:
             break
         leaving.append(resident)
-        used -= resident.state_bytes
+        used -= resident.wpg.state_bytes
     return leaving
 
 
@@ -30,7 +30,7 @@ def claimant(step: Step, node: Node, index: int) -> Deployment | None:
     """The deployment that was chosen first among those that wait for this device."""
     for name in node.claims:
         deployment = step.state.deployments[name]
-        if any(span.node == node.node and index in span.devices for span in deployment.spans):
+        if any(span.node == node.node and index in span.devices for span in deployment.wpg.spans):
             return deployment
     return None
 

@@ -21,4 +21,4 @@ def weigh(step: Step, deployment: Deployment) -> None:
 def is_crowded(step: Step, node: Node) -> bool:
     deployments = step.state.deployments
     placed = [deployments[name] for device in node.devices for name in device.placed]
-    return ROOM * sum(deployment.state_bytes for deployment in placed) > node.host_memory_bytes
+    return ROOM * sum(deployment.wpg.state_bytes for deployment in placed) > node.host_memory_bytes

@@ -108,10 +108,10 @@ def _after_turn(step: Step, device: Device, options: list[Option]) -> list[Optio
 
 def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
     """From when on it may claim its other devices; a past time: now."""
-    if len(deployment.spans) == 1 and len(deployment.spans[0].devices) == 1:
+    if len(deployment.wpg.spans) == 1 and len(deployment.wpg.spans[0].devices) == 1:
         return 0.0
     patience_s = _patience_s(step, deployment)
-    until_s = max(op.ready_s, deployment.idle_since_s) + patience_s
+    until_s = max(op.ready_s, deployment.activation.idle_since_s) + patience_s
     for place, other in step.places_of(deployment):
         if until_s <= step.now_s or (place is node and other == index):
             continue

@@ -64,7 +64,7 @@ def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op
         arrival_s=op.ready_s,
         arrival=op.arrival,
         duration_s=estimates.duration_s(step.state, deployment, op.kind),
-        switch_s=0.0 if deployment.epoch else setup_s,
+        switch_s=0.0 if deployment.activation.epoch else setup_s,
         setup_s=setup_s,
         phase_s=estimates.phase_s(step.state, deployment),
         back_s=_back_s(step, node, index, deployment),
@@ -97,7 +97,7 @@ def job_of(deployment: Deployment) -> str:
 def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
     """The dearest of what the newcomer displaces of the job that used the device last."""
     holder = node.devices[index].holder
-    if newcomer.epoch or job_of(newcomer) == holder:
+    if newcomer.activation.epoch or job_of(newcomer) == holder:
         return 0.0
     leaving = devices.victims(step, node, index, newcomer)
     return max(
@@ -176,13 +176,13 @@ def _awaited_until_s(
     Args: here: the deployments of each job of the device. since_s: when the waiting began.
     """
     job = step.state.jobs[name]
-    if not _is_alive(job) or all(d.state is not WpgState.READY for d in here[name]):
+    if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
         return 0.0
     unknown_s = PATIENCE * step.config.quantum_s
     every = step.deployments_of(job.key)
-    if any(d.running or ready.first(step, d) is not None for d in every):
+    if any(d.activation.running or ready.first(step, d) is not None for d in every):
         jobs = [step.state.jobs[member] for member in here]
         round_s = sum(estimates.worst_period_s(step.state, member) for member in jobs)
         return since_s + (round_s or unknown_s)
-    last_s = max(d.idle_since_s for d in every)
+    last_s = max(d.activation.idle_since_s for d in every)
     return last_s + (estimates.worst_period_s(step.state, job) or unknown_s) if last_s else 0.0

@@ -23,7 +23,7 @@ from __future__ import annotations
 from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, ready, speculative
+from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -87,12 +87,12 @@ def _begin(step: Step, deployment: Deployment) -> None:
             return
     devices.unclaim(step, deployment)
     ops = _batch(step, deployment)
-    if not deployment.epoch:
+    if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY):
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
-    if deployment.awaited:
+    if deployment.activation.opening_on:
         devices.use(step, deployment)
         return
     for op in ops:
@@ -105,9 +105,9 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
 
 def _go_on(step: Step, deployment: Deployment) -> None:
     """A deployment whose turn it is has more to run, or was waited for by its permits."""
-    if deployment.running:
+    if deployment.activation.running:
         _join(step, deployment)
-    elif not deployment.awaited:
+    elif not deployment.activation.opening_on:
         _begin_opened(step, deployment)
 
 
@@ -125,7 +125,7 @@ def _begin_opened(step: Step, deployment: Deployment) -> None:
 
 def _join(step: Step, deployment: Deployment) -> None:
     """Reading operations may begin beside those of their deployment that run."""
-    room = step.config.max_reading - len(deployment.running)
+    room = step.config.max_reading - len(deployment.activation.running)
     places = step.places_of(deployment)
     first, index = places[0]
     if room <= 0 or deployment.name not in first.devices[index].ready:
@@ -173,12 +173,10 @@ def _open_early(step: Step, node: Node, index: int) -> None:
 
 def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
-    deployment.epoch = step.sequence
-    deployment.opening_s = step.now_s
-    deployment.hinted_s = hints.NOT_TOLD_S
-    deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
+    opening_on = deployment.nodes if len(deployment.wpg.spans) > 1 else []
+    deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
-    for span in deployment.spans:
+    for span in deployment.wpg.spans:
         node = step.node(span.node)
         leaving: list[Deployment] = []
         for index in span.devices:
@@ -194,8 +192,8 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
             OpenActivation,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
-            epoch=deployment.epoch,
+            incarnation=deployment.wpg.incarnation,
+            epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             early=is_early,
         )
@@ -207,11 +205,9 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
 
 def _displace(step: Step, victim: Deployment, node: Node) -> None:
     """Its activation ends; its state leaves this node, and stays on others until it must go."""
-    if victim.epoch:
-        victim.epoch = 0
-        victim.awaited = []
+    victim.activation.close()
     speculative.displaced(step, victim)
-    for span in victim.spans:
+    for span in victim.wpg.spans:
         if span.node != node.node:
             continue
         for index in span.devices:
@@ -221,13 +217,13 @@ def _displace(step: Step, victim: Deployment, node: Node) -> None:
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
-    replay = deployment.state is WpgState.RECOVERING
+    replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
-    deployment.running.append(op.key)
+    deployment.activation.began(op.key)
     devices.use(step, deployment)
     step.send(
         Permit,
@@ -235,14 +231,14 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         operation=op.key,
         operation_id=op.id,
         kind=op.kind,
-        incarnation=deployment.incarnation,
-        epoch=deployment.epoch,
-        prev=deployment.applied,
+        incarnation=deployment.wpg.incarnation,
+        epoch=deployment.activation.epoch,
+        prev=deployment.durability.applied,
         replay=replay or (op.uncertain and op.is_mutating),
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
-        sealing=deployment.sealing if len(deployment.spans) > 1 else 0,
+        sealing=deployment.durability.sealing if len(deployment.wpg.spans) > 1 else 0,
     )
 
 
@@ -260,26 +256,29 @@ def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
     if op.version is None:
         return None
     nodes = [str(node.node) for node in step.nodes_of(deployment)]
-    return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
+    return Ticket(op.version, deployment.key, deployment.wpg.incarnation, nodes)
 
 
 def _seal_idle(step: Step, device: Device) -> None:
     """A deployment that nobody displaces is sealed when it has nothing to do."""
     for name in device.resident:
         deployment = step.state.deployments[name]
-        if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+        if deployment.wpg.state is WpgState.READY and seals.is_due(step, deployment, times=2):
             seals.seal(step, deployment)
 
 
 def opened(step: Step, event: ActivationOpened) -> None:
     """A node has switched its part in; after the last one of several the permits follow."""
     deployment = step.deployment(event.deployment)
-    if deployment is None or not deployment.epoch or deployment.epoch != event.epoch:
+    if (
+        deployment is None
+        or not deployment.activation.epoch
+        or deployment.activation.epoch != event.epoch
+    ):
         return
-    if event.node in deployment.awaited:
-        deployment.awaited.remove(event.node)
+    if deployment.activation.opened_on(event.node):
         step.touch(deployment)
-    if not deployment.awaited:
+    if not deployment.activation.opening_on:
         speculative.took(step, deployment)
 
 
@@ -290,7 +289,7 @@ def refused(step: Step, event: ActivationRefused) -> list[Op]:
     activation, so that the next one displaces it again (harmless where it is gone).
     """
     deployment = step.deployment(event.deployment)
-    if deployment is None or deployment.epoch != event.epoch:
+    if deployment is None or deployment.activation.epoch != event.epoch:
         return []
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
@@ -299,25 +298,25 @@ def refused(step: Step, event: ActivationRefused) -> list[Op]:
                 CloseActivation,
                 node,
                 deployment=deployment.key,
-                incarnation=deployment.incarnation,
-                epoch=deployment.epoch,
+                incarnation=deployment.wpg.incarnation,
+                epoch=deployment.activation.epoch,
             )
     step.vacate(deployment)
     for device in step.devices_of(deployment):
         for name in device.placed:
             other = step.state.deployments[name]
-            if other.incarnation and other is not deployment:
+            if other.wpg.incarnation and other is not deployment:
                 _rebook(step, other)
     return ops
 
 
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
     """What has a permit, or would have had one once all of its nodes were ready."""
-    if deployment.running:
-        ops = [deployment.open_operation(key) for key in deployment.running]
+    if deployment.activation.running:
+        ops = [deployment.open_operation(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
     is_reserved = step.devices_of(deployment)[0].running == deployment.name
-    if not is_reserved or deployment.state is WpgState.RECOVERING:
+    if not is_reserved or deployment.wpg.state is WpgState.RECOVERING:
         return []
     return _batch(step, deployment)
 

@@ -80,8 +80,8 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if other is not None and not other.is_done(after.seq):
             lines.append(f"{_name(other, after.seq)}, which `after` names")
-    if deployment.state is not WpgState.READY:
-        lines.append(f"the workers of {deployment.key.deployment}: {deployment.state}")
+    if deployment.wpg.state is not WpgState.READY:
+        lines.append(f"the workers of {deployment.key.deployment}: {deployment.wpg.state}")
     return lines
 
 
@@ -99,8 +99,8 @@ def _of_job(step: Step, deployment: Deployment) -> list[str]:
 
 def _comes_first(deployment: Deployment, op: Op) -> int | None:
     """The lowest seq of the same deployment that must end before it."""
-    for seq in range(deployment.next_seq, op.key.seq or 0):
-        other = deployment.operations.get(seq)
+    for seq in range(deployment.queue.next_seq, op.key.seq or 0):
+        other = deployment.queue.operations.get(seq)
         is_cut = other is not None and other.is_cut
         is_together = other is not None and not (op.is_mutating or other.is_mutating)
         if not (deployment.is_done(seq) or is_together or is_cut):
@@ -109,7 +109,7 @@ def _comes_first(deployment: Deployment, op: Op) -> int | None:
 
 
 def _name(deployment: Deployment, seq: int) -> str:
-    op = deployment.operations.get(seq)
+    op = deployment.queue.operations.get(seq)
     state = f"{op.kind}, {op.state}" if op else "not published yet"
     return f"{deployment.key.deployment} {seq} ({state})"
 
@@ -141,17 +141,18 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
 
 def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """What an operation waits for that waits for no other of its job; one line each."""
-    if deployment.retry_at_s > step.now_s:
-        pause_s = deployment.retry_at_s - step.now_s
+    if deployment.activation.retry_at_s > step.now_s:
+        pause_s = deployment.activation.retry_at_s - step.now_s
         return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
     if not ready.is_reachable(step, deployment, op):
         return [f"weights version {op.version}, which is being rebuilt"]
-    if deployment.running and op.is_mutating:
+    if deployment.activation.running and op.is_mutating:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
     if moves.is_held(deployment) or moves.holds_back(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
     if deployment.is_opening:
-        return [f"its activation, which is not open yet on {', '.join(deployment.awaited)}"]
+        nodes = ", ".join(deployment.activation.opening_on)
+        return [f"its activation, which is not open yet on {nodes}"]
     lines = []
     for node, index in step.places_of(deployment):
         lines += _of_device(step, deployment, node, index)
@@ -177,7 +178,7 @@ def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> li
         left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
         lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
     for name in device.resident:
-        if step.state.deployments[name].sealing:
+        if step.state.deployments[name].durability.sealing:
             lines.append(f"{where}, while {_named(deployment, name)} is being sealed")
     return lines
 
@@ -241,7 +242,7 @@ def _has_own(step: Step, device: Device) -> bool:
 
 
 def _running(step: Step, asker: Deployment, name: str) -> str:
-    keys = step.state.deployments[name].running
+    keys = step.state.deployments[name].activation.running
     if not keys:
         return f"{_named(asker, name)}, which is being switched in"
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -298,6 +299,10 @@ def _remaining_s(step: Step, device: Device) -> float:
     if not device.running:
         return 0.0
     deployment = step.state.deployments[device.running]
-    ops = [op for key in deployment.running if (op := deployment.open_operation(key)) is not None]
+    ops = [
+        op
+        for key in deployment.activation.running
+        if (op := deployment.open_operation(key)) is not None
+    ]
     ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
     return max(0.0, max(ends_s, default=step.now_s) - step.now_s)

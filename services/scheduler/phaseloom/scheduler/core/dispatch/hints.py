@@ -17,12 +17,11 @@ from __future__ import annotations
 from phaseloom.common.contract.commands import PrefetchState
 from phaseloom.scheduler.core.devices import host_memory
 from phaseloom.scheduler.core.dispatch import speculative
+from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
-
-NOT_TOLD_S = -1.0
 
 
 def tell(step: Step) -> None:
@@ -34,9 +33,9 @@ def tell(step: Step) -> None:
 
 
 def _tell(step: Step, deployment: Deployment) -> None:
-    if not deployment.spans or _is_resident(step, deployment):
+    if not deployment.wpg.spans or _is_resident(step, deployment):
         return
-    is_told = deployment.hinted_s != NOT_TOLD_S
+    is_told = deployment.activation.hinted_s != NOT_TOLD_S
     if _is_waiting(step, deployment):
         if not is_told:
             _send(step, deployment, step.now_s)
@@ -64,7 +63,7 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
     """By which the deployment is what its job runs next on a device."""
     job = deployment.job_name
     found = []
-    if deployment.state is not WpgState.READY or deployment.moving is not None:
+    if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:
         return []
     for device in step.devices_of(deployment):
         running = step.state.deployments.get(device.running)
@@ -82,12 +81,12 @@ def _send(step: Step, deployment: Deployment, use_s: float) -> None:
         for node in crowded:
             step.state.crowded.remove(node.node)
         return
-    deployment.hinted_s = use_s
+    deployment.activation.hint(use_s)
     _command(step, deployment, max(0.0, use_s - step.now_s))
 
 
 def _withdraw(step: Step, deployment: Deployment) -> None:
-    deployment.hinted_s = NOT_TOLD_S
+    deployment.activation.hint(NOT_TOLD_S)
     _command(step, deployment, None)
 
 
@@ -97,6 +96,6 @@ def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
             PrefetchState,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.wpg.incarnation,
             in_s=in_s,
         )

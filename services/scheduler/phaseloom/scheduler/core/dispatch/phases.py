@@ -22,7 +22,7 @@ SOON = 0.05
 
 def began(step: Step, deployment: Deployment, op: Op) -> None:
     """An operation is about to be permitted: it goes on with a phase, or begins one."""
-    if deployment.running:
+    if deployment.activation.running:
         return  # It joins others.
     job = step.job_of(deployment)
     name, kind = str(job.key), kind_of(deployment, op)
@@ -40,7 +40,7 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
     if job.began_s < 0:
         job.began_s = op.ready_s
     job.lag_s += waited_s(step, deployment, op)
-    if deployment.epoch == step.sequence:
+    if deployment.activation.epoch == step.sequence:
         job.lag_s += estimates.switch_s(step.state, deployment)
 
 
@@ -91,7 +91,7 @@ def _is_complete(step: Step, device: Device) -> bool:
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
     """For how long something else kept it from running."""
-    return max(0.0, step.now_s - max(op.ready_s, deployment.idle_since_s))
+    return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:

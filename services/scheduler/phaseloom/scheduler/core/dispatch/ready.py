@@ -59,16 +59,16 @@ def is_any_on(step: Step, device: Device, *, of_job: str | None = None, but_job:
 
 def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
     """Ready ones by arrival, whether or not their weights version can be had."""
-    if deployment.retry_at_s > step.now_s:
+    if deployment.activation.retry_at_s > step.now_s:
         return iter(())
-    if deployment.replay and deployment.state is WpgState.RECOVERING:
-        return iter(() if deployment.running else (_replay_op(step, deployment),))
-    if deployment.state is not WpgState.READY or moves.is_held(deployment):
+    if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
+        return iter(() if deployment.activation.running else (_replay_op(step, deployment),))
+    if deployment.wpg.state is not WpgState.READY or moves.is_held(deployment):
         return iter(())
-    unordered = (op for op in deployment.unordered.values() if _may_begin(deployment, op))
-    if deployment.head_seq not in deployment.operations:
+    unordered = (op for op in deployment.queue.unordered.values() if _may_begin(deployment, op))
+    if deployment.queue.head_seq not in deployment.queue.operations:
         return unordered
-    if not deployment.unordered:
+    if not deployment.queue.unordered:
         return _ordered(deployment)
     return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
 
@@ -99,7 +99,7 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
     """Reading operations that may begin beside those that run: none from behind a mutating one."""
-    running = deployment.open_operation(deployment.running[0])
+    running = deployment.open_operation(deployment.activation.running[0])
     if running is None or running.is_mutating or running.uncertain:
         return []
     chosen = batch(step, deployment, room)
@@ -108,7 +108,7 @@ def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def waits_elsewhere(deployment: Deployment) -> bool:
     """Whether its next ordered operation is known and comes after others'."""
-    head = deployment.operations.get(deployment.head_seq)
+    head = deployment.queue.operations.get(deployment.queue.head_seq)
     return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
 
 
@@ -118,9 +118,9 @@ def waits_for_device(op: Op) -> bool:
 
 
 def _ordered(deployment: Deployment) -> Iterator[Op]:
-    head = deployment.head_seq
+    head = deployment.queue.head_seq
     for seq in range(head, head + READ_AHEAD):
-        op = deployment.operations.get(seq)
+        op = deployment.queue.operations.get(seq)
         if op is None:
             return
         if op.is_mutating and not op.has_ended:
@@ -142,21 +142,25 @@ def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     when the policy is rebuilt, unless it is on disk.
     """
     policy = step.deployment(op.version.policy) if op.version else None
-    if policy is None or op.version is None or op.version.seq < policy.first_seq:
+    if policy is None or op.version is None or op.version.seq < policy.queue.first_seq:
         return True
-    if policy.state is WpgState.LOST:
+    if policy.wpg.state is WpgState.LOST:
         return False
-    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
-    return not is_rebuilding or op.version.seq in policy.durable_versions
+    is_rebuilding = (
+        policy.wpg.state is WpgState.STARTING or op.version.seq in policy.durability.replay
+    )
+    return not is_rebuilding or op.version.seq in policy.durability.durable_versions
 
 
 def _replay_op(step: Step, deployment: Deployment) -> Op:
-    seq = deployment.replay[0]
+    seq = deployment.durability.replay[0]
     key = deployment.key
-    mutation = next((m for m in deployment.history if m.seq == seq), Mutation(seq, "save_state"))
+    mutation = next(
+        (m for m in deployment.durability.history if m.seq == seq), Mutation(seq, "save_state")
+    )
     # As old as the oldest that waits for it: whatever comes to the others, it has its turn.
-    waiting = [op for op in deployment.operations.values() if not op.has_ended]
-    waiting += [op for op in deployment.unordered.values() if not op.has_ended]
+    waiting = [op for op in deployment.queue.operations.values() if not op.has_ended]
+    waiting += [op for op in deployment.queue.unordered.values() if not op.has_ended]
     since_s = min((op.queued_s for op in waiting), default=step.now_s)
     return Op(
         key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),

@@ -114,8 +114,10 @@ def _target(step: Step, device: Device, name: str, expected: Expected) -> Deploy
     deployment = next_of(step, device, name, expected)
     if deployment is None:
         return None
-    is_up = deployment.state is WpgState.READY and deployment.retry_at_s <= step.now_s
-    is_here = deployment.moving is None and not deployment.epoch
+    is_up = (
+        deployment.wpg.state is WpgState.READY and deployment.activation.retry_at_s <= step.now_s
+    )
+    is_here = deployment.move.relocation is None and not deployment.activation.epoch
     return deployment if is_up and is_here else None
 
 
@@ -154,13 +156,13 @@ def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: 
 
 def _lead_s(step: Step, target: Deployment) -> float:
     """From the decision to open an activation until that is open."""
-    return max(target.lead_s, estimates.switch_s(step.state, target))
+    return max(target.activation.lead_s, estimates.switch_s(step.state, target))
 
 
 def took(step: Step, deployment: Deployment) -> None:
     """Its activation is open: the longest of late counts, for what is begun too late is in vain."""
-    taken_s = step.now_s - deployment.opening_s
-    deployment.lead_s = max(taken_s, MEMORY * deployment.lead_s)
+    taken_s = step.now_s - deployment.activation.opening_s
+    deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
 
 
 def opened(step: Step, deployment: Deployment) -> None:

@@ -69,7 +69,7 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
     for deployment in step.deployments_of(job.key):
         name = deployment.key.deployment
         job.last_seqs[name] = max(deployment.last_seq, job.last_seqs.get(name, 0))
-        job.incarnations[name] = deployment.incarnation + 1
+        job.incarnations[name] = deployment.wpg.incarnation + 1
         del step.state.deployments[deployment.name]
     step.emit(outputs.DropCheckpoint(job.key))
 
@@ -171,7 +171,7 @@ def settle(step: Step) -> None:
         job = step.state.jobs[name]
         _end_drained(step, job)
         up_or_gone = (WpgState.READY, WpgState.STOPPED)
-        ready = all(d.state in up_or_gone for d in step.deployments_of(job.key))
+        ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job.key))
         if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
             step.move_job(job, JobState.ACTIVE)
         has_new_session = job.session > job.ended_session
@@ -289,12 +289,12 @@ def status(step: Step, job: Job) -> JobStatus:
                 name=d.key.deployment,
                 pool=d.spec.pool,
                 node=d.node or "",
-                state=d.state,
-                incarnation=d.incarnation,
-                next_seq=d.next_seq,
-                open_operations=[str(s) for s in sorted(d.operations) if not d.is_done(s)]
-                + sorted(d.unordered),
-                error=d.error,
+                state=d.wpg.state,
+                incarnation=d.wpg.incarnation,
+                next_seq=d.queue.next_seq,
+                open_operations=[str(s) for s in sorted(d.queue.operations) if not d.is_done(s)]
+                + sorted(d.queue.unordered),
+                error=d.wpg.error,
                 moving=moves.describe(d),
             )
             for d in step.deployments_of(job.key)

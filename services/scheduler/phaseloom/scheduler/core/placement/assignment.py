@@ -28,11 +28,12 @@ from phaseloom.scheduler.core.state.cluster import (
     Placement,
     Waits,
 )
-from phaseloom.scheduler.core.state.deployment import Deployment, Span
+from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing, Leave
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _FEW = 8
@@ -152,7 +153,11 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
 
 def target(deployment: Deployment) -> list[Span]:
     """Where it is, or will be."""
-    return deployment.spans if deployment.moving is None else deployment.moving.spans
+    return (
+        deployment.wpg.spans
+        if deployment.move.relocation is None
+        else deployment.move.relocation.spans
+    )
 
 
 def release(step: Step, job: Job) -> None:
@@ -249,7 +254,7 @@ def repin(step: Step, job: Job) -> None:
                 member.needs = groups.needs_of(job.spec.deployments)
         step.has_new_room = True
         return
-    alive = [d for d in step.deployments_of(job.key) if d.state is not WpgState.STOPPED]
+    alive = [d for d in step.deployments_of(job.key) if d.wpg.state is not WpgState.STOPPED]
     if not alive:
         return
     nodes: dict[str, list[NodeId]] = {}

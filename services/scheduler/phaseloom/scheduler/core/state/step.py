@@ -12,6 +12,7 @@ from phaseloom.common.contract.commands import NodeCommand
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
+from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Device, Node
@@ -103,22 +104,22 @@ class Step:
 
     def node_of(self, deployment: Deployment) -> Node:
         """Its leader's."""
-        assert deployment.spans, deployment.name
-        return self.state.nodes[deployment.spans[0].node]
+        assert deployment.wpg.spans, deployment.name
+        return self.state.nodes[deployment.wpg.spans[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
         """By rank."""
-        return [self.state.nodes[span.node] for span in deployment.spans]
+        return [self.state.nodes[span.node] for span in deployment.wpg.spans]
 
     def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
         """The node and device of each rank."""
         nodes = self.state.nodes
-        return [(nodes[span.node], i) for span in deployment.spans for i in span.devices]
+        return [(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
 
     def devices_of(self, deployment: Deployment) -> list[Device]:
         """Of each rank."""
         nodes = self.state.nodes
-        return [nodes[span.node].devices[i] for span in deployment.spans for i in span.devices]
+        return [nodes[span.node].devices[i] for span in deployment.wpg.spans for i in span.devices]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -143,9 +144,11 @@ class Step:
         op.state = to
 
     def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
-        if to not in WPG_TRANSITIONS[deployment.state]:
-            raise InvalidTransition(f"WPG {deployment.name}", deployment.state, to, self.sequence)
-        deployment.state = to
+        if to not in WPG_TRANSITIONS[deployment.wpg.state]:
+            raise InvalidTransition(
+                f"WPG {deployment.name}", deployment.wpg.state, to, self.sequence
+            )
+        deployment.wpg.enter(to)
         self.changed_jobs.add(deployment.job_name)
 
     def move_job(self, job: Job, to: JobState) -> None:
@@ -157,10 +160,8 @@ class Step:
     def vacate(self, deployment: Deployment) -> None:
         """Its processes are gone: nothing of it is on a device, nothing of it runs."""
         name = deployment.name
-        if deployment.epoch:
-            deployment.epoch = 0
-            deployment.awaited = []
-        for key in list(deployment.running):
+        deployment.activation.close()
+        for key in list(deployment.activation.running):
             self.free(deployment, key, "")
         for device in self.devices_of(deployment):
             if name in device.resident:
@@ -173,15 +174,14 @@ class Step:
         for node in self.nodes_of(deployment):
             if name in node.claims:
                 node.claims.remove(name)
-        deployment.hinted_s = -1.0
+        deployment.activation.hint(NOT_TOLD_S)
         self.touch(deployment)
 
     def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:
         """A running operation has ended; with the last one its devices are idle."""
-        deployment.running.remove(key)
-        deployment.idle_since_s = self.now_s
+        deployment.activation.ended(key, self.now_s)
         for device in self.devices_of(deployment):
-            if not deployment.running:
+            if not deployment.activation.running:
                 device.running = ""
             device.last = f"{key.deployment}.{kind}"
             device.idle_since_s = self.now_s
