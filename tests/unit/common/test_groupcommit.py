@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.transport.groupcommit import MAX_ITEMS, Gathering
+from phaseloom.common.transport.groupcommit import MAX_ITEMS, GroupCommit
 
 
 class Store:
@@ -32,13 +32,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def add(gathering: Gathering[int, int], *items: int) -> list[asyncio.Task[int]]:
+def add(gathering: GroupCommit[int, int], *items: int) -> list[asyncio.Task[int]]:
     return [asyncio.create_task(gathering.add(item)) for item in items]
 
 
 async def test_one_alone_is_stored_at_once_and_what_comes_meanwhile_goes_together() -> None:
     store = Store()
-    gathering = Gathering(store.put)
+    gathering = GroupCommit(store.put)
     first = add(gathering, 1)
     await settle()
     assert store.groups == [[1]]
@@ -52,7 +52,7 @@ async def test_one_alone_is_stored_at_once_and_what_comes_meanwhile_goes_togethe
 
 async def test_no_group_is_larger_than_its_bound() -> None:
     store = Store()
-    gathering = Gathering(store.put)
+    gathering = GroupCommit(store.put)
     tasks = add(gathering, *range(2 * MAX_ITEMS + 2))
     await settle()
     store.let.set()
@@ -63,7 +63,7 @@ async def test_no_group_is_larger_than_its_bound() -> None:
 
 async def test_failure_reaches_everyone_in_the_group_and_the_next_goes_on() -> None:
     store = Store()
-    gathering = Gathering(store.put)
+    gathering = GroupCommit(store.put)
     first = add(gathering, 1)
     await settle()
     rest = add(gathering, 2, 3)
@@ -78,7 +78,7 @@ async def test_failure_reaches_everyone_in_the_group_and_the_next_goes_on() -> N
 
 async def test_the_others_hear_of_it_when_who_stores_for_them_is_cancelled() -> None:
     store = Store()
-    gathering = Gathering(store.put)
+    gathering = GroupCommit(store.put)
     first = add(gathering, 1)
     await settle()
     second, third = add(gathering, 2, 3)
@@ -95,7 +95,7 @@ async def test_the_others_hear_of_it_when_who_stores_for_them_is_cancelled() -> 
 
 async def test_one_who_gives_up_waiting_takes_nobody_along() -> None:
     store = Store()
-    gathering = Gathering(store.put)
+    gathering = GroupCommit(store.put)
     first = add(gathering, 1)
     await settle()
     second, third, fourth = add(gathering, 2, 3, 4)
@@ -111,7 +111,7 @@ async def test_what_is_about_to_come_is_waited_for() -> None:
     store = Store()
     store.let.set()
     left = 3
-    gathering = Gathering(store.put, lambda: left > 0, patience_s=60.0)
+    gathering = GroupCommit(store.put, lambda: left > 0, patience_s=60.0)
     tasks = []
     for item in range(3):
         left -= 1
@@ -124,5 +124,5 @@ async def test_what_is_about_to_come_is_waited_for() -> None:
 async def test_patience_ends() -> None:
     store = Store()
     store.let.set()
-    gathering = Gathering(store.put, lambda: True, patience_s=0.01)
+    gathering = GroupCommit(store.put, lambda: True, patience_s=0.01)
     assert await gathering.add(1) == 1

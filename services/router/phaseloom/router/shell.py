@@ -55,7 +55,7 @@ from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport import leases
 from phaseloom.common.transport.bus import Bus, Conflict
-from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.services import serve_api
 from phaseloom.router import observing
 from phaseloom.router.admission import Admission
@@ -149,8 +149,8 @@ class Router:
         self._sessions = Sessions(bus)
         self._admission = Admission(bus, limits or {})
         self._session_ttl_s = session_ttl_s
-        self._queued: Gathering[_Queued, int] = Gathering(self._append_all)
-        self._again: Gathering[float, set[OperationKey]] = Gathering(self._logged_since)
+        self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
+        self._again: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
         """One search of the log for all operations that are delivered again at once."""
 
     @asynccontextmanager

@@ -32,7 +32,7 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport import tickets
 from phaseloom.common.transport.bus import AlreadyStored, Bus
-from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.state.outputs import (
@@ -58,7 +58,7 @@ class BusSink:
         self._secret = secret
         self._snapshots = snapshots
         self._deletions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self._permits = Gathering(self._send_permits)
+        self._permits = GroupCommit(self._send_permits)
 
     async def run(self) -> None:
         """Deletes in the background: nothing waits for it, and it may be done twice."""

@@ -25,10 +25,10 @@ class _Group(Generic[T, R]):
         self.stored: asyncio.Future[R] | None = None
         """Made for the second one; the first stores it."""
         self.complete: asyncio.Future[None] | None = None
-        """What the first waits for, before it does."""
+        """The first waits for this before it stores them."""
 
 
-class Gathering(Generic[T, R]):
+class GroupCommit(Generic[T, R]):
     """Stores what it is given in groups.
 
     Args: store: several items, at most `MAX_ITEMS`, in the order they came. Never called again

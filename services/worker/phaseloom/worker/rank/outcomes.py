@@ -33,7 +33,7 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
 from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
-from phaseloom.common.transport.groupcommit import Gathering
+from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
@@ -80,10 +80,10 @@ class Outcomes:
     bus: Bus
     unended: set[OperationKey] = field(default_factory=set)
     """Permitted, and about to end or to run for long."""
-    _finished: Gathering[_Finished, None] = field(init=False)
+    _finished: GroupCommit[_Finished, None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._finished = Gathering(self._append, lambda: bool(self.unended), GATHER_S)
+        self._finished = GroupCommit(self._append, lambda: bool(self.unended), GATHER_S)
 
     async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
         """Nothing has changed: it is to be permitted again."""

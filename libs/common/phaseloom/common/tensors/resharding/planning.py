@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Use:
-    """Where a target rank keeps a slice."""
+    """The place of a slice in a target rank's tensor."""
 
     rank: int
     start: Index
@@ -76,7 +76,7 @@ class Fetch:
 
 
 def plan(parameters: Sequence[Parameter], source: Sharding, target: Sharding) -> Plan:
-    """What each target rank holds of what each source rank holds.
+    """Plan which source ranks hold each piece of what each target rank holds.
 
     Raises: CallerError: a sharding that is none, or a parameter that cannot be cut so.
     """
@@ -109,7 +109,7 @@ def part_bytes(plan: Plan) -> list[int]:
 
 
 def node_fetches(plan: Plan, ranks: Collection[int]) -> list[Fetch]:
-    """What the target ranks of one node need together, spread over the parts that have it.
+    """Everything that the target ranks of one node need, spread over the parts that have it.
 
     Cost: O(what is returned).
     """
