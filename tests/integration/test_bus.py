@@ -356,7 +356,7 @@ async def test_reconnect_provisions_memory_streams_again_when_the_server_was_kil
 async def test_close_returns_when_the_server_is_gone(
     nats_server: EmbeddedServer,
 ) -> None:
-    bus = await Bus.open(nats_server.credentials.bus, "lonely")
+    bus = await Bus.open(nats_server.credentials.bus, "lonely", timeout_s=0.5)
     await nats_server.kill()
     async with asyncio.timeout(30):
         await bus.close()

@@ -25,6 +25,7 @@ from phaseloom.client import (
     ResourceError,
     SamplingParams,
     connect,
+    operations,
 )
 from phaseloom.client.operations import Outbox, Part
 from phaseloom.common.contract import streams
@@ -61,6 +62,13 @@ SPECS = [
 async def leader(bus: Bus) -> AsyncIterator[Leader]:
     async with Router(bus).running([TENANT]), Leader(bus).running() as leader:
         yield leader
+
+
+@pytest.fixture
+def soon_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody acknowledges or answers is asked for again after half a second."""
+    for name in ("_ACK_TIMEOUT_S", "_CHECK_EVERY_S", "_STALE_S"):
+        monkeypatch.setattr(operations, name, 0.5)
 
 
 def connected(
@@ -182,6 +190,7 @@ async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
         assert policy.optim_step(ADAM).seq == 1
 
 
+@pytest.mark.usefixtures("soon_asked")
 async def test_operations_survive_a_restart_of_the_server(
     nats_server: EmbeddedServer, leader: Leader
 ) -> None:
@@ -525,6 +534,7 @@ async def test_runtime_hooks_are_told_of_progress_outcomes_and_phases(
     assert [e.key.job for e in of_second if isinstance(e, phaseloom.OperationEnded)] == ["second"]
 
 
+@pytest.mark.usefixtures("soon_asked")
 async def test_open_operations_fail_when_nobody_answers(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:

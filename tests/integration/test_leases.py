@@ -58,7 +58,7 @@ async def test_acquire_rounds_up_what_is_no_whole_second(bus: Bus) -> None:
 
 
 async def test_keep_holds_it_beyond_its_time_to_live(bus: Bus) -> None:
-    lease = await Lease.acquire(bus, KEY, b"me", 4)
+    lease = await Lease.acquire(bus, KEY, b"me", 3)
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(lease.keep())
         rival = group.create_task(Lease.acquire(bus, KEY, b"rival", 1))
@@ -115,7 +115,7 @@ async def test_keep_raises_when_another_holder_took_it(bus: Bus) -> None:
 async def test_keep_raises_before_expiry_when_the_server_is_gone(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
-    lease = await Lease.acquire(bus, KEY, b"me", 8)
+    lease = await Lease.acquire(bus, KEY, b"me", 4)
     await nats_server.kill()
     with pytest.raises(LeaseLost, match="in time"):
         await lease.keep()
@@ -124,7 +124,7 @@ async def test_keep_raises_before_expiry_when_the_server_is_gone(
 
 
 async def test_keep_survives_a_restart_of_the_server(nats_server: EmbeddedServer, bus: Bus) -> None:
-    lease = await Lease.acquire(bus, KEY, b"me", 9)
+    lease = await Lease.acquire(bus, KEY, b"me", 6)
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(lease.keep())
         await nats_server.kill()

@@ -23,6 +23,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import TimerFired
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion, Outcome
+from phaseloom.common.transport import bus as transport
 from phaseloom.common.transport.bus import Bus, connect
 from phaseloom.common.transport.natsserver import EmbeddedServer, check_version, find_binary
 from tests.support.processes import child_pids, gone, until_gone
@@ -149,8 +150,11 @@ async def test_tenant_cannot_aim_the_acknowledgement_of_its_operation_at_the_mes
     assert (await bus.js.stream_info(streams.PERMITS)).state.messages == 0
 
 
-async def test_tenant_with_a_wrong_password_is_refused(nats_server: EmbeddedServer) -> None:
+async def test_tenant_with_a_wrong_password_is_refused(
+    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long it would wait for a server that is slow."""
+    monkeypatch.setattr(transport, "_CONNECT_TIMEOUT_S", 0.5)
     async with asyncio.timeout(60):
         with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
             await connect(nats_server.credentials.url, "guess", "acme", "guess", timeout_s=3600)
@@ -173,7 +177,7 @@ async def test_refusal_is_told_though_the_server_only_hangs_up_from_then_on() ->
     async with await asyncio.start_server(refuse_once, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
-            await connect(f"nats://127.0.0.1:{port}", "guess", "acme", "guess")
+            await connect(f"nats://127.0.0.1:{port}", "guess", "acme", "guess", timeout_s=1.0)
     assert connections > 1
 
 

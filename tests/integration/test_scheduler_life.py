@@ -72,7 +72,7 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus, Conflict, LogEntry
 from phaseloom.common.transport.leases import renew_session, scheduler_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
-from phaseloom.common.transport.retry import PatientLog
+from phaseloom.common.transport.retry import RetryingLog
 from phaseloom.common.transport.services import call_api
 from phaseloom.scheduler import main
 from phaseloom.scheduler.core.core import Core
@@ -388,7 +388,7 @@ async def test_outputs_are_stored_though_the_server_dies_under_them(
         write = WriteCompletion(key(1), failed, "application/msgpack")
         performing = tasks.create_task(sink.perform(write, None))
         appending = tasks.create_task(
-            PatientLog(bus, "scheduler").append(SchedulerConfigured(CONFIG))
+            RetryingLog(bus, "scheduler").append(SchedulerConfigured(CONFIG))
         )
         await asyncio.sleep(0)  # both are on their way
         await nats_server.kill()
@@ -449,7 +449,7 @@ async def absent(bus: Bus, bucket: Bucket, name: str) -> bool:
 @asynccontextmanager
 async def keeping(bus: Bus) -> AsyncIterator[tuple[Housekeeping, Shell]]:
     """A scheduler's fold with one job that is active, and what watches beside it."""
-    log = PatientLog(bus, "scheduler")
+    log = RetryingLog(bus, "scheduler")
     sink = BusSink(bus, Snapshots(bus))
     shell = Shell(Core(), log, sink, CONFIG, snapshot_every=1000)
     async with running(shell.run(), sink.run()):
@@ -471,7 +471,7 @@ async def finish(bus: Bus, shell: Shell, seq: int) -> None:
     """An operation that is queued, permitted, and completed."""
     await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
     await folded(bus, shell)
-    epoch = shell.core.state.deployments[str(POLICY)].epoch
+    epoch = shell.core.state.deployments[str(POLICY)].activation.epoch
     await bus.publish(streams.done_subject(key(seq)), Completion("id", Outcome.COMPLETED))
     event = OperationFinished(key(seq), "optim_step", Outcome.COMPLETED, epoch, 1, 0.0, 0.0)
     await bus.append(event)
@@ -535,7 +535,7 @@ async def next_of(bus: Bus, kind: type[Event]) -> Event:
 
 async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
     """The lease saves work; were it lost unnoticed, both would send the same under one id."""
-    logs = PatientLog(bus, "scheduler")
+    logs = RetryingLog(bus, "scheduler")
     sinks = [BusSink(bus, Snapshots(bus)) for _ in range(2)]
     shells = [Shell(Core(), logs, sink, CONFIG, 1000) for sink in sinks]
     async with running(*(shell.run() for shell in shells), *(sink.run() for sink in sinks)):

@@ -29,10 +29,10 @@ from phaseloom.common.contract.state_rank import (
     CopyOut,
     Done,
     HoldVersion,
-    LetGo,
     RegisterHeap,
     StateMessage,
     StillMapped,
+    Unmap,
 )
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
@@ -261,7 +261,7 @@ async def test_rank_that_lies_about_its_copy_loses_its_life_and_nobody_else_anyt
         close_fds(fds)
         if isinstance(body, CopyIn):
             return Copied(body.digest, 0, 0, 0.0), []
-        if isinstance(body, LetGo):
+        if isinstance(body, Unmap):
             return StillMapped([]), []
         assert isinstance(body, CopyOut)
         if body.whole_at >= 0:

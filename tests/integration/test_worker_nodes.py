@@ -18,7 +18,7 @@ from phaseloom.common.contract.agents import (
     CallRoll,
     CancelPart,
     FindStore,
-    LifeOver,
+    IncarnationOver,
     NodeReply,
     NodeRequest,
     NotYet,
@@ -47,7 +47,7 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
-    LifeEnded,
+    IncarnationEnded,
     OtherNodes,
     Parts,
     serve_nodes,
@@ -90,7 +90,7 @@ class Node:
     async def answer(self, request: NodeRequest) -> NodeReply:
         self.asked.append(request)
         if self.over is not None:
-            return LifeOver(self.over)
+            return IncarnationOver(self.over)
         match request:
             case FindStore():
                 return NotYet() if len(self.asked) < 3 else StoreFound("10.0.0.1:4711")
@@ -181,7 +181,7 @@ async def test_life_that_is_over_there_ends_whatever_is_asked(bus: Bus) -> None:
             others.cancel(OPERATION),
             others.find_store(THERE),
         ):
-            with pytest.raises(LifeEnded, match="on n1: the worker process died"):
+            with pytest.raises(IncarnationEnded, match="on n1: the worker process died"):
                 await asked
 
 
@@ -201,7 +201,7 @@ async def test_node_that_does_not_answer_the_roll_is_lost(
         await others.cancel(OPERATION)
         assert node.asked == [CallRoll(KEY, 1), CancelPart(OPERATION, 1)]
     async with two(bus, [THERE, NOWHERE]) as (others, _):
-        with pytest.raises(LifeEnded, match="n2 has not answered"):
+        with pytest.raises(IncarnationEnded, match="n2 has not answered"):
             await others.call_roll()
 
 
@@ -213,7 +213,7 @@ async def test_nobody_waits_for_another_node_once_its_own_ranks_are_killed(bus: 
         await asyncio.wait([asking], timeout=0.3)
         assert not asking.done()
         is_over.set()
-        with pytest.raises(LifeEnded, match=r"incarnation 1 of acme\.sums\.sampler is over"):
+        with pytest.raises(IncarnationEnded, match=r"incarnation 1 of acme\.sums\.sampler is over"):
             await asking
     finally:
         await lifecycle.end([asking])

@@ -46,8 +46,8 @@ from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.fsdp import FsdpBackend
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
-from phaseloom.worker.state.copying import packed
 from phaseloom.worker.state.heap import PAGE_BYTES
+from phaseloom.worker.state.layouts import packed
 from tests.support.node import (
     STEP,
     TestNode,

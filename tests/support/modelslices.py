@@ -30,7 +30,8 @@ from phaseloom.common.tensors.resharding import (
     source_parts,
 )
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import packed
+from phaseloom.worker.state.copying import hashed
+from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, tensors
 from tests.support.statedaemon import Daemon
 
@@ -89,7 +90,7 @@ async def write(client: RankStateClient, key: VersionKey, content: dict[str, Arr
     assert isinstance(memory, memoryview)
     for slot, each in zip(slots, content.values(), strict=True):
         memory[slot.offset : slot.offset + slot.num_bytes] = np.ascontiguousarray(each).tobytes()
-    return (await client.versions.commit(key, memory)).digest
+    return (await client.versions.commit(key, memory, hashed(memory))).digest
 
 
 def _dtype_of(name: str) -> str:

@@ -18,7 +18,7 @@ from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan, shard
 from phaseloom.worker.backends.noop import NoopBackend
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.weightsync import Brought, RankWeights
+from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights
 from phaseloom.worker.rank.wire import RankConfig
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
@@ -85,8 +85,8 @@ class PartRank:
         executor = Executor(self.settings, self.backend)
         self.weights = RankWeights(self.settings, self.client.versions, executor)
 
-    async def bring(self, version: VersionKey, *sources: str) -> Brought:
-        return await self.weights.bring(version, permit(version, self.settings, sources))
+    async def bring(self, version: VersionKey, *sources: str) -> FetchedVersion:
+        return await self.weights.fetch(version, permit(version, self.settings, sources))
 
     async def sync(self, version: VersionKey, *sources: str) -> str:
         """As a `sync_weights`; the version's digest."""

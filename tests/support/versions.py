@@ -10,8 +10,9 @@ from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
-from phaseloom.worker.state.copying import copy_runs, gather, packed
+from phaseloom.worker.state.copying import copy_runs, gather
 from phaseloom.worker.state.heap import Heap, align
+from phaseloom.worker.state.layouts import packed
 
 
 def weights_of(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
@@ -39,7 +40,7 @@ def assembled(
     manifest = VersionParts(Layout(dp=count), count, "", named)
     reader = Reader(Sharding(Layout(), 1), 0, [0], whole, whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
-    for part, fetches in needs(manifest, reader).wholes.items():
+    for part, fetches in needs(manifest, reader).whole_parts.items():
         rank = next(i for i, each in enumerate(named) if each.part == part)
         places, _ = packed(weights_of(slots[rank]))
         runs = from_part(places, fetches, reader)

@@ -32,17 +32,17 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def add(gathering: GroupCommit[int, int], *items: int) -> list[asyncio.Task[int]]:
-    return [asyncio.create_task(gathering.add(item)) for item in items]
+def add(group_commit: GroupCommit[int, int], *items: int) -> list[asyncio.Task[int]]:
+    return [asyncio.create_task(group_commit.add(item)) for item in items]
 
 
 async def test_one_alone_is_stored_at_once_and_what_comes_meanwhile_goes_together() -> None:
     store = Store()
-    gathering = GroupCommit(store.put)
-    first = add(gathering, 1)
+    group_commit = GroupCommit(store.put)
+    first = add(group_commit, 1)
     await settle()
     assert store.groups == [[1]]
-    rest = add(gathering, 2, 3, 4)
+    rest = add(group_commit, 2, 3, 4)
     await settle()
     assert store.groups == [[1]], "a store began before the one before it had ended"
     store.let.set()
@@ -52,8 +52,8 @@ async def test_one_alone_is_stored_at_once_and_what_comes_meanwhile_goes_togethe
 
 async def test_no_group_is_larger_than_its_bound() -> None:
     store = Store()
-    gathering = GroupCommit(store.put)
-    tasks = add(gathering, *range(2 * MAX_ITEMS + 2))
+    group_commit = GroupCommit(store.put)
+    tasks = add(group_commit, *range(2 * MAX_ITEMS + 2))
     await settle()
     store.let.set()
     await asyncio.gather(*tasks)
@@ -63,25 +63,25 @@ async def test_no_group_is_larger_than_its_bound() -> None:
 
 async def test_failure_reaches_everyone_in_the_group_and_the_next_goes_on() -> None:
     store = Store()
-    gathering = GroupCommit(store.put)
-    first = add(gathering, 1)
+    group_commit = GroupCommit(store.put)
+    first = add(group_commit, 1)
     await settle()
-    rest = add(gathering, 2, 3)
+    rest = add(group_commit, 2, 3)
     await settle()
     store.failure = ValueError("full")
     store.let.set()
     failed = await asyncio.gather(*first, *rest, return_exceptions=True)
     assert [str(error) for error in failed] == ["full"] * 3
     store.failure = None
-    assert await gathering.add(4) == 3
+    assert await group_commit.add(4) == 3
 
 
 async def test_the_others_hear_of_it_when_who_stores_for_them_is_cancelled() -> None:
     store = Store()
-    gathering = GroupCommit(store.put)
-    first = add(gathering, 1)
+    group_commit = GroupCommit(store.put)
+    first = add(group_commit, 1)
     await settle()
-    second, third = add(gathering, 2, 3)
+    second, third = add(group_commit, 2, 3)
     await settle()
     second.cancel()
     with pytest.raises(ResourceError) as lost:
@@ -89,16 +89,16 @@ async def test_the_others_hear_of_it_when_who_stores_for_them_is_cancelled() -> 
     assert lost.value.info.code is Code.UNAVAILABLE
     store.let.set()
     assert await asyncio.gather(*first) == [1]
-    assert await gathering.add(4) == 2
+    assert await group_commit.add(4) == 2
     assert store.groups == [[1], [4]]
 
 
 async def test_one_who_gives_up_waiting_takes_nobody_along() -> None:
     store = Store()
-    gathering = GroupCommit(store.put)
-    first = add(gathering, 1)
+    group_commit = GroupCommit(store.put)
+    first = add(group_commit, 1)
     await settle()
-    second, third, fourth = add(gathering, 2, 3, 4)
+    second, third, fourth = add(group_commit, 2, 3, 4)
     await settle()
     third.cancel()
     await settle()
@@ -111,11 +111,11 @@ async def test_what_is_about_to_come_is_waited_for() -> None:
     store = Store()
     store.let.set()
     left = 3
-    gathering = GroupCommit(store.put, lambda: left > 0, patience_s=60.0)
+    group_commit = GroupCommit(store.put, lambda: left > 0, max_wait_s=60.0)
     tasks = []
     for item in range(3):
         left -= 1
-        tasks += add(gathering, item)
+        tasks += add(group_commit, item)
         await settle()
         assert store.groups == ([] if left else [[0, 1, 2]])
     await asyncio.gather(*tasks)
@@ -124,5 +124,5 @@ async def test_what_is_about_to_come_is_waited_for() -> None:
 async def test_patience_ends() -> None:
     store = Store()
     store.let.set()
-    gathering = GroupCommit(store.put, lambda: True, patience_s=0.01)
-    assert await gathering.add(1) == 1
+    group_commit = GroupCommit(store.put, lambda: True, max_wait_s=0.01)
+    assert await group_commit.add(1) == 1

@@ -21,7 +21,7 @@ from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.events import JobFinished, PhaseTrace
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, LogEntry
-from phaseloom.common.transport.retry import PatientLog, until_done
+from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
 from phaseloom.profiler.outbox import Outbox
@@ -34,7 +34,7 @@ MSG_ID = "Nats-Msg-Id"
 class Shell:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._log = PatientLog(bus, "profiler")
+        self._log = RetryingLog(bus, "profiler")
         self._profiler = Profiler()
         self._metrics = Metrics(bus)
         self._traces = Outbox(self._append)
@@ -83,5 +83,7 @@ class Shell:
         view = msgspec.json.encode(emission.trace)
         job = emission.trace.job
         await until_done(
-            lambda: self._bus.kv_put(Bucket.PROFILES, str(job), view), "put the profile"
+            lambda: self._bus.kv_put(Bucket.PROFILES, str(job), view),
+            "put the profile",
+            attempt_s=ATTEMPT_S,
         )

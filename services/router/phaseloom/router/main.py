@@ -90,7 +90,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 async def _provision(bus: Bus, tenant: str, max_bytes: int) -> None:
     await until_done(
-        lambda: bus.provision_tenant(tenant, max_bytes), "provision", _PROVISION_ATTEMPT_S
+        lambda: bus.provision_tenant(tenant, max_bytes), "provision", attempt_s=_PROVISION_ATTEMPT_S
     )
 
 

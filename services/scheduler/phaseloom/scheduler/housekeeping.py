@@ -21,7 +21,7 @@ from phaseloom.common.contract.ids import JobKey, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, KeyChange
 from phaseloom.common.transport.leases import node_lease_key, session_lease_key
-from phaseloom.common.transport.retry import PatientLog, until_done
+from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
@@ -41,7 +41,7 @@ class Housekeeping:
     """Each method runs until cancelled."""
 
     bus: Bus
-    log: PatientLog
+    log: RetryingLog
     shell: Shell
 
     async def watch_nodes(self, margin_s: float) -> None:
@@ -82,7 +82,9 @@ class Housekeeping:
                 log.info("the next sweep of outcomes goes on: %r", error)
 
     async def _has_lease(self, key: str) -> bool:
-        stored = await until_done(lambda: self.bus.kv_get(Bucket.LEASES, key), "read a lease")
+        stored = await until_done(
+            lambda: self.bus.kv_get(Bucket.LEASES, key), "read a lease", attempt_s=ATTEMPT_S
+        )
         return stored is not None
 
     async def _note_session(self, change: KeyChange, lives: dict[str, tuple[int, int]]) -> None:

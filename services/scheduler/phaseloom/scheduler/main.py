@@ -25,7 +25,7 @@ from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
-from phaseloom.common.transport.retry import PatientLog, until_done
+from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
@@ -153,7 +153,7 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
     snapshots = Snapshots(bus)
     core = await lifecycle.unless_stopped(stop, _restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
-    decisions = PatientLog(bus, "scheduler")
+    decisions = RetryingLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
     keeping = Housekeeping(bus, decisions, shell)
     with gauges.of(core, bus):
@@ -195,7 +195,7 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
     """
     stored = await snapshots.load()
     core = Core() if stored is None else Core.restore(stored.payload)
-    first = await until_done(bus.log_start, "the log's start")
+    first = await until_done(bus.log_start, "the log's start", attempt_s=ATTEMPT_S)
     if first > core.state.sequence + 1:
         raise ResourceError(
             f"the decision log begins at {first}, the newest snapshot is of {core.state.sequence}",

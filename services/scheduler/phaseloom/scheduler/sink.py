@@ -33,7 +33,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.common.transport import tickets
 from phaseloom.common.transport.bus import AlreadyStored, Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
-from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.retry import ATTEMPT_S, until_done
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,
@@ -77,7 +77,9 @@ class BusSink:
         async def tell_full(reason: str) -> None:
             await self._bus.notice("scheduler", "waiting for room", reason, what)
 
-        await until_done(lambda: self._perform(output, context), what, tell_full=tell_full)
+        await until_done(
+            lambda: self._perform(output, context), what, attempt_s=ATTEMPT_S, tell_full=tell_full
+        )
 
     async def _perform(self, output: Output, context: Context | None) -> None:
         match output:
@@ -154,7 +156,9 @@ class BusSink:
         await self._deletions.join()
         before = await self._snapshots.save(sequence, snapshot)
         if before:
-            await until_done(lambda: self._bus.truncate_log(before), "truncate the log")
+            await until_done(
+                lambda: self._bus.truncate_log(before), "truncate the log", attempt_s=ATTEMPT_S
+            )
 
     async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
         # The first stored outcome decides; a refusal is mostly a restart's second try.
@@ -195,7 +199,9 @@ class BusSink:
 
     async def _delete_now(self, stream: str, subject: str) -> None:
         with contextlib.suppress(NotFoundError):  # no such tenant: nothing to delete
-            await until_done(lambda: self._bus.delete_subject(stream, subject), "delete")
+            await until_done(
+                lambda: self._bus.delete_subject(stream, subject), "delete", attempt_s=ATTEMPT_S
+            )
 
     def _delete(self, stream: str, subject: str) -> None:
         self._deletions.put_nowait((stream, subject))

@@ -86,21 +86,25 @@ class Snapshots:
             await self._put(_chunk_key(sequence, index), part)
         before = self._manifest
         manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed))
-        await until_done(lambda: self._swap(manifest), "store the manifest", _ATTEMPT_S)
+        await until_done(lambda: self._swap(manifest), "store the manifest", attempt_s=_ATTEMPT_S)
         if before is None:
             return 0
         if before.sequence != sequence:
-            await until_done(lambda: self._drop(before), "drop old chunks", _ATTEMPT_S)
+            await until_done(lambda: self._drop(before), "drop old chunks", attempt_s=_ATTEMPT_S)
         return before.sequence
 
     async def _read(self, key: str) -> Stored | None:
         return await until_done(
-            lambda: self._bus.kv_get_raw(Bucket.SNAPSHOTS, key), "read the snapshot", _ATTEMPT_S
+            lambda: self._bus.kv_get_raw(Bucket.SNAPSHOTS, key),
+            "read the snapshot",
+            attempt_s=_ATTEMPT_S,
         )
 
     async def _put(self, key: str, part: bytes) -> None:
         await until_done(
-            lambda: self._bus.kv_put(Bucket.SNAPSHOTS, key, part), "store a chunk", _ATTEMPT_S
+            lambda: self._bus.kv_put(Bucket.SNAPSHOTS, key, part),
+            "store a chunk",
+            attempt_s=_ATTEMPT_S,
         )
 
     async def _drop(self, manifest: Manifest) -> None:

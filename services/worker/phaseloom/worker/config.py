@@ -11,7 +11,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     node: str
     """This node's name in the mesh."""
     pool: str
-    """What its devices are for: `rollout`, `train`."""
+    """Kind of work that the node's devices are for: `rollout`, `train`."""
     devices: list[int]
     """Memory budget of each device for managed state, bytes."""
     host_memory_bytes: int
@@ -19,29 +19,30 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     state_socket: str
     """Unix socket of this node's state manager."""
     state_secret: str
-    """What the state manager knows its agent by."""
+    """Secret by which the state manager knows its agent."""
     runtime_directory: str
-    """For the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
+    """Directory of the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
-    """Of the node, in any currency that all nodes share: placement prefers what costs less. 0: as
-    eight GPUs of its pool's usual kind, 1 for any other pool than `rollout` and `train`."""
+    """Price of the node, in any currency that all nodes share: placement prefers what costs less. 0
+    stands for the usual price of eight GPUs of its pool, or for 1 in any pool but `rollout` and
+    `train`."""
     lease_ttl_s: float = 3.0
     """How long the node counts as alive without a renewal."""
     start_timeout_s: float = 120.0
-    """A rank that is not up by then is killed."""
+    """A rank that is not up after this time is killed."""
     preload: bool = True
     """Whether torch is imported once, when the node starts, so that ranks start in a fraction of a
-    second. False saves that on a node that runs `noop` alone; any other rank then imports torch
-    itself."""
+    second. False saves the memory on a node that runs `noop` alone; any other rank then imports
+    torch itself."""
     rank_host: str = "127.0.0.1"
-    """Name or address of this node where ranks of other nodes reach those of this one: which meet
-    at a port of rank 0's. Their traffic is the backends' own (gloo, NCCL): neither encrypted nor
-    authenticated, so it belongs into a network of its own."""
+    """Name or address at which ranks of other nodes reach those of this one, through a port of rank
+    0's node. Their traffic is the backends' own (gloo, NCCL), neither encrypted nor authenticated:
+    give it a network of its own."""
     rank_interface: str = ""
-    """The network interface that this traffic goes over; empty: what the backend chooses."""
+    """Network interface for the traffic between ranks; empty: the backend chooses."""
 
     @property
     def price(self) -> float:

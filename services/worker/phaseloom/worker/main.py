@@ -15,25 +15,25 @@ from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.forkserver import fork_server
 from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.wire import RankMessage
 
 log = logging.getLogger(__name__)
 
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 600
-"""A machine that starts everything at once is slow."""
+"""Tries to connect: a machine that starts everything at once is slow."""
 
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
-    # Ranks are forked from a child: what agents prove themselves by is not theirs.
+    # Ranks are forked from a child and must not have the secret of agents.
     config.keep_from_children("worker", "state_secret")
     bus_config = config.load(BusConfig, "bus")
     opening = Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
@@ -46,7 +46,7 @@ async def serve(stop: asyncio.Event) -> None:
         lease = await lifecycle.unless_stopped(stop, acquiring)
         remove_old_stores(settings)
         node = NodeId(settings.node)
-        # Before anybody is told that this node is there.
+        # Before the node is announced.
         await serve_state(bus, node, state)
         listener = framing.listen(agent_socket)
         async with asyncio.TaskGroup() as tasks:
@@ -80,7 +80,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
-    """This node's state manager starts beside us: wait for its socket."""
+    """Connect to this node's state manager, which starts beside the agent."""
     for number in range(_CONNECT_TRIES):
         try:
             return await AgentStateClient.connect(settings.state_socket, settings.state_secret)
@@ -92,7 +92,8 @@ async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
 
 
 async def _until_state_lost(state: AgentStateClient) -> None:
-    """Without the state manager nothing here can be trusted: start over as a new life."""
+    """End the agent with the state manager: nothing here can be trusted without it. Both start
+    over."""
     reason = await asyncio.shield(state.closed)
     raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
 
@@ -112,7 +113,7 @@ async def _announce(
         price_per_hour=settings.price,
         can_move=status.can_move,
     )
-    await until_answered(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"))
+    await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
 
 
 def main() -> None:

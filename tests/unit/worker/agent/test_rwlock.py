@@ -1,4 +1,4 @@
-"""Turns: together or alone, first come, first served."""
+"""The lock: many readers or one writer, first come, first served."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.worker.agent.rwlock import Turns
+from phaseloom.worker.agent.rwlock import FairReadWriteLock
 
 
 class World:
-    """Holders of turns that leave when they are told to."""
+    """Holders of a lock that leave when they are told to."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.lock = FairReadWriteLock()
         self.inside: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._leave: dict[str, asyncio.Event] = {}
 
     async def _hold(self, name: str) -> None:
         alone = name.startswith("w")
-        async with self.turns.alone() if alone else self.turns.together():
+        async with self.lock.write() if alone else self.lock.read():
             self.inside.append(name)
             others = [other for other in self.inside if other != name]
             assert not (alone and others), f"{name} is not alone: {others}"
@@ -78,7 +78,7 @@ async def test_turn_given_in_the_moment_of_its_cancel_is_given_back() -> None:
     world = World()
     for name in ("w1", "w2", "r1"):
         await world.come(name)
-    # Without a pause between: w2 is given the turn and cancelled before it runs.
+    # Without a pause between: w2 is given the lock and cancelled before it runs.
     world._leave["w1"].set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -110,7 +110,7 @@ def test_whatever_happens_all_get_their_turn_in_the_end(steps: list[tuple[str, i
             assert task.cancelled() or task.exception() is None
         assert world.inside == []
         # Nothing is left held.
-        async with asyncio.timeout(30), world.turns.alone():
+        async with asyncio.timeout(30), world.lock.write():
             pass
 
     asyncio.run(main())
@@ -118,15 +118,15 @@ def test_whatever_happens_all_get_their_turn_in_the_end(steps: list[tuple[str, i
 
 async def test_nobody_has_or_awaits_a_turn_once_all_have_left() -> None:
     world = World()
-    assert world.turns.is_unused
+    assert world.lock.is_unused
     await world.come("w1")
     await world.come("r1")
     for name in ("w1", "r1"):
-        assert not world.turns.is_unused
+        assert not world.lock.is_unused
         await world.leave(name)
-    assert world.turns.is_unused
+    assert world.lock.is_unused
     for name in ("r1", "w1"):
         await world.come(name)
     await world.cancel("w1")
     await world.cancel("r1")
-    assert world.turns.is_unused
+    assert world.lock.is_unused

@@ -20,7 +20,7 @@ from phaseloom.worker.gpucheck.__main__ import (
     Verdict,
     described,
     plan,
-    run_apart,
+    run_isolated,
     run_proof,
     table,
 )
@@ -107,18 +107,18 @@ def _writing(name: str, verdict: Verdict) -> list[str]:
 
 
 def test_outcome_of_a_process_is_what_it_writes() -> None:
-    outcome = run_apart("a", _writing("a", Verdict.SKIPPED), 60.0)
+    outcome = run_isolated("a", _writing("a", Verdict.SKIPPED), 60.0)
     assert outcome == Outcome("a", Verdict.SKIPPED, "as seen", 0.0, {"x": 1.5})
 
 
 def test_process_that_dies_has_failed() -> None:
     """An error of the device takes the process with it, and no other proof."""
-    died = run_apart("a", [sys.executable, "-c", "import os; os.abort()"], 60.0)
+    died = run_isolated("a", [sys.executable, "-c", "import os; os.abort()"], 60.0)
     assert (died.verdict, died.detail.split(",")[0]) == (
         Verdict.FAILS,
         "its process ended with SIGABRT",
     )
-    left = run_apart("a", [sys.executable, "-c", "raise SystemExit(3)"], 60.0)
+    left = run_isolated("a", [sys.executable, "-c", "raise SystemExit(3)"], 60.0)
     assert left.detail.startswith("its process ended with status 3")
 
 
@@ -131,7 +131,7 @@ def test_process_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> No
         "; subprocess.Popen(['sleep', '600'], stdout=end); time.sleep(600)"
     )
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    hung = run_apart("a", [sys.executable, "-c", hanging], 2.0)
+    hung = run_isolated("a", [sys.executable, "-c", hanging], 2.0)
     assert (hung.verdict, hung.detail) == (Verdict.FAILS, "not done after 2 s: killed")
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "nobody writes there any more"

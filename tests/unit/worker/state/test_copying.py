@@ -5,17 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.tensors.hugepages import HUGE_BYTES
-from phaseloom.worker.state import copying
 from phaseloom.worker.state.copying import (
     MappedVersions,
     Mapping,
@@ -23,10 +20,10 @@ from phaseloom.worker.state.copying import (
     copy_hashed,
     gather,
     hashed,
-    paired,
     scatter,
 )
 from phaseloom.worker.state.heap import PAGE_BYTES, Heap, align
+from phaseloom.worker.state.layouts import packed
 
 MiB = 1024 * 1024
 KEYS = [VersionKey(DeploymentKey("acme", "sums", "policy"), seq) for seq in range(6)]
@@ -46,7 +43,7 @@ def test_tensors_come_to_their_places_and_what_is_between_is_zeroes(data: st.Dat
         slots.append(TensorSlot(f"w{number}", Role.WEIGHT, "uint8", [size], end, size))
         end = align(end + size) + 64 * gap
     heap, slots = random_memory(end + 10), data.draw(st.permutations(slots))
-    places, num_bytes = copying.packed(slots)
+    places, num_bytes = packed(slots)
     version = random_memory(num_bytes)
     digest = gather(version, heap, list(zip(slots, places, strict=True)))
     expected = bytearray(num_bytes)
@@ -93,17 +90,17 @@ def test_resident_bytes_of_a_heap_are_those_that_were_touched_and_not_released()
     assert heap.resident_bytes() == 0
 
 
-def test_mapping_that_is_in_use_is_kept_and_the_others_are_let_go() -> None:
+def test_mapping_that_is_in_use_is_kept_and_the_others_are_unmapped() -> None:
     versions = MappedVersions()
     views = [versions.map(key, [_memory()], 100, writable=True) for key in KEYS]
     # Only so many are kept for reuse; all of these are in use.
-    assert versions.let_go() == KEYS
+    assert versions.unmap_unused() == KEYS
     views[3][:4] = b"kept"
     del views[0], views[-1]
-    assert versions.let_go() == KEYS[1:-1]
+    assert versions.unmap_unused() == KEYS[1:-1]
     assert bytes(views[2][:4]) == b"kept"
     views.clear()
-    assert versions.let_go() == []
+    assert versions.unmap_unused() == []
 
 
 def test_mapping_is_used_again_for_the_same_memory() -> None:
@@ -112,7 +109,7 @@ def test_mapping_is_used_again_for_the_same_memory() -> None:
     first[:3] = b"abc"
     again = versions.map(KEYS[1], [fd], 100, writable=True)
     assert bytes(again[:3]) == b"abc"
-    assert versions.let_go() == [KEYS[1]]
+    assert versions.unmap_unused() == [KEYS[1]]
 
 
 def _memory() -> int:
@@ -133,10 +130,3 @@ def test_mapping_is_put_on_huge_pages_once() -> None:
     assert not os.fstat(fd).st_blocks
     mapping.close()
     os.close(fd)
-
-
-def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
-    """What lies behind it is not the version's: it was made by somebody else."""
-    slot = TensorSlot("w", Role.WEIGHT, "uint8", [4096], 0, 4096)
-    with pytest.raises(CallerError, match="w is"):
-        paired([msgspec.structs.replace(slot, num_bytes=1)], [slot])

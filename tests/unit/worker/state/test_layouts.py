@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.worker.state.layouts import Layouts
+from phaseloom.worker.state.layouts import Layouts, paired
 
 
 def _slots(*names: str) -> list[TensorSlot]:
@@ -58,3 +59,10 @@ def test_only_the_newest_are_kept() -> None:
         layouts.table(slots)
     assert layouts.table(every[0]) is not first
     assert layouts.table(every[0]) == first
+
+
+def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
+    """What lies behind it is not the version's: it was made by somebody else."""
+    slot = TensorSlot("w", Role.WEIGHT, "uint8", [4096], 0, 4096)
+    with pytest.raises(CallerError, match="w is"):
+        paired([msgspec.structs.replace(slot, num_bytes=1)], [slot])

@@ -8,7 +8,7 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 
 
 class FindStore(Message, frozen=True):
-    """agent → agent of rank 0's node: where do the ranks of this life meet?
+    """agent → agent of rank 0's node: where do the ranks of this incarnation meet?
 
     Answer: StoreFound; NotYet.
     """
@@ -27,7 +27,7 @@ class TakePart(Message, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     number: int
-    """The number of the call in this life, counted from 1."""
+    """The number of the call in this incarnation, counted from 1."""
     num_ended: int
     """The newest call that is not asked for again."""
     share: bytes
@@ -38,7 +38,7 @@ class TakePart(Message, frozen=True):
 
 
 class CallRoll(Message, frozen=True):
-    """Asked like `TakePart`: are your ranks of this life alive? Answer: Present."""
+    """Asked like `TakePart`: are your ranks of this incarnation alive? Answer: Present."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -77,13 +77,13 @@ class PartFailed(Message, frozen=True):
 
 
 class Present(Message, frozen=True):
-    """All ranks of this life on the node are alive."""
+    """All ranks of this incarnation on the node are alive."""
 
 
-class LifeOver(Message, frozen=True):
-    """Answer to any request: no rank of this life is alive here, nor will be."""
+class IncarnationOver(Message, frozen=True):
+    """Answer to any request: no rank of this incarnation is alive here, nor will be."""
 
     error: ErrorInfo
 
 
-NodeReply = StoreFound | NotYet | PartTaken | PartFailed | Present | LifeOver
+NodeReply = StoreFound | NotYet | PartTaken | PartFailed | Present | IncarnationOver

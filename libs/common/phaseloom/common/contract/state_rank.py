@@ -291,13 +291,13 @@ class CopyOut(Message, frozen=True):
 
 
 class Unpin(Message, frozen=True):
-    """The extent's pages are about to be given back: let go of them. Answer: Done.
+    """The extent's pages are about to be given back: unpin them. Answer: Done.
 
     The mapping stays; whoever copies next may pin what it then holds.
     """
 
 
-class LetGo(Message, frozen=True):
+class Unmap(Message, frozen=True):
     """Host memory is short: unmap the weights versions that are not in use, and what a frozen heap
     was loaded from. Answer: StillMapped."""
 
@@ -387,7 +387,7 @@ StateMessage = (
     | CopyAside
     | CopyFrom
     | VersionExtent
-    | LetGo
+    | Unmap
     | StillMapped
     | CopyOut
     | CopyIn

@@ -34,18 +34,18 @@ class GroupCommit(Generic[T, R]):
     Args: store: several items, at most `MAX_ITEMS`, in the order they came. Never called again
               before it has returned.
           is_more_coming: whether to wait for more, asked when something has come.
-          patience_s: so long at most.
+          max_wait_s: so long at most.
     """
 
     def __init__(
         self,
         store: Callable[[list[T]], Awaitable[R]],
         is_more_coming: Callable[[], bool] = lambda: False,
-        patience_s: float = 0.0,
+        max_wait_s: float = 0.0,
     ) -> None:
         self._store = store
         self._is_more_coming = is_more_coming
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
         self._turn = asyncio.Lock()
         self._open: _Group[T, R] | None = None
         """Takes more items: it waits for its turn."""
@@ -89,7 +89,7 @@ class GroupCommit(Generic[T, R]):
     async def _wait(self, group: _Group[T, R]) -> None:
         loop = asyncio.get_running_loop()
         group.complete = loop.create_future()
-        timer = loop.call_later(self._patience_s, _complete, group.complete)
+        timer = loop.call_later(self._max_wait_s, _complete, group.complete)
         try:
             await group.complete
         finally:

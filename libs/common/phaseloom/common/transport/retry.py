@@ -1,7 +1,7 @@
-"""Calls to the server for as long as it takes: it may be restarted under any of them, or be full.
+"""Calls to the NATS server that are repeated until it has done them.
 
-What cannot be stored now is no reason to stop: whoever waits goes on where it stood, and people are
-told once what it waits for.
+The server may be restarted under any call, or be full. Neither is a reason for a service to stop:
+it goes on where it stood, and people are told once what it waits for.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPT_S = 2.0
-"""A request that met the server's death is not answered."""
-_PAUSE_S = 0.2
+"""A request that the server received as it died is never answered."""
+_PAUSE_S = 0.1
 _SERVER_ERROR = 500
 
 
 async def until_done(
     call: Callable[[], Awaitable[T]],
     what: str,
-    attempt_s: float = ATTEMPT_S,
     *,
+    attempt_s: float | None = None,
     tell_full: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:
-    """Try until the server has done it.
+    """Repeat an idempotent call until the server has done it.
 
-    Args:   call: harmless twice.
-            tell_full: a full stream is waited for, too, and this is told why, once; without it a
-                full stream is raised.
+    The number of attempts is unbounded: whoever must not wait for ever is ended from outside, a
+    node's agent by its lease, a rank by its agent.
+
+    Args:   what: what is done, for the log.
+            attempt_s: an attempt is given up after this time; None: the call ends by itself.
+            tell_full: called once with the reason where a stream is full, which is then waited for
+                too. Without it a full stream is an error.
     Raises: what the server refuses the call with.
     """
     is_news = True
@@ -74,7 +78,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether it passes once the server is back; else the server is there, and says no."""
+    """Whether the error passes once the server is back; else the server is there, and says no."""
     if isinstance(error, ResourceError):
         is_too_large = isinstance(error.__cause__, MaxPayloadError)
         return error.info.code is Code.UNAVAILABLE and not is_too_large
@@ -83,8 +87,8 @@ def _is_away(error: Exception) -> bool:
     return not isinstance(error, MaxPayloadError)
 
 
-class PatientLog:
-    """The decision log, appended to for as long as it takes.
+class RetryingLog:
+    """The decision log, whose calls are repeated until the server has done them.
 
     An entry without an id may be stored twice: what is appended so must be harmless twice.
     """
@@ -96,15 +100,18 @@ class PatientLog:
 
     async def append(self, event: Event, *, msg_id: str | None = None) -> int:
         return await until_done(
-            lambda: self._bus.append(event, msg_id=msg_id), "append", tell_full=self._tell_full
+            lambda: self._bus.append(event, msg_id=msg_id),
+            "append",
+            attempt_s=ATTEMPT_S,
+            tell_full=self._tell_full,
         )
 
     async def _tell_full(self, reason: str) -> None:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
-        """Entries as they are stored, and not their events one by one."""
+        """Read the entries as they are stored, and not their events one by one."""
         return self._bus.read_entries(start_sequence)
 
     async def log_end(self) -> int:
-        return await until_done(self._bus.log_end, "the log's end")
+        return await until_done(self._bus.log_end, "the log's end", attempt_s=ATTEMPT_S)

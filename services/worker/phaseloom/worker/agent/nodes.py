@@ -1,11 +1,13 @@
 """A WPG over several nodes: what its agents ask of one another, by request and reply on the bus.
 
 The leader's agent has the other nodes' ranks take part in each call, calls the roll when one fails,
-and passes cancels on; the others' agents ask it where the ranks meet. Every request may be
-repeated: a share begins once in a life, whatever is lost or comes twice, and its answer comes in
-chunks. A request is answered at once or told to come again, so no answer is waited for that cannot
-come. Whoever waits stops where the own ranks are killed (the scheduler has this done on all nodes
-once one has lost its part), or where another node says that its part of the life is over.
+and passes cancels on. The other agents ask it where the ranks meet. Every request may be repeated:
+in one incarnation a share begins once, whatever is lost or comes twice. Its answer comes in chunks.
+An agent answers a request at once or tells the other to ask again, so nobody waits for an answer
+that cannot come.
+
+An agent stops waiting when its own ranks are killed, which the scheduler has done on all nodes once
+one has lost its part, or when another node says that the incarnation is over there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from phaseloom.common.contract.agents import (
     CallRoll,
     CancelPart,
     FindStore,
-    LifeOver,
+    IncarnationOver,
     NodeReply,
     NodeRequest,
     NotYet,
@@ -46,7 +48,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subject
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.group import SharesOfOthers
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 
@@ -54,13 +56,13 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_SHARE_BYTES = 1024 * 1024
-"""Without payloads."""
+"""Limit of a share without its payloads."""
 MAX_RESULT_BYTES = 12 * 1024 * 1024
-"""What the ranks of a node answer to one call: it must fit into a frame to the leader."""
+"""Limit of the results of one node's ranks: they must fit into a frame to the leader."""
 HOLD_S = 1.0
-"""So long at most an agent keeps a request whose answer is not there yet."""
+"""An agent keeps a request whose answer is not there yet for at most this time."""
 SILENCE_S = 10.0
-"""A node that does not answer the roll for so long has lost its part. Longer than a node lease
+"""A node that does not answer the roll for this time has lost its part. Longer than a node lease
 lasts, and than a restart of the NATS server takes."""
 _ANSWER_TIMEOUT_S = 4.0
 _PAUSE_S = 0.1
@@ -69,14 +71,15 @@ T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 
 
-class LifeEnded(ResourceError):
-    """Another node's ranks of this life are dead, or cannot be reached."""
+class IncarnationEnded(ResourceError):
+    """Another node's ranks of this incarnation are dead, or cannot be reached."""
 
 
 class OtherNodes:
-    """As one agent of a WPG sees the others of it.
+    """The other agents of a WPG, as one of its agents asks them.
 
-    Args: nodes: the others', by rank. is_over: whether the own ranks of this life are killed.
+    Args:   nodes: their nodes, by rank.
+            is_over: whether this node's own ranks of the incarnation are killed.
     """
 
     def __init__(
@@ -96,13 +99,16 @@ class OtherNodes:
         self._open: set[int] = set()
 
     async def find_store(self, leader: NodeId) -> str:
-        """Raises: LifeEnded."""
+        """Address of the store where the ranks meet. Raises: IncarnationEnded."""
         found = await self._ask(leader, FindStore(self._deployment, self._incarnation))
         assert isinstance(found, StoreFound), found
         return found.address
 
     async def take_part(self, share: RunShare) -> SharesOfOthers:
-        """By rank. Raises: LifeEnded; what a rank's part failed with."""
+        """Results of the other nodes' ranks, by rank.
+
+        Raises: IncarnationEnded. PhaseloomError: a rank's part failed.
+        """
         if not self._nodes:
             return []
         operations = [msgspec.structs.replace(o, payload=b"") for o in share.operations]
@@ -137,42 +143,47 @@ class OtherNodes:
                 return done.results
 
     async def call_roll(self) -> None:
-        """Returns where all ranks on the other nodes are alive. Raises: LifeEnded."""
+        """Return once all ranks on the other nodes are alive for sure. Raises: IncarnationEnded."""
         roll = CallRoll(self._deployment, self._incarnation)
         await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
 
     async def cancel(self, operation: OperationKey) -> None:
-        """Raises: LifeEnded."""
+        """Pass a cancel on to the other nodes. Raises: IncarnationEnded."""
         body = CancelPart(operation, self._incarnation)
         await _all(self._ask(node, body, SILENCE_S) for node in self._nodes)
 
     async def _ask(
         self, node: NodeId, body: NodeRequest, silence_s: float | None = None
     ) -> NodeReply:
-        """Raises: LifeEnded; also where nothing was heard for `silence_s`. PhaseloomError: what it
-        failed with."""
+        """Repeat a request until the node has answered it.
+
+        Raises: IncarnationEnded: it is over here or there, or nothing was heard for `silence_s`.
+                PhaseloomError: what the request failed with.
+        """
         heard_s = time.monotonic()
         while not self._is_over():
             reply = await self._ask_once(node, body)
             match reply:
                 case None if silence_s and time.monotonic() - heard_s > silence_s:
-                    raise LifeEnded(f"{node} has not answered for {silence_s:.0f} s")
+                    raise IncarnationEnded(f"{node} has not answered for {silence_s:.0f} s")
                 case None:
                     await asyncio.sleep(_PAUSE_S)
                 case NotYet():
                     heard_s = time.monotonic()
                     if isinstance(body, FindStore):  # the only one that is not kept for a while
                         await asyncio.sleep(_PAUSE_S)
-                case LifeOver(error):
-                    raise LifeEnded(f"on {node}: {error.message}", code=error.code)
+                case IncarnationOver(error):
+                    raise IncarnationEnded(f"on {node}: {error.message}", code=error.code)
                 case PartFailed(error):
                     raise to_exception(error)
                 case _:
                     return reply
-        raise LifeEnded(f"incarnation {self._incarnation} of {self._deployment} is over here")
+        raise IncarnationEnded(
+            f"incarnation {self._incarnation} of {self._deployment} is over here"
+        )
 
     async def _ask_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
-        """None: nobody answers, which passes where it is a restart."""
+        """The node's reply, or None where nobody answers: the node may be restarting."""
         try:
             message = await self._bus.client.request(
                 wpg_subject(node),
@@ -188,8 +199,10 @@ class OtherNodes:
 
 
 class Parts:
-    """The shares that other ranks' leader has asked of this node's, in one life: each begins
-    once, whatever is asked again."""
+    """Shares that the leader, on another node, has asked of this node's ranks in one incarnation.
+
+    Each share begins once, however often it is asked for.
+    """
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -199,7 +212,7 @@ class Parts:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """The answer, as far as it is there."""
+        """The part's answer, as much of it as is there."""
         self._num_ended = max(self._num_ended, request.num_ended)
         for number in [number for number in self._parts if number <= self._num_ended]:
             del self._parts[number]
@@ -223,8 +236,8 @@ class Parts:
 async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
     try:
         answer = encode(await run)
-    except LifeEnded as error:
-        return LifeOver(error.info)
+    except IncarnationEnded as error:
+        return IncarnationOver(error.info)
     except PhaseloomError as error:
         return PartFailed(error.info)
     if len(answer) > MAX_RESULT_BYTES:
@@ -235,11 +248,14 @@ async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
 
 
 async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
-    """What was left out on the way here. Raises: ResourceError: DATA_LOSS."""
+    """The share with its operations' payloads, which agents leave out between nodes.
+
+    Raises: ResourceError: DATA_LOSS, a payload is not in its stream.
+    """
     keys = [each.operation for each in share.operations]
     stream = ops_stream(keys[0].tenant)
     subjects = [op_subject(key) for key in keys]
-    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), "read payloads")
     operations = []
     for key, subject in zip(keys, subjects, strict=True):
         found = stored.get(subject)
@@ -281,7 +297,7 @@ async def serve_nodes(
 
 
 async def _all(works: Any) -> list[Any]:
-    """Their results in order. Raises: the first failure; the others are cancelled."""
+    """Results in the order of `works`. Raises: the first failure; the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

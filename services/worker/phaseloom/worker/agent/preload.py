@@ -1,7 +1,7 @@
-"""What the fork server imports once, so that a rank starts in a fraction of a second.
+"""Imports of the fork server, made once so that a rank starts in a fraction of a second.
 
-Never initialise CUDA here: a forked child could not use it. What is imported may ask whether there
-is a GPU: without `QUIET_CHECK` torch would initialise it to answer.
+Nothing here may initialise CUDA: a forked child could not use it then. Imported code may ask
+whether there is a GPU, which initialises CUDA in torch unless `QUIET_CHECK` is set.
 """
 
 import gc
@@ -13,8 +13,11 @@ from phaseloom.worker.cuda.driver import QUIET_CHECK
 
 os.environ.setdefault(*QUIET_CHECK)
 
-# The fork server watches its agent only after these imports, which take seconds.
+# Before the imports, which take seconds: the fork server watches its agent only after them.
 lifecycle.die_with_parent()
+
+# Nothing of this is garbage: looking for some takes a fifth of the time.
+gc.disable()
 
 for _module in (
     "torch.distributed.fsdp",
@@ -27,3 +30,4 @@ for _module in (
 
 # Ranks neither scan these objects in their collections nor copy their pages for it.
 gc.freeze()
+gc.enable()

@@ -1,4 +1,4 @@
-"""A lock that many may hold together or one alone, first come, first served."""
+"""A fair read-write lock for coroutines: many readers or one writer, first come, first served."""
 
 from __future__ import annotations
 
@@ -8,61 +8,62 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
-    """Nobody overtakes: who wants it together waits behind who came first and wants it alone."""
+class FairReadWriteLock:
+    """A lock whose holders never overtake: a reader waits behind a writer that came first."""
 
     def __init__(self) -> None:
-        self._num_together = 0
-        self._is_alone = False
+        self._num_readers = 0
+        self._has_writer = False
         self._waiting: deque[tuple[bool, asyncio.Future[None]]] = deque()
+        """Whether each is a writer, and what tells it that it has the lock."""
 
     @property
     def is_unused(self) -> bool:
-        """Nobody has a turn or waits for one."""
-        return not (self._is_alone or self._num_together or self._waiting)
+        """Whether nobody has the lock or waits for it."""
+        return not (self._has_writer or self._num_readers or self._waiting)
 
     @asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
-        await self._take(alone=False)
+    async def read(self) -> AsyncIterator[None]:
+        await self._acquire(is_writer=False)
         try:
             yield
         finally:
-            self._num_together -= 1
+            self._num_readers -= 1
             self._admit()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        await self._take(alone=True)
+    async def write(self) -> AsyncIterator[None]:
+        await self._acquire(is_writer=True)
         try:
             yield
         finally:
-            self._is_alone = False
+            self._has_writer = False
             self._admit()
 
-    async def _take(self, *, alone: bool) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((alone, turn))
+    async def _acquire(self, *, is_writer: bool) -> None:
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((is_writer, admitted))
         self._admit()
         try:
-            await turn
+            await admitted
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting = deque(w for w in self._waiting if w[1] is not turn)
+            if admitted.cancelled():
+                self._waiting = deque(w for w in self._waiting if w[1] is not admitted)
             else:
-                # It was given in the same moment.
-                self._num_together -= not alone
-                self._is_alone = self._is_alone and not alone
+                # The lock was given in the same moment.
+                self._num_readers -= not is_writer
+                self._has_writer = self._has_writer and not is_writer
             self._admit()
             raise
 
     def _admit(self) -> None:
-        while self._waiting and not self._is_alone:
-            alone, turn = self._waiting[0]
-            if alone and self._num_together and not turn.done():
+        while self._waiting and not self._has_writer:
+            is_writer, admitted = self._waiting[0]
+            if is_writer and self._num_readers and not admitted.done():
                 return
             self._waiting.popleft()
-            if turn.done():
+            if admitted.done():
                 continue  # cancelled
-            self._is_alone = alone
-            self._num_together += not alone
-            turn.set_result(None)
+            self._has_writer = is_writer
+            self._num_readers += not is_writer
+            admitted.set_result(None)

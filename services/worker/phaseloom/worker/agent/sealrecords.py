@@ -1,7 +1,7 @@
 """The commit record of a deployment's newest seal, in KV `seals`.
 
-Each node of a WPG adds its part by compare and swap. Before the last one the seal before stands,
-after it all that is left to do is idempotent. Only agents write it.
+Each node of a WPG adds its part by compare and swap. Until the last part is added the previous seal
+stands; after that, all that is left to do is idempotent. Only agents write the record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phaseloom.common.contract.events import SealCommitted, SealRecord
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, Conflict
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 
 
 class SealRecords:
@@ -24,12 +24,12 @@ class SealRecords:
         self._bus = bus
 
     async def newest(self, key: DeploymentKey) -> int:
-        """seq of the newest committed seal; 0: there is none."""
+        """seq of the newest committed seal; 0 where there is none."""
         record, _ = await self.read(key)
         return record.newest
 
     async def commit(self, part: SealCommitted, num_parts: int) -> None:
-        """Add a part of a seal; its last one commits it. Idempotent.
+        """Add one node's part of a seal; the last part commits it. Idempotent.
 
         Raises: ResourceError: ABORTED, another seal's record was written meanwhile.
         """
@@ -48,15 +48,17 @@ class SealRecords:
             value = encode(following)
             swap = partial(self._bus.kv_swap, Bucket.SEALS, str(key), value, revision)
             try:
-                await until_answered(swap)
+                await until_done(swap, "write a seal's record")
                 return
             except Conflict:
                 # Another node's part; or this one, whose answer was lost.
                 may_begin = num_parts > 1
 
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
-        """The record and its revision; seq 0: there is none."""
-        stored = await until_answered(lambda: self._bus.kv_get(Bucket.SEALS, str(key)))
+        """The record and its revision; a record with seq 0 where there is none."""
+        stored = await until_done(
+            lambda: self._bus.kv_get(Bucket.SEALS, str(key)), "read a seal's record"
+        )
         if stored is None:
             return SealRecord(0), 0
         return decode(stored.payload, SealRecord), stored.sequence

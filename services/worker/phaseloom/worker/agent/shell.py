@@ -1,8 +1,9 @@
 """The agent's shell: takes this node's commands, drives its WPGs and its state manager.
 
-Commands of a device that move state are done one at a time, in the order they came; those of one
-deployment too, but for permits of reading operations, which run side by side. A command is
-acknowledged after its effect is stored: an operation's outcome, a switch's report, a seal's record.
+Commands that move state on a device are done one at a time, in the order they came. So are the
+commands of one deployment, except permits of reading operations, which run side by side. A command
+is acknowledged after its effect is stored: an operation's outcome, a switch's report, a seal's
+record.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from phaseloom.common.contract.agents import (
     CallRoll,
     CancelPart,
     FindStore,
-    LifeOver,
+    IncarnationOver,
     NodeReply,
     NodeRequest,
     NotYet,
@@ -71,22 +72,22 @@ from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
-from phaseloom.worker.agent.nodes import LifeEnded, with_payloads
-from phaseloom.worker.agent.rwlock import Turns
+from phaseloom.common.transport.retry import until_done
+from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
+from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.sealrecords import SealRecords
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.agent.wpg import Wpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
-from phaseloom.worker.patience import until_answered
 from phaseloom.worker.rank.wire import (
+    DevicesFreed,
     MeetRanks,
     RankFailed,
     RankMessage,
     RankUp,
     RollCall,
     RunPermits,
-    RunsApart,
     RunShare,
     SharesDone,
 )
@@ -122,14 +123,14 @@ class Agent:
         self._taken = TakenCommands()
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._by_token: dict[str, Wpg] = {}
-        self._turns: defaultdict[DeploymentKey, Turns] = defaultdict(Turns)
+        self._locks: defaultdict[DeploymentKey, FairReadWriteLock] = defaultdict(FairReadWriteLock)
         self._state_lock = asyncio.Lock()
         self._sealing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
-        """Held until a deployment's seal is written. No other waits for it: what holds it up may be
-        another node, and who waits holds up operations of its own."""
+        """Held until a deployment's seal is written. One lock for each deployment: a seal that
+        waits for another node must not hold up other deployments."""
         self._in_hand: dict[int, Msg] = {}
         self._stops: list[StopWpg] = []
-        """Under way."""
+        """Stop commands that are under way."""
         self._is_stopping = False
 
     def register_metrics(self) -> None:
@@ -188,7 +189,7 @@ class Agent:
         )
 
     async def _append(self, event: Event, msg_id: str) -> None:
-        await until_answered(lambda: self._bus.append(event, msg_id=msg_id))
+        await until_done(lambda: self._bus.append(event, msg_id=msg_id), "append")
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -204,13 +205,15 @@ class Agent:
             command = Permits(command.id, command.node, command.revision, [command], [traceparent])
         fresh = self._take_fresh(command) if command.revision == self._revision else None
         if fresh is None:
-            log.info("dropping %s %s of another life or taken before", type(command), command.id)
+            log.info(
+                "dropping %s %s of another incarnation or taken before", type(command), command.id
+            )
             self._tasks.create_task(message.ack())
             return
         self._tasks.create_task(self._handle(message, fresh))
 
     def _take_fresh(self, command: Command) -> Command | None:
-        """What of it was not taken before."""
+        """The command without what was taken before; None where nothing is left."""
         if isinstance(command, Permits):
             traceparents = command.traceparents or [""] * len(command.permits)
             traced = zip(command.permits, traceparents, strict=True)
@@ -271,12 +274,12 @@ class Agent:
         try:
             await self._state.prefetch(command.deployment, command.incarnation, command.in_s)
         except PhaseloomError as error:
-            # Only a hint; it may come after the life that it speaks of.
+            # Only a hint, which may come after the incarnation has ended.
             log.info("no prefetch of %s: %s", command.deployment, error)
 
     async def _start(self, command: StartWpg) -> None:
         key = command.deployment
-        async with self._turns[key].alone():
+        async with self._locks[key].write():
             old = self._wpgs.get(key)
             if old is not None and old.incarnation >= command.incarnation:
                 return
@@ -301,7 +304,7 @@ class Agent:
                 await self._report_lost(key, command.incarnation, error.info)
                 return
             if self._is_to_stop(command):
-                # Where the ranks would meet on another node, they might wait for those in vain.
+                # Ranks that meet on another node might wait there in vain.
                 wpg.abandon()
                 return
             self._wpgs[key] = wpg
@@ -327,7 +330,7 @@ class Agent:
         )
 
     def _is_to_stop(self, command: StartWpg) -> bool:
-        """Whether its end is waited for already; it will be told as soon as this is over."""
+        """Whether a stop command for these ranks is under way already: they must not start then."""
         return any(
             stop.deployment == command.deployment and stop.incarnation >= command.incarnation
             for stop in self._stops
@@ -353,22 +356,22 @@ class Agent:
                 else:
                     wpg.kill()
                     await wpg.ended()
-        turns = self._turns[command.deployment]
-        async with turns.alone(), self._state_lock:
+        lock = self._locks[command.deployment]
+        async with lock.write(), self._state_lock:
             await self._state.drop_wpg(
                 command.deployment, command.incarnation, forget=command.forget
             )
-        if command.forget and turns.is_unused:
-            self._turns.pop(command.deployment, None)
+        if command.forget and lock.is_unused:
+            self._locks.pop(command.deployment, None)
         if not was_alive:
-            # Nobody watches it: this is the confirmation that the scheduler waits for.
+            # Nobody watches these ranks: the scheduler waits for this confirmation.
             await self._report_lost(command.deployment, command.incarnation, stopped)
 
     # --- activations ----------------------------------------------------------------------------
 
     async def _open(self, command: OpenActivation, message: Msg) -> None:
         key = command.deployment
-        async with self._turns[key].alone(), self._state_lock:
+        async with self._locks[key].write(), self._state_lock:
             wpg = self._wpgs.get(key)
             if wpg is None or wpg.incarnation != command.incarnation:
                 return
@@ -417,17 +420,17 @@ class Agent:
         )
 
     async def _close(self, command: CloseActivation) -> None:
-        async with self._turns[command.deployment].alone(), self._state_lock:
+        async with self._locks[command.deployment].write(), self._state_lock:
             await self._state.switch_out(command.deployment, command.incarnation, command.epoch)
 
     async def _permit(self, command: Permits) -> bool:
-        """Run what it permits; False: its activation has not been opened yet."""
+        """Run the permits; False where their activation has not been opened here yet."""
         first = command.permits[0]
         key = first.operation.deployment_key
-        turns = self._turns[key]
+        lock = self._locks[key]
         is_mutating = first.kind in MUTATING_KINDS
         given = RunPermits(command.permits, command.traceparents)
-        async with turns.alone() if is_mutating else turns.together():
+        async with lock.write() if is_mutating else lock.read():
             wpg = self._wpgs.get(key)
             if wpg is None or not wpg.is_up:
                 return True
@@ -449,14 +452,15 @@ class Agent:
             if all(permit.kind != "save_state" for permit in command.permits):
                 await _run(wpg, given)
                 return True
-            # What is saved gives its turn up before it has ended.
+            # A `save_state` gives the lock up before it has ended.
             running = self._tasks.create_task(_run(wpg, given))
-            await wpg.until_apart(given, running)
+            await wpg.until_devices_freed(given, running)
         await running
         return True
 
     async def _cancel(self, command: CancelOperation) -> None:
-        """Past everything that waits: what is to be stopped may be what they wait for."""
+        """Pass a cancel to the ranks without waiting for any lock: what holds the lock may be what
+        is to be stopped."""
         key = command.operation.deployment_key
         wpg = self._wpgs.get(key)
         if wpg is None or wpg.incarnation != command.incarnation:
@@ -470,42 +474,43 @@ class Agent:
     # --- other nodes ----------------------------------------------------------------------------
 
     async def answer_node(self, request: NodeRequest) -> NodeReply:
-        """What an agent asks that has other ranks of a WPG of this node."""
-        key, incarnation = _life_of(request)
+        """Answer an agent that has other ranks of a WPG of this node."""
+        key, incarnation = _incarnation_of(request)
         wpg = self._wpgs.get(key)
         if isinstance(request, FindStore):
             is_meant = wpg is not None and wpg.incarnation == incarnation
             address = wpg.store_address if wpg is not None and is_meant else ""
             return StoreFound(address) if address else NotYet()
         if wpg is None or wpg.incarnation != incarnation:
-            return LifeOver(_over(key, incarnation))
+            return IncarnationOver(_over(key, incarnation))
         if wpg.is_killed:
             await wpg.ended()
-            return LifeOver(wpg.reason)
+            return IncarnationOver(wpg.reason)
         match request:
             case TakePart():
                 return await wpg.take(request, partial(self._take_part, wpg))
             case CallRoll():
                 try:
                     await wpg.roll_call_here()
-                except LifeEnded as error:
-                    return LifeOver(error.info)
+                except IncarnationEnded as error:
+                    return IncarnationOver(error.info)
             case CancelPart():
                 await wpg.cancel_here(request.operation)
         return Present()
 
     async def _take_part(self, wpg: Wpg, share: RunShare) -> SharesDone:
-        """Have this node's ranks do their share of a call of the leader's, which is elsewhere.
+        """Have this node's ranks do their share of a call whose leader is on another node.
 
-        It has its turn here as the operation has it there. Raises: LifeEnded; PhaseloomError.
+        The share takes the deployment's lock here as the operation does on the leader's node.
+        Raises: IncarnationEnded; PhaseloomError.
         """
-        permit, turns = share.permit, self._turns[wpg.deployment]
+        permit, lock = share.permit, self._locks[wpg.deployment]
         if permit.kind == "save_state" and not share.prepares:
-            # What is cut is written beside whatever runs.
+            # State that was copied is written beside whatever runs.
             return await wpg.share_here(await with_payloads(self._bus, share))
         await wpg.until_sealed(permit.sealing)
         is_mutating = permit.kind in MUTATING_KINDS
-        async with turns.alone() if is_mutating else turns.together():
+        async with lock.write() if is_mutating else lock.read():
             if permit.epoch != wpg.epoch:
                 raise ResourceError(
                     f"{permit.operation} is permitted under epoch {permit.epoch}, here it is "
@@ -520,7 +525,7 @@ class Agent:
     # --- copies ---------------------------------------------------------------------------------
 
     async def _mirror(self, command: MirrorState) -> None:
-        """Bring a copy of another node's state, so that its deployment can go on here."""
+        """Fetch a copy of another node's state, so that its deployment can go on here."""
         key, error = command.deployment, None
         request = BringState(
             key,
@@ -534,7 +539,7 @@ class Agent:
             command.num_ranks,
         )
         try:
-            async with self._turns[key].alone():
+            async with self._locks[key].write():
                 await self._state.bring_state(request)
         except PhaseloomError as failure:
             error = failure.info
@@ -544,11 +549,11 @@ class Agent:
     # --- seals ----------------------------------------------------------------------------------
 
     async def _seal(self, command: SealState) -> None:
-        """Commit a seal: the copy is made now, written while the deployment runs on."""
+        """Commit a seal: the state is copied now, and written while the deployment runs on."""
         key = command.deployment
         sealing = self._sealing_of(key)
         try:
-            async with self._turns[key].alone():
+            async with self._locks[key].write():
                 await sealing.acquire()
                 try:
                     async with self._state_lock:
@@ -572,7 +577,7 @@ class Agent:
         return self._sealing.setdefault(policy, asyncio.Lock())
 
     async def _release(self, versions: list[VersionKey]) -> None:
-        """A seal under way may still have to write them."""
+        """Drop versions once no seal under way can still have to write them."""
         async with asyncio.TaskGroup() as tasks:
             for policy in {version.policy for version in versions}:
                 tasks.create_task(self._release_of(policy, versions))
@@ -606,7 +611,7 @@ class Agent:
         await self._append(event, f"sealed:{key}:{command.seq}:{command.node}")
 
 
-def _life_of(request: NodeRequest) -> tuple[DeploymentKey, int]:
+def _incarnation_of(request: NodeRequest) -> tuple[DeploymentKey, int]:
     if isinstance(request, CancelPart):
         return request.operation.deployment_key, request.incarnation
     return request.deployment, request.incarnation
@@ -638,7 +643,7 @@ async def _run(wpg: Wpg, given: RunPermits) -> None:
 
 
 def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
-    """What a rank may ask for, once it has proved who it is."""
+    """Answer what a leader may ask of its agent, once it has proved who it is."""
 
     async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
         close_fds(fds)
@@ -647,8 +652,8 @@ def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
         match body:
             case RunShare():
                 return await wpg.share(body), []
-            case RunsApart():
-                wpg.are_apart(body.first)
+            case DevicesFreed():
+                wpg.devices_freed(body.first)
                 return Done(), []
             case RollCall():
                 await wpg.roll_call()

@@ -1,4 +1,4 @@
-"""The agent's side of its node's state manager: what it orders, and the handles that it keeps.
+"""The agent's client of its node's state manager: its orders, and the handles that it keeps.
 
 The client outlives the daemon: see `StateLink`.
 """
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class AgentStateClient:
-    """The agent's orders to its node's state manager. Every call raises what the answer says.
+    """Orders to the node's state manager. Every call raises what the answer says.
 
-    It keeps the daemon's handles, and hands them to the daemon's next life.
+    The client keeps the daemon's memory handles and hands them over to the next daemon.
     """
 
     def __init__(self, path: str | Path, secret: str, reconnect_s: float) -> None:
@@ -64,7 +64,10 @@ class AgentStateClient:
     async def connect(
         cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
     ) -> AgentStateClient:
-        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
+        """Connect and say who this is.
+
+        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        """
         client = cls(path, secret, reconnect_s)
         await client._link.connect()
         return client
@@ -116,7 +119,7 @@ class AgentStateClient:
         rank_offset: int = 0,
         num_ranks: int = 0,
     ) -> None:
-        """Announce this node's ranks of one life, in order; fences older incarnations.
+        """Announce this node's ranks of one incarnation, in order; fences older incarnations.
 
         Raises: ResourceError: ABORTED, fenced. CallerError: tokens or devices that cannot be.
         """
@@ -133,7 +136,10 @@ class AgentStateClient:
         displaces: list[DeploymentKey],
         traceparent: str = "",
     ) -> Switched:
-        """Raises: ResourceError: no room, stale, or undone after a failure."""
+        """Offload what is displaced and load this deployment.
+
+        Raises: ResourceError: no room, stale, or undone after a failure.
+        """
         message = SwitchIn(deployment, incarnation, epoch, displaces, traceparent)
         return await self._link.ask(message, Switched)
 
@@ -141,7 +147,7 @@ class AgentStateClient:
         return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
 
     async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
-        """Between operations only; when it returns, the deployment may run on."""
+        """Copy the state for a seal, between operations; on return the deployment may run on."""
         await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
 
     async def write_seal(
@@ -156,7 +162,7 @@ class AgentStateClient:
         replicas: dict[NodeId, str] | None = None,
         ticket: FilesTicket | None = None,
     ) -> Sealed:
-        """Args: committed: seq of the newest committed seal, which is kept."""
+        """Write a prepared seal. Args: committed: seq of the newest committed seal, kept."""
         message = WriteSeal(
             deployment,
             incarnation,
@@ -170,19 +176,19 @@ class AgentStateClient:
         return await self._link.ask(message, Sealed)
 
     async def bring_state(self, request: BringState) -> None:
-        """Raises: ResourceError: what could not be brought, and why."""
+        """Fetch another node's state. Raises: ResourceError: what could not be fetched, and why."""
         await self._link.ask(request, Done)
 
     async def drop_wpg(
         self, deployment: DeploymentKey, incarnation: int, *, forget: bool = False
     ) -> None:
-        """Its ranks are dead and reaped."""
+        """Give up the state of ranks that are dead and reaped."""
         await self._link.ask(DropWpg(deployment, incarnation, forget), Done)
 
     async def prefetch(
         self, deployment: DeploymentKey, incarnation: int, in_s: float | None
     ) -> None:
-        """Say when it is predicted to be used next; None: never mind."""
+        """Say when the deployment is predicted to be used next; None: no more prediction."""
         await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:

@@ -1,10 +1,9 @@
-"""The processes of one deployment on this node, in one incarnation: all of its ranks, or those that
-are this node's.
+"""A WPG's rank processes on this node, in one incarnation.
 
 A rank is forked from a server process that has torch imported already. It proves who it is by the
-token of its spawn, and it exits when its connection to the agent ends: a killed agent leaves no
-rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the others are killed,
-on this node; the scheduler has those on other nodes killed.
+token of its spawn, and it exits when its connection to the agent ends, so a killed agent leaves no
+rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the agent kills the
+others on this node, and the scheduler has those on other nodes killed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.agent.forkserver import run_rank
-from phaseloom.worker.agent.nodes import LifeEnded, OtherNodes, Parts, Work
+from phaseloom.worker.agent.nodes import IncarnationEnded, OtherNodes, Parts, Work
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
     CancelRun,
@@ -58,7 +57,7 @@ _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
 class _Rank:
-    """One process: its token before it has started, its connection once it is there."""
+    """One rank process: known by its token before it has started, by its connection afterwards."""
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
@@ -73,7 +72,7 @@ class _Rank:
 
 
 class Wpg:
-    """One life of a deployment's ranks. `start`, then `ended` says when all are dead and reaped."""
+    """This node's ranks of one incarnation: `start` them, then `ended` waits for their death."""
 
     def __init__(
         self,
@@ -88,16 +87,16 @@ class Wpg:
         self.devices = command.devices
         self.rank_offset = command.rank_offset
         self.epoch = 0
-        """Of the activation opened last."""
+        """Epoch of the activation opened last."""
         self.refused_epoch = 0
         self.last_span: SpanContext | None = None
-        """Of the operation permitted last: what a switch that displaces it links to."""
+        """Span of the operation permitted last: a switch that displaces this WPG links to it."""
         self.reason = _DIED
-        """Why it ended, where more is known than that it did."""
+        """Why the incarnation ended, as far as is known."""
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
-        self._apart: dict[CommandId, asyncio.Future[None]] = {}
+        self._freed: dict[CommandId, asyncio.Future[None]] = {}
         self._dead: asyncio.Future[None] = loop.create_future()
         self._num_left = len(command.devices)
         self._store = _store_directory(command, settings)
@@ -106,7 +105,7 @@ class Wpg:
         ]
         self._host = settings.rank_host
         self._listener: socket.socket | None = None
-        """Where the ranks of all nodes meet; on rank 0's."""
+        """Socket of the store where the ranks of all nodes meet; on rank 0's node only."""
         self._nodes = command.nodes
         others = [node for node in command.nodes if node != settings.node]
         self._others = OtherNodes(
@@ -114,22 +113,22 @@ class Wpg:
         )
         self._parts = Parts(tasks)
         self._sealed = 0
-        """Up to this seq no seal that was asked for is still to be prepared."""
+        """Seals that were asked for up to this seq are prepared on this node, or never will be."""
         self._has_sealed = asyncio.Event()
 
     @property
     def tokens(self) -> list[str]:
-        """Of this node's ranks, in order."""
+        """Tokens of this node's ranks, in order."""
         return [rank.config.token for rank in self._ranks]
 
     @property
     def num_ranks(self) -> int:
-        """On all nodes."""
+        """Number of ranks on all nodes."""
         return self._ranks[0].config.num_ranks
 
     @property
     def is_killed(self) -> bool:
-        """It is over, though some of its processes may not be reaped yet."""
+        """Whether the incarnation is over, though some of its processes may not be reaped yet."""
         return self._is_killed
 
     @property
@@ -138,17 +137,17 @@ class Wpg:
 
     @property
     def state_bytes(self) -> int:
-        """Of managed state on each of its devices, once it is up."""
+        """Bytes of managed state on each of its devices, once it is up."""
         return max(rank.up.state_bytes for rank in self._ranks if rank.up)
 
     @property
     def applied(self) -> int:
-        """seq that its state is at, once it is up."""
+        """seq of the last mutating operation in its state, once it is up."""
         assert self._ranks[0].up is not None
         return self._ranks[0].up.applied
 
     def open_store(self) -> None:
-        """Where there are other nodes, listen for their ranks on rank 0's. Before `start`.
+        """On rank 0's node, where there are others, listen for their ranks. Call it before `start`.
 
         Raises: ResourceError: this node has no such address.
         """
@@ -178,7 +177,7 @@ class Wpg:
                 rank.kill()
 
     def abandon(self) -> None:
-        """Instead of `start`."""
+        """End the incarnation without having started it: call it instead of `start`."""
         self._is_killed = True
         for _ in self._ranks:
             self._leave()
@@ -200,11 +199,11 @@ class Wpg:
             self._dead.set_result(None)
 
     async def ended(self) -> None:
-        """Returns once every process is dead and reaped."""
+        """Return once every process is dead and reaped."""
         await asyncio.shield(self._dead)
 
     async def stop(self, timeout_s: float) -> None:
-        """Let the ranks go: they exit by themselves when their agent leaves, or are killed."""
+        """Close the ranks' connections, on which they exit; kill those that do not."""
         await asyncio.gather(*(rank.peer.close() for rank in self._ranks if rank.peer is not None))
         try:
             await asyncio.wait_for(self.ended(), timeout_s)
@@ -213,14 +212,14 @@ class Wpg:
             await self.ended()
 
     async def up(self, timeout_s: float) -> None:
-        """Until all ranks are. Raises: PhaseloomError: why they did not come up."""
+        """Wait until all ranks are up. Raises: PhaseloomError: why they did not come up."""
         try:
             await asyncio.wait_for(asyncio.shield(self._up), timeout_s)
         except TimeoutError:
             raise ResourceError(f"its workers were not up within {timeout_s:.0f} s") from None
 
     def kill(self, reason: ErrorInfo | None = None) -> None:
-        """All of them; the first reason that is given counts."""
+        """Kill all ranks; the first reason that is given counts."""
         if reason is not None and self.reason is _DIED:
             self.reason = reason
         self._is_killed = True
@@ -234,7 +233,7 @@ class Wpg:
     # --- talking --------------------------------------------------------------------------------
 
     def connected(self, peer: Peer[RankMessage], message: RankUp | RankFailed) -> None:
-        """A rank has presented its token."""
+        """Note a rank that has presented its token."""
         rank = next(r for r in self._ranks if r.config.token == message.token)
         rank.peer = peer
         if isinstance(message, RankFailed):
@@ -255,13 +254,14 @@ class Wpg:
 
     @property
     def store_address(self) -> str:
-        """Where the ranks meet; empty: not on this node, or not yet."""
+        """Address of the store where the ranks meet; empty where it is on another node, or not yet
+        open."""
         if self._listener is None:
             return ""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     async def meet(self, token: str) -> tuple[MeetAt, list[int]]:
-        """What one of its ranks is told. Raises: LifeEnded."""
+        """Address of the store where the ranks meet; empty: on another node, or not open yet."""
         if self._listener is None:
             return MeetAt(await self._others.find_store(self._nodes[0])), []
         is_first = self._ranks[0].config.token == token
@@ -270,17 +270,19 @@ class Wpg:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """What the leader, on another node, asks of its ranks here."""
+        """Have this node's ranks do a share that the leader, on another node, asks for."""
         return await self._parts.take(request, run)
 
     def note_sealed(self, seq: int) -> None:
-        """The seal at `seq` is prepared here, or never will be."""
+        """Note that the seal at `seq` is prepared here, or never will be."""
         self._sealed = max(self._sealed, seq)
         self._has_sealed.set()
 
     async def until_sealed(self, seq: int) -> None:
-        """Until its part of the seal at `seq` is apart from what the ranks do next. Raises:
-        LifeEnded."""
+        """Wait until this node's part of the seal at `seq` is copied, so that the ranks may go on.
+
+        Raises: IncarnationEnded.
+        """
         while self._sealed < seq:
             self._has_sealed.clear()
             has_sealed = asyncio.ensure_future(self._has_sealed.wait())
@@ -290,69 +292,74 @@ class Wpg:
             finally:
                 has_sealed.cancel()
             if self._dead.done():
-                raise LifeEnded(self.reason.message)
+                raise IncarnationEnded(self.reason.message)
 
     # --- one operation --------------------------------------------------------------------------
 
     async def run(self, permits: RunPermits) -> None:
-        """Returns once every outcome is stored. Raises: PhaseloomError: it cannot go on."""
+        """Return once every outcome is stored. Raises: PhaseloomError: the WPG cannot go on."""
         leader = self._ranks[0].peer
         assert leader is not None
         await leader.call(permits)
 
-    async def until_apart(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
-        """Returns once none of them needs devices or state: they have ended, or are being saved.
+    async def until_devices_freed(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
+        """Return once no permit needs devices or state: each has ended, or is being saved.
 
-        Args: running: `run` of them, just begun.
+        Args: running: the task of `run` for these permits, just begun.
         """
         first = permits.permits[0].id
-        apart = self._apart[first] = asyncio.get_running_loop().create_future()
+        freed = self._freed[first] = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait({running, apart}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({running, freed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            del self._apart[first]
+            del self._freed[first]
 
-    def are_apart(self, first: CommandId) -> None:
-        """The leader says so."""
-        apart = self._apart.get(first)
-        if apart is not None and not apart.done():
-            apart.set_result(None)
+    def devices_freed(self, first: CommandId) -> None:
+        """Note the leader's word that the permits of this batch need no devices any more."""
+        freed = self._freed.get(first)
+        if freed is not None and not freed.done():
+            freed.set_result(None)
 
     async def cancel(self, operation: OperationKey) -> None:
-        """Raises: PhaseloomError: a rank is gone."""
+        """Stop a reading operation on all nodes. Raises: PhaseloomError: a rank is gone."""
         await self.cancel_here(operation)
         await self._others.cancel(operation)
 
     async def cancel_here(self, operation: OperationKey) -> None:
-        """Raises: PhaseloomError: a rank is gone."""
+        """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
         await asyncio.gather(*(peer.call(CancelRun(operation)) for peer in peers))
 
     async def share(self, share: RunShare) -> SharesDone:
-        """Let every rank but the leader do its part. Raises: PhaseloomError: one has failed."""
+        """Have every rank but the leader do its part. Raises: PhaseloomError: one has failed."""
         here, others = await self._all(self.share_here(share), self._others.take_part(share))
         return SharesDone([*here.results, *others])
 
     async def share_here(self, share: RunShare) -> SharesDone:
-        """Of this node's ranks. Raises: LifeEnded; PhaseloomError: one has failed."""
+        """Have this node's ranks but the leader do their part.
+
+        Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
+        """
         answers = await self._ask_ranks(share)
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
 
     async def roll_call(self) -> None:
-        """Returns where all ranks are alive."""
+        """Return once all ranks are known to be alive."""
         await self._all(self.roll_call_here(), self._others.call_roll())
 
     async def roll_call_here(self) -> None:
-        """Returns where all of this node's are alive. Raises: LifeEnded."""
+        """Return once all of this node's ranks are known to be alive. Raises: IncarnationEnded."""
         await self._ask_ranks(RollCall())
 
     async def _all(self, here: Work[T], others: Work[Rest]) -> tuple[T, Rest]:
-        """Both, for the leader. Never returns where a rank has died: the WPG dies with it, the
-        leader too."""
+        """Results of this node and of the others, for the leader.
+
+        Never returns where a rank has died: the whole WPG dies with it, the leader too.
+        """
         works = asyncio.ensure_future(here), asyncio.ensure_future(others)
         try:
             return await asyncio.gather(*works)
-        except LifeEnded as error:
+        except IncarnationEnded as error:
             self.kill(error.info)
             await self.ended()
             raise
@@ -360,9 +367,10 @@ class Wpg:
             await lifecycle.end(works)
 
     async def _ask_ranks(self, body: RankMessage) -> list[RankMessage]:
-        """Every rank on this node but the leader.
+        """Ask every rank on this node but the leader.
 
-        Raises: LifeEnded, once they are all dead: a rank has died. PhaseloomError: one has failed.
+        Raises: IncarnationEnded: a rank has died, and by now all are dead. PhaseloomError: one has
+                failed.
         """
         ranks = [rank for rank in self._ranks if rank.config.rank != 0]
         peers = [rank.peer for rank in ranks if rank.peer is not None]
@@ -373,7 +381,7 @@ class Wpg:
             if any(peer.closed.done() for peer in peers):
                 self.kill()
                 await self.ended()
-                raise LifeEnded(self.reason.message) from None
+                raise IncarnationEnded(self.reason.message) from None
             raise
         finally:
             for call in calls:
@@ -408,7 +416,7 @@ def _rank_configs(
 
 
 def _store_directory(command: StartWpg, settings: WorkerConfig) -> Path | None:
-    """Of this life alone: ranks of another must never be found there."""
+    """Directory of the store for this incarnation alone: ranks of another must never meet there."""
     if command.nodes or len(command.devices) == 1:
         return None
     return Path(
@@ -421,6 +429,6 @@ def _store_prefix(settings: WorkerConfig) -> str:
 
 
 def remove_old_stores(settings: WorkerConfig) -> None:
-    """What an agent that was killed left behind; its ranks are dead."""
+    """Remove the stores that a killed agent left behind; its ranks are dead."""
     for path in Path(settings.runtime_directory).glob(f"{_store_prefix(settings)}-*"):
         shutil.rmtree(path, ignore_errors=True)

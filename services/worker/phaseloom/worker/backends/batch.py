@@ -71,7 +71,10 @@ def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
 
 
 def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], field: FieldOf) -> None:
-    """Raises: CallerError: a token id outside [0, vocab_size); `tokens_N` are `values` joined."""
+    """Check token ids. Args: tokens_N: `values` joined.
+
+    Raises: CallerError: a token id outside [0, vocab_size).
+    """
     bad_N = (tokens_N < 0) | (tokens_N >= vocab_size)
     if bad_N.any():
         raise CallerError(
@@ -82,18 +85,21 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
 
 
 def check_some(data: Sequence[Datum]) -> None:
-    """Raises: CallerError: an operation without data; only a rank's share of one may be empty."""
+    """Check that an operation has data; only a rank's share of one may be empty.
+
+    Raises: CallerError: it has none.
+    """
     if not data:
         raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
 
 
 def forward_batch(args: Forward, vocab_size: int) -> Batch:
-    """Raises: CallerError: naming the field that is at fault."""
+    """A `forward`'s data as one batch. Raises: CallerError: naming the field that is at fault."""
     return _tokens_and_targets(args.batch, vocab_size)
 
 
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
-    """Raises: CallerError: naming the field that is at fault."""
+    """A `forward_backward`'s data. Raises: CallerError: naming the field that is at fault."""
     if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
             f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
@@ -113,7 +119,7 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
 
 
 def _check_unused(args: ForwardBackward) -> None:
-    """A factor that the loss does not look at was meant to do something."""
+    """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
     if args.loss is Loss.CROSS_ENTROPY:
         unused, used = used, unused
@@ -148,7 +154,7 @@ def _joined(
 
 
 def _owner(values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]) -> int:
-    """Which array the first bad value is in."""
+    """Index of the array that the first bad value is in."""
     ends = np.cumsum([length(array) for array in values])
     return int(np.searchsorted(ends, bad_N.argmax(), side="right"))
 

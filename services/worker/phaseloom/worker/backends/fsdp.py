@@ -81,7 +81,7 @@ class _Training:
     weights: torch.Tensor
     gradients: torch.Tensor
     moments: Moments | None = None
-    """None until their memory is there: `use_host_memory`."""
+    """None until `use_host_memory` says where their memory is."""
 
 
 P = ParamSpec("P")
@@ -93,7 +93,8 @@ def _collective(
 ) -> Callable[Concatenate[FsdpBackend, P], R]:
     """Tell a broken group from an operation's own errors.
 
-    Their first error names gloo or NCCL; those that follow may not, and none has a class.
+    The first error of a broken group names gloo or NCCL; those that follow may not, and none has a
+    class.
     """
 
     @functools.wraps(method)
@@ -110,7 +111,8 @@ def _collective(
 
 
 class FsdpBackend:
-    """See `Backend`. A rank's heap holds its shards; with one rank these are the whole tensors."""
+    """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
+    whole tensors."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
@@ -173,7 +175,7 @@ class FsdpBackend:
 
     @_collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Raises: CallerError: loss or gradients are not finite; the gradients are spoilt then."""
+        """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
         training = self._trained()
         loss = 0.0
         num_tokens = 0
@@ -195,7 +197,7 @@ class FsdpBackend:
 
     @_collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Raises: CallerError, before anything happened."""
+        """Take a step. Raises: CallerError, with nothing changed."""
         training = self._trained()
         adam = args.adam
         _check_adam(adam)
@@ -230,7 +232,8 @@ class FsdpBackend:
         return bytes(digest.tolist()).hex()
 
     def weights_changed(self) -> None:
-        """Nothing is derived from the weights: FSDP2 re-shards after every pass."""
+        """Nothing: nothing is derived from the weights, which FSDP2 shards again after
+        every pass."""
 
     def close(self) -> None:
         self._group.close()
@@ -245,7 +248,7 @@ class FsdpBackend:
         return self._training
 
     def _whole(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by parameter, sorted, one at a time; nothing but on rank 0. Collective."""
+        """Whole tensors by parameter, sorted, one at a time, on rank 0 alone. Collective."""
         for name, padded in self._padded(region).items():
             if self._ranks.world_size == 1:
                 yield name, padded
@@ -264,7 +267,8 @@ class FsdpBackend:
         }
 
     def _passes(self, batch: Batch, *, only_used: bool) -> Iterator[Pass]:
-        """The passes over this rank's data, then as many idle ones as the busiest rank has more."""
+        """Passes over this rank's data, then idle ones, until there are as many as on the busiest
+        rank."""
         if self._ranks.world_size == 1:
             yield from passes(batch, only_used=only_used)
             return
@@ -314,7 +318,7 @@ class FsdpBackend:
         return loss.item()
 
     def _grad_norm(self, gradients: torch.Tensor) -> float:
-        """Over all ranks; each holds a shard, so squares add up."""
+        """Norm over all ranks; each holds a shard, so squares add up. Collective."""
         square = gradients.square().sum()
         dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -363,13 +367,13 @@ def _join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -
             timeout=timedelta(seconds=ranks.timeout_s),
         )
     except RuntimeError as error:
-        # Of the store, of gloo's or of the rendezvous: they have no class in common.
+        # Errors of the store, of gloo and of the rendezvous have no class in common.
         raise GroupBroken(f"not all {ranks.world_size} ranks came: {error}") from error
     joined.callback(dist.destroy_process_group)
 
 
 def _store(ranks: RankGroup, joined: ExitStack) -> Store:
-    """Where the ranks meet. Raises: RuntimeError: rank 0's node cannot be reached."""
+    """The store where the ranks meet. Raises: RuntimeError: rank 0's node cannot be reached."""
     if ranks.store_address:
         host, _, port = ranks.store_address.rpartition(":")
         is_served = ranks.rank == 0
@@ -381,8 +385,8 @@ def _store(ranks: RankGroup, joined: ExitStack) -> Store:
             wait_for_workers=False,
             master_listen_fd=ranks.store_fd if is_served else None,
         )
-        # Whoever else comes to this port, of a life before or after, uses other names.
-        return PrefixStore(ranks.life, store)
+        # Ranks of another incarnation that come to this port use other names.
+        return PrefixStore(ranks.store_prefix, store)
     if ranks.world_size == 1:
         directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
         return FileStore(str(Path(directory) / "store"), 1)
@@ -402,7 +406,7 @@ def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:
 
 
 def _exhaust(tensors: Iterator[object]) -> None:
-    """Take part in a gathering without wanting anything of it."""
+    """Take part in a collective gather whose tensors only rank 0 wants."""
     for _ in tensors:
         raise AssertionError("only rank 0 is given tensors")
 

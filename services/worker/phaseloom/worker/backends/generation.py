@@ -1,7 +1,7 @@
-"""The tokens of a batch of rows while they are drawn: when each row ends, and why.
+"""Tokens of a batch of rows while they are drawn: when each row ends, and why.
 
-Rows of several requests decode together. What a row draws, and when it ends, follows from its own
-request only; which rows are still in the decoder's batch changes nothing but the cost.
+Rows of several requests decode together. A row's draws and its end follow from its own request
+only; which rows are still in the decoder's batch changes nothing but the cost.
 
 Shapes: R rows asked for, B ≤ R rows still in the decoder's batch, I positions of new tokens,
 V vocabulary, Q requests of the call.
@@ -25,12 +25,12 @@ KEEP_ROWS = 0.75
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one request of the call asks for."""
+    """The parameters of one request of the call."""
 
     request: int
-    """Its place in the call."""
+    """Index of the request in the call."""
     seeds: list[int]
-    """Of its prompts in this batch."""
+    """Seeds of its prompts in this batch."""
     num_samples: int
     max_tokens: int
     temperature: float
@@ -43,7 +43,7 @@ class Sampling:
 
 
 class Rows:
-    """The tokens drawn so far, rows in the order of requests, prompts and samples."""
+    """Tokens drawn so far, rows in the order of requests, prompts and samples."""
 
     def __init__(self, asked: Seq[Sampling], vocab_size: int, token_texts: Seq[str]) -> None:
         self._asked = asked
@@ -85,7 +85,7 @@ class Rows:
         return int(self._live_B.sum()) < KEEP_ROWS * self._live_B.numel()
 
     def num_live(self) -> list[tuple[int, int]]:
-        """(request, its rows that are not done) of each request that has some."""
+        """(request, number of its rows that are not done) of each request that has some."""
         if len(self._asked) == 1:
             return [(self._asked[0].request, int(self._live_B.sum()))] if not self.is_done else []
         counts = np.bincount(self._of_R[self._rows_B].numpy()[self._live_B.numpy()])
@@ -93,12 +93,12 @@ class Rows:
         return [(each.request, count) for each, count in pairs if count]
 
     def cancel(self, request: int) -> None:
-        """Its rows are done; what they have drawn is no result."""
+        """End the rows of a request; their tokens are no result."""
         of = next(i for i, each in enumerate(self._asked) if each.request == request)
         self._live_B &= self._of_R[self._rows_B] != of
 
     def drop_finished(self) -> torch.Tensor:
-        """Keep the live rows only; which of the batch's rows they are."""
+        """Keep the live rows only. Returns: their indices in the batch."""
         kept = self._live_B.nonzero().flatten()
         self._rows_B = self._rows_B[kept]
         self.last_B = self.last_B[kept]
@@ -124,7 +124,7 @@ class Rows:
         self._live_B &= ~ends_B & (self._limit_R[self._rows_B] > self._position)
 
     def sequences(self) -> list[list[list[Sequence]]]:
-        """[request, as asked][prompt][sample]"""
+        """Sequences by [request, as asked][prompt][sample]."""
         flat = iter(
             Sequence(
                 tokens=self._tokens_RI[row, :length].tobytes(),
@@ -155,7 +155,7 @@ class Rows:
     def _end_a_text(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Which of these rows have one of their stop strings now."""
+        """Mask of the rows whose text has one of their stop strings now."""
         ends = np.zeros(rows.size, dtype=np.bool_)
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             text = self._texts.get(row)
@@ -164,7 +164,7 @@ class Rows:
 
 
 class _StopText:
-    """The end of a row's new text: as much of it as a stop string may begin in."""
+    """The end of a row's new text, as long as a stop string may need."""
 
     def __init__(self, stops: Seq[str]) -> None:
         self._stops = stops

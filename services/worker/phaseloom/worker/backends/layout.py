@@ -40,18 +40,18 @@ class Region:
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Regions as long as that of the weights, each tensor where its weight is in that one."""
+    """Regions as long as the weights' region, with each tensor at its weight's place."""
 
     gradients: Region
     exp_avg: Region
     exp_avg_sq: Region
     step: TensorSlot
     is_on_host: bool = False
-    """Moments and step counter live in host memory."""
+    """Whether moments and step counter live in host memory."""
 
     @property
     def num_bytes(self) -> int:
-        """From the beginning to where the last of it ends."""
+        """Bytes from offset 0 to the end of the last slot."""
         return align(self.step.offset + FLOAT32_BYTES)
 
     @property
@@ -65,7 +65,7 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything that one deployment keeps; `training` is None unless it is trainable."""
+    """All regions of one deployment; `training` is None unless it is trainable."""
 
     weights: Region
     training: TrainingLayout | None = None
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def heap_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         if self.training is None:
             return self.weights.stop
         if self.training.is_on_host:
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """In host memory alone, from `host_start` of the heap on."""
+        """Bytes in host memory alone, from `host_start` of the heap on."""
         if self.training is None or not self.training.is_on_host:
             return 0
         return self.training.num_bytes - host_start(self.heap_bytes)
@@ -94,20 +94,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's rows of a parameter; it is given room for `padded_shape`, of which the last rows
-    may be padding, so that all ranks' shards are as large."""
+    """A rank's rows of a parameter.
+
+    They have room for `padded_shape`, whose last rows may be padding, so that all ranks' shards are
+    of one size.
+    """
 
     rows: range
     shape: list[int]
     padded_shape: list[int]
     global_shape: list[int] = field(default_factory=list)
-    """Of the parameter; empty: this is all of it."""
+    """Shape of the parameter; empty where this shard is all of it."""
     start: list[int] = field(default_factory=list)
-    """Of its first element there."""
+    """Place of the shard's first element in the parameter."""
 
 
 def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
-    """As FSDP2 shards a parameter over ranks."""
+    """Shard a parameter over ranks as FSDP2 does."""
     if not shape:
         return Shard(range(1), [], [])
     (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
@@ -119,8 +122,11 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
 
 
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Raises: CallerError: FAILED_PRECONDITION, it asks for more than data parallelism, or for an
-    optimizer where there is none."""
+    """Check that the backends can do a layout.
+
+    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or an optimizer's place
+            where there is no optimizer.
+    """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
         raise CallerError(

@@ -28,11 +28,11 @@ MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
 """Architectures whose logits are head(body(tokens)): what scoring and decoding rely on."""
 
 ATTENTION = "sdpa"
-"""A tenth faster than eager on a CPU thread, and as reproducible there."""
+"""Attention kernel: a tenth faster than eager on a CPU thread, and as reproducible there."""
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """Raises: CallerError: an architecture, a dtype or a value that is not supported."""
+    """The model's config. Raises: CallerError: an architecture, dtype or value is not supported."""
     values = dict(spec.config)
     model_type = values.pop("model_type", None)
     if model_type not in MODEL_TYPES:
@@ -107,16 +107,16 @@ class HeapTensors:
     def __init__(self, heap: DeviceMemory) -> None:
         self._bytes = as_tensor(heap)
         self.device = self._bytes.device
-        """Where the heap is."""
+        """Device of the heap."""
         self._host_start = host_start(heap.num_bytes)
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Where what lies behind the heap is, from `host_start` on."""
+        """Use this memory for the state behind the heap, from `host_start` on."""
         self._host = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Args: shape: of more rows than the slot's, where it has room for padding."""
+        """Tensor over a slot. Args: shape: of more rows than the slot has, for its padding."""
         shape = slot.shape if shape is None else shape
         stop = slot.offset + math.prod(shape) * FLOAT32_BYTES
         return self._between(slot.offset, stop).view(torch.float32).view(shape)
@@ -137,14 +137,14 @@ class HeapTensors:
 def as_little_endian(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """The tensors as arrays, aliasing them where the machine allows."""
+    """Tensors as arrays, aliasing them where the machine allows."""
     for name, tensor in tensors:
         array = tensor.detach().cpu().numpy()
         yield name, array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def return_freed_memory() -> None:
-    """Hand memory that malloc keeps after a model moved into its heap back to the system."""
+    """Give back to the system what malloc keeps after a model moved into its heap."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 
 class NoopBackend:
-    """See `Backend`. Its state stays as it is."""
+    """`Backend` whose state never changes."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION, the device is not emulated."""
+        """Start on an emulated device. Raises: CallerError: FAILED_PRECONDITION, it is not
+        emulated."""
         if not isinstance(heap, Heap):
             raise CallerError(
                 "the noop backend runs on emulated devices only",
@@ -67,13 +68,13 @@ class NoopBackend:
         return _layout(spec).heap_bytes
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """It has no use for any."""
+        """Nothing: no state of it lives in host memory."""
 
     def check_generate(self, args: Generate) -> None:
-        """Everything is accepted: nothing is computed."""
+        """Accept everything: nothing is computed."""
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> list[GenerateResult | None]:
-        """Every continuation is the one token 0, cut off by length."""
+        """Answer every prompt with the one token 0, cut off by length."""
         self._take("generate")
         sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
         return [
@@ -85,28 +86,28 @@ class NoopBackend:
         ]
 
     def check_forward(self, args: Forward) -> None:
-        """Everything is accepted: nothing is computed."""
+        """Accept everything: nothing is computed."""
 
     def forward(self, args: Forward) -> ForwardResult:
         self._take("forward")
         return ForwardResult([bytes(4 * length(datum.targets)) for datum in args.batch])
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        """Everything is accepted: nothing is computed."""
+        """Accept everything: nothing is computed."""
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         self._take("forward_backward")
         return ForwardBackwardResult({"loss:sum": 0.0, "num_tokens:sum": 0.0})
 
     def check_optim_step(self, args: OptimStep) -> None:
-        """Everything is accepted: nothing is computed."""
+        """Accept everything: nothing is computed."""
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
         self._take("optim_step")
         return OptimStepResult({"grad_norm:mean": 0.0})
 
     def zero_gradients(self) -> None:
-        """It has none."""
+        """Nothing: there are no gradients."""
 
     def weights_sha256(self) -> str:
         return weights_sha256(
@@ -114,10 +115,10 @@ class NoopBackend:
         )
 
     def weights_changed(self) -> None:
-        """Nothing is derived."""
+        """Nothing: nothing is derived from the weights."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing: there is no process group."""
 
     def _array(self, slot: TensorSlot) -> np.ndarray[Any, Any]:
         import numpy as np  # not for each of hundreds of ranks that compute nothing

@@ -1,8 +1,9 @@
-"""AdamW over flat regions, wherever its moments live; fused.
+"""Fused AdamW over flat regions, which runs where its moments live.
 
-Where they live in host memory the step runs there: of weights and gradients that lie on a device, a
-piece at a time comes to the host, and the new weights go back. It is elementwise and all is
-float32, so the pieces give what the whole would. Imports the standard library and torch only.
+Where the moments live in host memory the step runs there: weights and gradients that lie on a
+device come to the host a piece at a time, and the new weights go back. The step is elementwise and
+all is float32, so the pieces give what the whole would. Imports the standard library and torch
+only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch.optim.adamw import adamw
 
 PIECE = 16 * 1024 * 1024
-"""Elements; of a length that leaves all of a vector register's lanes in use."""
+"""Elements of a piece; a length that leaves all of a vector register's lanes in use."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the weights, element by element, and how many steps were taken."""
+    """AdamW's moments of the weights, element by element, and the number of steps taken."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
-    """One float32."""
+    """Number of steps taken, one float32."""
 
 
 def take_step(
@@ -55,7 +56,7 @@ def take_step_in_pieces(
     adam: Hyperparameters,
     piece: int = PIECE,
 ) -> None:
-    """As `take_step`, through host memory. Args: piece: elements, a multiple of 64."""
+    """Run `take_step` through host memory. Args: piece: elements, a multiple of 64."""
     is_pinned = weights.is_cuda
     size = min(piece, weights.numel())
     staged = torch.empty(2, size, dtype=weights.dtype, pin_memory=is_pinned)

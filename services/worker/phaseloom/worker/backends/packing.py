@@ -27,7 +27,7 @@ PASS_TOKENS = 4096
 """Most tokens in a pass, padding included: bounds activation memory. One row may exceed it."""
 
 PASS_OVERHEAD_TOKENS = 96
-"""What one more pass costs, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
+"""Cost of one more pass, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward of the model, and which of its positions predict what."""
+    """One forward of the model, and which of its positions predict which targets."""
 
     tokens_BT: Ints
     positions_BT: Ints
     branches_BT: Ints
-    """0: prefix, then 1, 2, …; -1: padding."""
+    """Branch of each token: 0 the prefix, then 1, 2, …; -1 padding."""
     index_N: Ints
-    """row × T + column"""
+    """Index of each position asked for: row × T + column."""
     source_N: Ints
-    """Place in the batch's arrays."""
+    """Index of each position asked for in the batch's arrays."""
     targets_N: Ints
     q_N: Floats
     coefficient_N: Floats
 
     @property
     def visible_BTT(self) -> npt.NDArray[np.bool_] | None:
-        """What position i may see at j; None where that is plain causal attention."""
+        """Mask of what position i may see at j; None where that is plain causal attention."""
         if not (self.branches_BT > 0).any():
             return None
         of_i_BT1, of_j_B1T = self.branches_BT[:, :, None], self.branches_BT[:, None, :]
@@ -67,7 +67,7 @@ class Pass:
 
 
 def idle_pass() -> Pass:
-    """A pass over one token, of which nothing is asked: no loss, and gradients of exactly zero."""
+    """A pass over one token whose output nobody uses: no loss, and gradients of exactly zero."""
     token_BT = np.zeros((1, 1), dtype=np.int64)
     none_N = np.zeros(0, dtype=np.int64)
     zero_N = np.zeros(0, dtype=np.float32)
@@ -75,7 +75,7 @@ def idle_pass() -> Pass:
 
 
 def passes(batch: Batch, *, only_used: bool) -> Iterator[Pass]:
-    """Args: only_used: ask only for positions with a nonzero coefficient."""
+    """Pack a batch. Args: only_used: ask only for positions with a nonzero coefficient."""
     for rows in _grouped(_rows(batch)):
         packed = _pack(rows, batch, only_used=only_used)
         if packed.index_N.size:
@@ -83,7 +83,8 @@ def passes(batch: Batch, *, only_used: bool) -> Iterator[Pass]:
 
 
 def _rows(batch: Batch) -> list[Row]:
-    """Greedy: a sample joins the row before it where that takes no more tokens than its own row."""
+    """Rows of the batch. Greedy: a sample joins the row before it where that costs no
+    more tokens."""
     starts: list[int] = batch.starts.tolist()
     rows: list[Row] = []
     for i, (start, stop) in enumerate(pairwise(starts)):
@@ -100,7 +101,7 @@ def _rows(batch: Batch) -> list[Row]:
 
 
 def _joined(row: Row, i: int, prefix_T: Ints, tokens_T: Ints) -> Row | None:
-    """The row with sample i in it, unless that costs tokens or makes it too long."""
+    """The row with sample i in it; None where that costs tokens or makes the row too long."""
     prefix = _common_prefix(prefix_T, tokens_T)
     count = len(row.members)
     length = row.length + (row.prefix - prefix) * (count - 1) + tokens_T.size - prefix
@@ -132,7 +133,7 @@ def _fits(group: list[Row], row: Row) -> bool:
 
 
 def _pack(rows: list[Row], batch: Batch, *, only_used: bool) -> Pass:
-    """All samples' positions at once; those of a prefix are written once by each member."""
+    """Write all samples' positions at once; each member writes the prefix that it shares."""
     members = np.array([i for row in rows for i in row.members])
     counts = [len(row.members) for row in rows]
     lengths = batch.lengths_S[members]

@@ -64,8 +64,11 @@ WAVE_TOKENS = 65536
 
 
 class SamplerBackend:
-    """See `Backend`. Log-probabilities are the model's own (temperature 1), whatever the
-    temperature that tokens were drawn at: what the learner's log-probabilities compare with."""
+    """`Backend` for generation.
+
+    Log-probabilities are the model's own (temperature 1), whatever the temperature that tokens were
+    drawn at: the learner's log-probabilities compare with those.
+    """
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
@@ -79,7 +82,7 @@ class SamplerBackend:
         self._token_texts = spec.model.token_texts
         self._device = self._tensors.device
         self._model = build_model(spec.model).requires_grad_(False)
-        # Its rotary frequencies, which are no state.
+        # Moves its rotary frequencies, which are no state.
         module: torch.nn.Module = self._model
         module.to(self._device)
         self.vocab_size = int(self._model.config.vocab_size)
@@ -100,7 +103,7 @@ class SamplerBackend:
         return _layout(spec).heap_bytes
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """It has no use for any."""
+        """Nothing: no state of it lives in host memory."""
 
     def check_generate(self, args: Generate) -> None:
         if not args.prompts:
@@ -154,16 +157,16 @@ class SamplerBackend:
         raise _does_not_train("optim_step")
 
     def zero_gradients(self) -> None:
-        """It has none."""
+        """Nothing: there are no gradients."""
 
     def weights_sha256(self) -> str:
         return weights_sha256(as_little_endian(self._tensors.views(self._layout.weights).items()))
 
     def weights_changed(self) -> None:
-        """Nothing is derived from the weights: every call reads them from the heap."""
+        """Nothing: nothing is derived from the weights; every call reads them from the heap."""
 
     def close(self) -> None:
-        """Nothing to end: no process group, no thread."""
+        """Nothing: there is no process group and no thread."""
 
     def _check_lengths(self, lengths: list[int], max_tokens: int) -> None:
         for i, num_tokens in enumerate(lengths):
@@ -201,7 +204,7 @@ class SamplerBackend:
             call.sequences[each.request] += sequences
 
     def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
-        """One entry a request; a request's prompts follow one another."""
+        """Parameters of each request of the wave; a request's prompts follow one another."""
         asked: list[Sampling] = []
         for request in dict.fromkeys(prompt.request for prompt in wave):
             args = call.requests[request]
@@ -221,7 +224,8 @@ class SamplerBackend:
         return asked
 
     def _prompt_logprobs(self, args: Generate) -> list[Float32s]:
-        """What `forward` says of each prompt, behind a 0 for its first token."""
+        """Log-probabilities of each prompt, as `forward` gives them, behind a 0 for its first
+        token."""
         if not args.prompt_logprobs:
             return []
         tokens = [int32s(prompt.tokens) for prompt in args.prompts]
@@ -240,7 +244,7 @@ class _Prompt:
 
 
 class _Call:
-    """The requests of one call: what is drawn for each so far, and which are cancelled."""
+    """The requests of one call: the sequences drawn for each so far, and which are cancelled."""
 
     def __init__(self, requests: Seq[Generate], watch: Watch) -> None:
         self.requests = requests

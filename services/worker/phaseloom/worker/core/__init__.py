@@ -1,1 +1,1 @@
-"""Pure rules: which permits are taken, what of a weights version a rank reads, what is counted."""
+"""Pure rules: which permits an agent takes, and what of a weights version a rank reads."""

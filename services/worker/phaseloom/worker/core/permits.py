@@ -1,8 +1,8 @@
-"""Whether a command is still meant: lives, epochs and incarnations, without I/O.
+"""Whether a command is still meant, by the incarnations and epochs that it names; pure.
 
 A node's commands may come twice (redelivered, or from two schedulers that both lead) and late (for
-an earlier life of the node, an incarnation that was replaced, an activation that was closed). Late
-ones are dropped; a permit that overtook its activation is put back.
+an earlier agent of the node, an incarnation that was replaced, an activation that was closed). Late
+ones are dropped. A permit that overtook its activation is put back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ REMEMBERED_CANCELS = 1_000
 class Verdict(Enum):
     TAKE = auto()
     STALE = auto()
-    """Meant for a life, incarnation or epoch that is over, or taken already."""
+    """Meant for an agent, incarnation or epoch that is over, or taken already."""
     EARLY = auto()
-    """Its activation has not been opened here yet."""
+    """The permit's activation has not been opened here yet."""
 
 
 class TakenCommands:
-    """The ids of the newest commands that took effect in this life of the node."""
+    """Ids of the newest commands that took effect under this agent."""
 
     def __init__(self) -> None:
         self._taken: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -35,7 +35,7 @@ class TakenCommands:
         return (id.sequence, id.index) in self._taken
 
     def forget(self, id: CommandId) -> None:
-        """It did not take effect after all, and will come again."""
+        """Forget a command that did not take effect after all, and will come again."""
         self._taken.pop((id.sequence, id.index), None)
 
     def add(self, id: CommandId) -> None:
@@ -45,8 +45,8 @@ class TakenCommands:
 
 
 class Cancelled:
-    """The operations that were to be cancelled last, run or yet to come: a cancel may overtake its
-    permit. Asked from any thread."""
+    """Operations that were cancelled last, whether they run or are yet to come: a cancel may
+    overtake its permit. May be asked from any thread."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[OperationKey, None] = OrderedDict()
@@ -63,7 +63,11 @@ class Cancelled:
 def judge_permit(
     *, incarnation: int, epoch: int, own_incarnation: int, own_epoch: int, refused_epoch: int
 ) -> Verdict:
-    """Args: own_epoch: of the newest activation opened here; refused_epoch: newest refused."""
+    """Judge a permit by the newest activations of its deployment on this node.
+
+    Args:   own_epoch: of the newest activation opened here.
+            refused_epoch: of the newest activation refused here.
+    """
     if incarnation != own_incarnation or epoch == refused_epoch:
         return Verdict.STALE
     if epoch == own_epoch:

@@ -1,8 +1,8 @@
-"""What a rank needs of a weights version: which parts, whole or in slices, and what goes where.
+"""The plan by which a rank reads a weights version: parts, tensor slices, and where each goes.
 
-The ranks of a node share what comes to it. A part of which they need all, or nearly, comes as it
-is, and the node can give it to others; of another one exactly what any of them needs comes, as
-slices. Pure; the same layouts give the same.
+The ranks of a node share what is fetched. A part of which they need all, or nearly all, is fetched
+whole, and the node can then give it to others. Of any other part exactly the tensor slices that
+some of them need are fetched. Pure; the same layouts give the same plan.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from phaseloom.common.tensors.versionparts import part_name
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9
-"""Of a part's bytes: with the rest the node has a part that others can have from it."""
+"""Share of a part's bytes above which it is fetched whole: others can then have it from this node.
+"""
 
 
 Runs = list[tuple[int, int, int]]
-"""(Offset in what came, offset in the heap, how many bytes): these bytes, and none between them."""
+"""(offset in the source, offset in the heap, number of bytes): these bytes, and none between them.
+"""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A rank that is to get weights, and its node."""
+    """A rank that is to get weights, and the ranks beside it on its node."""
 
     sharding: Sharding
     rank: int
@@ -52,16 +54,16 @@ class Reader:
     whole: Sequence[TensorSlot]
     """The parameters, as whole tensors."""
     slots: Sequence[TensorSlot]
-    """What the rank holds of them, in its heap."""
+    """The rank's own rows of the parameters, in its heap."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    wholes: Mapping[str, list[Fetch]]
-    """Parts that are to come as they are, and the boxes of each that are used."""
+    whole_parts: Mapping[str, list[Fetch]]
+    """Parts that are fetched whole, and the tensor slices of each that are used."""
     slices: list[Slice]
     fetches: list[Fetch]
-    """What each slice is."""
+    """The fetch that each tensor slice serves, in the order of `slices`."""
 
 
 def parameters_of(whole: Sequence[TensorSlot]) -> list[Parameter]:
@@ -74,37 +76,41 @@ def parts_of(sharding: Sharding, whole: Sequence[TensorSlot]) -> list[list[int]]
 
 
 def needs(manifest: VersionParts, reader: Reader) -> Needs:
-    """Raises: CallerError: FAILED_PRECONDITION: the manifest is not of such parts."""
+    """The parts and tensor slices that a node fetches of a version.
+
+    Raises: CallerError: FAILED_PRECONDITION: the manifest is not of such parts.
+    """
     source = Sharding(manifest.layout, 1, fsdp=manifest.fsdp)
     made = plan(parameters_of(reader.whole), source, reader.sharding)
     _check(manifest, made)
     names = [part.part for part in manifest.parts]
     sizes = part_bytes(made)
-    wholes: dict[str, list[Fetch]] = {}
+    whole_parts: dict[str, list[Fetch]] = {}
     slices: list[Slice] = []
     sliced: list[Fetch] = []
     end = 0
     for part, group in groupby(node_fetches(made, reader.here), attrgetter("part")):
         mine = list(group)
         if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * sizes[part]:
-            wholes[names[part]] = mine
+            whole_parts[names[part]] = mine
             continue
         for fetch in mine:
             slices.append(_slice(fetch, names[part], reader.whole[fetch.parameter], end))
             sliced.append(fetch)
             end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Needs(wholes, slices, sliced)
+    return Needs(whole_parts, slices, sliced)
 
 
 def fetches_of_whole(reader: Reader) -> list[Fetch]:
-    """What this rank takes of a version that was written whole."""
+    """The tensor slices that this rank takes of a version that was written whole."""
     made = plan(parameters_of(reader.whole), Sharding(Layout(), 1), reader.sharding)
     return node_fetches(made, [reader.rank])
 
 
 def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: Reader) -> Runs:
-    """What this rank takes of a part. Args: tensors: as they lie in it.
+    """Byte runs that this rank copies out of a part.
 
+    Args:   tensors: as they lie in the part.
     Raises: CallerError: FAILED_PRECONDITION: they are of another model.
     """
     there = {slot.name: slot for slot in tensors}
@@ -122,7 +128,7 @@ def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: R
 
 
 def from_slices(slices: Sequence[Slice], fetches: Sequence[Fetch], reader: Reader) -> Runs:
-    """What this rank takes of the memory that the slices came into."""
+    """Byte runs that this rank copies out of the memory into which tensor slices were fetched."""
     places = {id(fetch): each for fetch, each in zip(fetches, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []
@@ -141,7 +147,10 @@ def _uses(fetches: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
 def _runs(
     fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
-    """Raises: CallerError: FAILED_PRECONDITION: the box is not inside either tensor."""
+    """Byte runs of one use of a fetch.
+
+    Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor.
+    """
     for slot, at in ((there, start), (here, use.start)):
         inside = len(slot.shape) == len(at) and all(
             begin >= 0 and begin + size <= length

@@ -45,8 +45,8 @@ _STUB_LIBRARY = 34
 _OUT_OF_MEMORY = 2
 
 QUIET_CHECK = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-"""A variable of the environment where processes fork, and its value: with it torch tells whether
-there is a GPU without the driver, which no child could use once it runs in the parent."""
+"""Environment variable, and its value, where processes fork. With it torch tells whether there is a
+GPU without starting the driver, which no child could use once it runs in the parent."""
 
 
 class Location(ctypes.Structure):
@@ -121,7 +121,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
-"""Argument types by name. Every one of them returns a CUresult, an int."""
+"""Argument types by name. Every function returns a CUresult, an int."""
 
 
 class CudaError(RuntimeError):
@@ -137,43 +137,43 @@ class CudaError(RuntimeError):
 
 
 class CudaUnavailable(RuntimeError):
-    """There is no driver, no such device, or the device cannot do it; says which."""
+    """There is no driver, no such device, or the device cannot do it; the message says which."""
 
 
 class Driver(Protocol):
-    """Of one device, on its primary context: the one that torch uses. Raises: CudaError.
+    """Calls for one device, on its primary context, which torch uses too. Raises: CudaError.
 
     Addresses, streams, events and handles of physical memory are plain numbers.
     """
 
     device: int
     granularity_bytes: int
-    """Sizes of physical memory are multiples of it."""
+    """Sizes of physical memory are multiples of this."""
     can_share: bool
-    """Physical memory can go to another process."""
+    """Whether physical memory can go to another process."""
 
     def reserve(self, num_bytes: int) -> int:
-        """Addresses without memory."""
+        """Reserve addresses without memory."""
         ...
 
     def unreserve(self, address: int, num_bytes: int) -> None: ...
 
     def create(self, num_bytes: int) -> int:
-        """Physical memory; its content is undefined."""
+        """Allocate physical memory; its content is undefined."""
         ...
 
     def release(self, handle: int) -> None:
-        """The memory is given back as soon as nothing maps or holds it, in any process."""
+        """Drop a handle; the memory is given back once no process maps or holds it."""
         ...
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        """The whole of it, readable and writable by this device."""
+        """Map all of the memory, readable and writable by this device."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None: ...
 
     def export(self, handle: int) -> int:
-        """A descriptor that holds the memory; the caller's."""
+        """A descriptor that holds the memory; the caller closes it."""
         ...
 
     def import_(self, fd: int) -> int:
@@ -187,7 +187,7 @@ class Driver(Protocol):
     def unregister(self, address: int) -> None: ...
 
     def create_stream(self) -> int:
-        """One that never waits for the default stream by itself."""
+        """A stream that never waits for the default stream by itself."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
@@ -201,7 +201,7 @@ class Driver(Protocol):
         ...
 
     def order(self, first: int, then: int) -> None:
-        """What enters the stream `then` from now on waits for what is in `first` now."""
+        """Make what enters the stream `then` from now on wait for what is in `first` now."""
         ...
 
     def copy_in(self, address: int, host_address: int, num_bytes: int, stream: int) -> None: ...
@@ -213,7 +213,7 @@ class Driver(Protocol):
     def clear(self, address: int, num_bytes: int, stream: int) -> None: ...
 
     def free_bytes(self) -> int:
-        """Of the whole device, whoever uses the rest."""
+        """Free bytes of the whole device, whoever uses the rest."""
         ...
 
 
@@ -224,14 +224,14 @@ class Library(Protocol):
 
 
 class LibCuda:
-    """`Driver` on the machine's own.
+    """The `Driver` of this machine.
 
-    Each call is made with the context current: torch makes its context current in its own threads
-    only.
+    Each call is made with the context current, because torch makes its context current in its own
+    threads only.
     """
 
     def __init__(self, library: Library, device: int) -> None:
-        """Raises: CudaUnavailable, CudaError."""
+        """Initialise the driver for a device. Raises: CudaUnavailable, CudaError."""
         self._library = library
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -373,9 +373,9 @@ class LibCuda:
         return granularity.value
 
     def _exports(self) -> bool:
-        """Tried, for a sandbox may refuse what the device has.
+        """Whether memory can be exported. Tried, because a sandbox may refuse what the device can.
 
-        A device that is full leaves no room to try; then it is believed.
+        A full device leaves no room to try, and is believed.
         """
         try:
             handle = self.create(self.granularity_bytes)
@@ -417,7 +417,7 @@ class LibCuda:
 
 
 def load(device: int = 0) -> LibCuda:
-    """The machine's driver. Raises: CudaUnavailable, saying why. CudaError."""
+    """The machine's driver. Raises: CudaUnavailable, saying why; CudaError."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

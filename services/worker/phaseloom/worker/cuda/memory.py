@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 Part = tuple[int, int, int]
-"""From which offset, to which, how many bytes."""
+"""(source offset, target offset, number of bytes)"""
 
 
 class DeviceRange:
     """Addresses that stay while the memory behind them comes and goes."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
-        """Raises: CudaError: no addresses are left. ValueError."""
+        """Reserve addresses. Raises: CudaError: no addresses are left. ValueError."""
         if num_bytes < 0:
             raise ValueError(f"{num_bytes} bytes")
         granularity = driver.granularity_bytes
@@ -48,19 +48,21 @@ class DeviceRange:
         return self._handle is not None
 
     def populate(self) -> None:
-        """Fresh memory of undefined content. Raises: CudaError: the device has none; none is
-        taken then."""
+        """Put fresh memory of undefined content there.
+
+        Raises: CudaError: the device has none; none is taken then.
+        """
         self._map(self._driver.create(self.mapped_bytes))
 
     def adopt(self, fd: int) -> None:
-        """Memory that another range of this size has exported; `fd` stays the caller's.
+        """Put memory there that another range of this size has exported; `fd` stays the caller's.
 
-        Raises: CudaError: it is none of this device, or smaller than this.
+        Raises: CudaError: it is of another device, or smaller than this range.
         """
         self._map(self._driver.import_(fd))
 
     def export(self) -> int:
-        """A descriptor of the memory, for `adopt` in any process; the caller's.
+        """A descriptor of the memory, for `adopt` in any process; the caller closes it.
 
         The memory lives while anyone maps it or holds a descriptor, also past `vacate`.
 
@@ -81,7 +83,7 @@ class DeviceRange:
         self._driver.release(handle)
 
     def close(self) -> None:
-        """Nothing may look there any more."""
+        """Give the addresses back too: nothing may use them any more."""
         self.vacate()
         self._driver.unreserve(self.address, self.mapped_bytes)
 
@@ -96,14 +98,16 @@ class DeviceRange:
 
 
 class PinnedMemory:
-    """Host memory that the device reads and writes by itself, while this lasts.
+    """Host memory that the device itself reads and writes, until `close`.
 
     Whoever gives the memory back to the system must `close` this first: its pages stay with the
     device, though the mapping has others by then.
     """
 
     def __init__(self, driver: Driver, memory: memoryview) -> None:
-        """Args:   memory: writable, the beginning of a mapping of whole pages.
+        """Pin memory.
+
+        Args:   memory: writable, the beginning of a mapping of whole pages.
         Raises: CudaError: it cannot be pinned.
         """
         self.memory = memory
@@ -117,13 +121,14 @@ class PinnedMemory:
 
 
 class CudaHeap:
-    """See `DeviceMemory`: `num_bytes` on a GPU, zeroes until written."""
+    """`DeviceMemory` of `num_bytes` on a GPU, zeroes until written."""
 
     def __init__(self, num_bytes: int, driver: Driver) -> None:
-        """Raises: CudaError: the device has not so much free."""
+        """Allocate and clear. Raises: CudaError: the device has not so much free."""
         self.num_bytes = num_bytes
         self.unpinned_because = "nothing was given to pin"
-        """Why copies go through the driver's own buffers, which is slower; empty: they do not."""
+        """Why copies go through the driver's own buffers, which is slower; empty where
+        they do not."""
         self._driver = driver
         self._pinned: PinnedMemory | None = None
         self._tensor: torch.Tensor | None = None
@@ -138,7 +143,7 @@ class CudaHeap:
 
     @property
     def address(self) -> int:
-        """The same for as long as this lives."""
+        """Address of the heap, the same for as long as the heap lives."""
         return self._range.address
 
     @property
@@ -154,7 +159,8 @@ class CudaHeap:
         return self._pinned is not None
 
     def tensor(self) -> torch.Tensor:
-        """Its bytes, at the same address always. To be used only while the memory is there."""
+        """Tensor over its bytes, always at the same address. Use it only while the
+        memory is there."""
         if self._tensor is None:
             from phaseloom.worker.cuda.tensors import memory_tensor
 
@@ -162,7 +168,7 @@ class CudaHeap:
         return self._tensor
 
     def pin(self, memory: memoryview) -> None:
-        """Copies will go to and from this mapping; where it cannot be pinned they work too."""
+        """Let copies go to and from this mapping; they work too where it cannot be pinned."""
         self.unpin()
         try:
             self._pinned = PinnedMemory(self._driver, memory)
@@ -171,21 +177,21 @@ class CudaHeap:
             self.unpinned_because = str(error)
 
     def unpin(self) -> None:
-        """The mapping's pages may be given back to the system now."""
+        """Unpin the mapping, whose pages may then be given back to the system."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
             self.unpinned_because = "it was unpinned"
 
     def copy_out(self, target: memoryview) -> None:
-        """The whole heap, as everything launched so far leaves it; `target` is whole on return."""
+        """Copy out the whole heap as everything launched so far leaves it; complete on return."""
         self._check(target)
         self.copy_parts_out([(0, 0, self.num_bytes)], target)
 
     def copy_parts_out(self, parts: Sequence[Part], target: memoryview) -> None:
-        """Some of it, as everything launched so far leaves it; there on return.
+        """Copy out some of the heap as everything launched so far leaves it; complete on return.
 
-        Args: parts: from where here, to where in `target`, how many bytes.
+        Args: parts: offsets here and in `target`.
         """
         check_parts(parts, self.num_bytes, target.nbytes)
         self._driver.synchronize_all()
@@ -195,9 +201,9 @@ class CudaHeap:
         self.finish()
 
     def copy_parts_in(self, source: memoryview, parts: Sequence[Part]) -> None:
-        """Over some of it, which has its memory. `source` is free on return.
+        """Copy over some of the heap, which has its memory. `source` is free on return.
 
-        Args: parts: from where in `source`, to where here, how many bytes.
+        Args: parts: offsets in `source` and here.
         """
         self._begin_parts(source, parts)
         self.finish()
@@ -211,7 +217,7 @@ class CudaHeap:
         self.finish()
 
     def begin_copy_in(self, source: memoryview) -> None:
-        """As `copy_in`, but `source` must stay as it is until `finish`.
+        """Begin a `copy_in`; `source` must stay as it is until `finish`.
 
         What is launched on the default stream from now on sees the new content.
         """
@@ -225,15 +231,17 @@ class CudaHeap:
         self._driver.synchronize(self._stream)
 
     def copy_from(self, source: DeviceRange, parts: Sequence[Part]) -> None:
-        """Over some of it, from other device memory, maybe another process's; done on return."""
+        """Copy over some of the heap from other device memory, maybe another process's; done on
+        return."""
         check_parts(parts, source.num_bytes, self.num_bytes)
         self._move(source.address, self.address, parts)
 
     def share(self, num_bytes: int, parts: Sequence[Part]) -> int:
-        """Some of it in fresh device memory, zeroes elsewhere, for `take` in any process.
+        """Copy some of the heap to fresh device memory, zeroes elsewhere, for `take` in any
+        process.
 
-        Args:    parts: from where here, to where there, how many bytes.
-        Returns: a descriptor of it, the caller's, which alone keeps it.
+        Args:    parts: offsets here and there.
+        Returns: a descriptor of it, which alone keeps it; the caller closes it.
         Raises:  CudaUnavailable: this device's memory cannot be shared. CudaError.
         """
         check_parts(parts, self.num_bytes, num_bytes)
@@ -247,11 +255,11 @@ class CudaHeap:
             shared.close()
 
     def take(self, fd: int, num_bytes: int, parts: Sequence[Part]) -> None:
-        """Over some of it, from what another process shared; `fd` stays the caller's.
+        """Copy what another process shared over some of the heap; `fd` stays the caller's.
 
-        Args:   num_bytes: as the other one said.
-                parts: from where there, to where here, how many bytes.
-        Raises: CudaError: it is none of this device, or smaller; nothing has changed.
+        Args:   num_bytes: as the other process said.
+                parts: offsets there and here.
+        Raises: CudaError: it is of another device, or smaller; nothing has changed.
         """
         shared = DeviceRange(self._driver, num_bytes)
         try:
@@ -261,9 +269,10 @@ class CudaHeap:
             shared.close()
 
     def release(self) -> None:
-        """Give the memory back: nothing may look there until `copy_in`.
+        """Give the memory back: nothing may use it until `copy_in`.
 
-        And what torch keeps of the device for its own later use, which counts for others too.
+        Also gives back what torch keeps of the device for its own later use, which others count
+        too.
         """
         self._range.vacate()
         if self._tensor is not None:
@@ -272,7 +281,7 @@ class CudaHeap:
             return_cached_memory()
 
     def resident_bytes(self) -> int:
-        """Device memory taken now, whole granules."""
+        """Bytes of device memory taken now, in whole granules."""
         return self._range.mapped_bytes if self._range.is_populated else 0
 
     def close(self) -> None:
@@ -281,7 +290,8 @@ class CudaHeap:
         self._driver.destroy_stream(self._stream)
 
     def _move(self, source: int, target: int, parts: Sequence[Part]) -> None:
-        """Within device memory, between what the default stream was given before and after."""
+        """Copy within device memory, ordered between earlier and later work of the
+        default stream."""
         self._driver.order(DEFAULT_STREAM, self._stream)
         for start, to, num_bytes in parts:
             self._driver.copy_within(target + to, source + start, num_bytes, self._stream)
@@ -307,7 +317,7 @@ class CudaHeap:
 
 
 def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> None:
-    """Raises: ValueError: one of them is out of bounds: nothing may be copied then."""
+    """Check parts before a copy. Raises: ValueError: one is out of bounds; copy nothing then."""
     for start, to, num_bytes in parts:
         is_inside = min(start, to, num_bytes) >= 0
         if not is_inside or start + num_bytes > source_bytes or to + num_bytes > target_bytes:
@@ -317,5 +327,5 @@ def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> 
 
 
 def host_address(memory: memoryview) -> int:
-    """Args: memory: writable, contiguous, not empty."""
+    """Address of host memory. Args: memory: writable, contiguous, not empty."""
     return ctypes.addressof((ctypes.c_char * memory.nbytes).from_buffer(memory))

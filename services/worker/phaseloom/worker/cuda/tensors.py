@@ -1,6 +1,6 @@
 """A torch tensor over memory that torch did not allocate, by DLPack.
 
-The same way for host memory as for a device's, so that it is tried where there is no device.
+Host memory and device memory are wrapped alike, so that this is tested where there is no device.
 Source: the DLPack specification, `DLManagedTensor`.
 """
 
@@ -61,9 +61,9 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Tensor:
-    """Bytes at an address, which nobody but the caller keeps valid.
+    """Tensor over the bytes at an address, which the caller must keep valid.
 
-    Args: device: number of the CUDA device; None: it is host memory.
+    Args: device: number of the CUDA device; None: host memory.
     """
     block = _libc.malloc(ctypes.sizeof(_Described))
     if not block:
@@ -89,5 +89,5 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
 
 
 def return_cached_memory() -> None:
-    """What torch has of the devices and no tensor uses goes back to them."""
+    """Give back to the devices what torch keeps of them and no tensor uses."""
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What the proofs write to memory and find again: 64-bit words that depend on seed and place."""
+"""Patterns that the proofs write and find again: 64-bit words made of seed and place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CHUNK_WORDS = 8 * 1024 * 1024
 
 
 def fill(memory: torch.Tensor, seed: int) -> None:
-    """Args: memory: bytes, a multiple of 8 of them."""
+    """Write the pattern of a seed. Args: memory: bytes, a multiple of 8 of them."""
     words = memory.view(torch.int64)
     for start in range(0, words.numel(), _CHUNK_WORDS):
         part = words[start : start + _CHUNK_WORDS]
@@ -18,7 +18,7 @@ def fill(memory: torch.Tensor, seed: int) -> None:
 
 
 def num_differing(memory: torch.Tensor, seed: int) -> int:
-    """Of words that are not what `fill` wrote."""
+    """Number of words that are not what `fill` wrote."""
     words = memory.view(torch.int64)
     count = 0
     for start in range(0, words.numel(), _CHUNK_WORDS):

@@ -29,7 +29,7 @@ def say(end: socket.socket, word: str) -> None:
 
 
 def hear(end: socket.socket) -> str:
-    """The other end's next word; empty: it is gone."""
+    """The other end's next word; empty where it is gone."""
     heard = b""
     while len(heard) < WORD_BYTES:
         more = end.recv(WORD_BYTES - len(heard))
@@ -58,7 +58,7 @@ def read(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
 
 
 def make(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
-    """Memory of this process, with `seed` in it, for the other one."""
+    """Make memory in this process, with `seed` in it, for the other one."""
     made = DeviceRange(driver, num_bytes)
     made.populate()
     fill(memory_tensor(made.address, num_bytes, driver.device), seed)

@@ -36,21 +36,21 @@ PEER_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 10.0
 """The driver may still clean up after a process that the system has ended already."""
 SLACK_BYTES = 64 * MiB
-"""What the driver itself may take or give back meanwhile."""
+"""Bytes that the driver itself may take or give back meanwhile."""
 PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
     "phaseloom.worker.gpucheck.peer",
 )
-"""What a rank's fork server has imported; it passes over what is not installed."""
+"""Modules that a rank's fork server has imported; those that are not installed are passed over."""
 
 
 class Disproved(Exception):
-    """What was to be proved does not hold; says what was seen instead."""
+    """A claim does not hold; the message says what was seen instead."""
 
 
 class Skipped(Exception):
-    """It cannot be tried here; says why."""
+    """A claim cannot be tried here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def round_trip(driver: Driver, num_bytes: int) -> Found:
-    """What was offloaded comes back bit by bit, its memory was free meanwhile, nothing moved."""
+    """An offload comes back bit by bit, its memory was free meanwhile, and nothing moved."""
     _check_room(driver, 3 * num_bytes + 3 * SLACK_BYTES, 2 * num_bytes + SLACK_BYTES)
     with with_heap(driver, num_bytes) as (heap, extent):
         memory, address = heap.tensor(), heap.tensor().data_ptr()
@@ -102,7 +102,7 @@ def _release_verified(driver: Driver, heap: CudaHeap) -> None:
 
 
 def _speeds(heap: CudaHeap, extent: memoryview) -> dict[str, float]:
-    """GB/s, medians; each turn beside a plain copy of as much, pinned by torch."""
+    """Medians in GB/s, each beside a plain copy of as much, pinned by torch."""
     num_bytes = heap.num_bytes
     plain = torch.empty(num_bytes, dtype=torch.uint8, device=heap.tensor().device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -141,7 +141,7 @@ def _speeds(heap: CudaHeap, extent: memoryview) -> dict[str, float]:
 
 
 def default_stream(driver: Driver) -> Found:
-    """What is launched on the default stream after a load began sees it; what was before, not."""
+    """Work launched on the default stream after a load began sees it; earlier work does not."""
     num_bytes = 256 * MiB
     _check_room(driver, 4 * num_bytes, 3 * num_bytes)
     with with_heap(driver, num_bytes) as (heap, first), _extent(num_bytes) as second:
@@ -196,7 +196,7 @@ def _race(
 
 
 def _without_order(driver: Driver, heap: CudaHeap, extents: tuple[memoryview, memoryview]) -> int:
-    """Words that a kernel reads too early where it does not wait: what the proof must not see."""
+    """Words that an unordered kernel reads too early: what the proof must not see."""
     heap.copy_in(extents[0])
     torch.cuda.synchronize()
     stream = driver.create_stream()
@@ -211,7 +211,7 @@ def _without_order(driver: Driver, heap: CudaHeap, extents: tuple[memoryview, me
 
 
 def graphs(driver: Driver) -> Found:
-    """A captured graph goes on after an offload and a load, for nothing has moved."""
+    """A captured graph goes on after an offload and a load, because nothing has moved."""
     with with_heap(driver, 64 * MiB) as (heap, extent):
         numbers = heap.tensor().view(torch.float32)
         # Once before: what is loaded at its first use cannot be captured.
@@ -314,7 +314,6 @@ def forked(driver: Driver) -> Found:
         differing = int.from_bytes(receiver.recv_bytes(), "little")
     except EOFError:
         raise Disproved("it ended without a word, see what it wrote above") from None
-        process.join(SETTLED_WITHIN_S)
     finally:
         process.kill()
         process.join()
@@ -395,7 +394,7 @@ def kvikio_file(driver: Driver) -> Found:
 
 
 def offload_and_load(heap: CudaHeap, extent: memoryview) -> None:
-    """As two switches do, with somebody else on the device between them."""
+    """Offload and load as two switches do, with somebody else on the device between them."""
     heap.copy_out(extent)
     heap.release()
     _scribble(heap.num_bytes)
@@ -475,7 +474,7 @@ def _silent() -> Disproved:
 
 
 def _scribble(num_bytes: int) -> None:
-    """Let somebody else use the device memory that was given back."""
+    """Use the device memory that was given back, as another deployment would."""
     torch.empty(num_bytes, dtype=torch.uint8, device="cuda").fill_(0xA5)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """The proof that FSDP2 trains over NCCL on weights that lie in a heap, over switches.
 
-The way of the `fsdp` backend: every parameter's shard is a view into the heap, and FSDP2 rebuilds
-what it derives from it. With one rank, for one device is all there may be.
+Done in the way of the `fsdp` backend: every parameter's shard is a view into the heap, and FSDP2
+rebuilds what it derives from it. One rank only, because there may be only one device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from phaseloom.worker.gpucheck.proofs import Found, Skipped, offload_and_load, r
 
 WIDTH, LAYERS, STEPS = 1024, 3, 4
 RATE = 10.0
-"""For the loss is a mean over many outputs, and the weights are small."""
+"""Learning rate: large, because the loss is a mean over many outputs and the weights are small."""
 TIMEOUT_S = 60.0
 
 
 def sharded_training(driver: Driver) -> Found:
-    """Its weights are equal bit by bit with and without an offload after every step."""
+    """FSDP2's weights are equal bit by bit with and without an offload after every step."""
     if not dist.is_available() or not dist.is_nccl_available():
         raise Skipped("this torch has no NCCL")
     with _group(driver.device) as mesh:

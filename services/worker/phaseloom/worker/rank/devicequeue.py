@@ -1,10 +1,10 @@
-"""What waits for a WPG's devices: operations in the order they came, one call at a time.
+"""The queue before a WPG's devices: operations in the order they came, one call at a time.
 
 Reading operations are permitted side by side, so several may wait. Where the deployment shares
-batches, all `generate` that wait when the devices become free go in one call of the backend. All
+batches, all `generate` that wait when the devices become free go into one call of the backend. All
 `forward` that wait one behind the other go to the device thread together, each a call of its own.
-One that is cancelled before it has begun ends at once; a `generate` that runs stops between two
-tokens.
+An operation that is cancelled before it has begun ends at once; a `generate` that runs stops
+between two tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.wire import PartWritten, Payload, RunShare
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
-"""Of the payloads that go in one call."""
+"""Limit of the payloads that go into one call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Call:
     has_begun: bool = False
     num_done: int = 0
     num_total: int = 0
-    """Tokens of a `generate` that runs; on several ranks those of the leader's share."""
+    """Most new tokens of a running `generate`; on several ranks those of the leader's share."""
 
     @property
     def kind(self) -> Kind[Any, Any]:
@@ -77,9 +77,10 @@ class DeviceQueue:
         return self._running
 
     async def run(self, call: Call) -> Result | None:
-        """Any kind but those that move state; None: it was cancelled.
+        """Run an operation of any kind but those that move state.
 
-        Raises: Refused: nothing happened. Anything else: it failed half-way.
+        Returns: its result, or None where it was cancelled.
+        Raises:  Refused: nothing happened. Anything else: it failed half-way.
         """
         if call.is_reading and call.key in self._cancelled:
             return None
@@ -88,7 +89,7 @@ class DeviceQueue:
         return await call.ended
 
     def cancel(self, key: OperationKey) -> None:
-        """Of a reading operation, wherever it is; harmless once it has ended."""
+        """Cancel a reading operation, wherever it is; harmless once it has ended."""
         self._cancelled.add(key)
         for call in [c for c in self._waiting if c.key == key and c.is_reading]:
             self._waiting.remove(call)
@@ -98,11 +99,11 @@ class DeviceQueue:
                 call.ended.set_result(None)
 
     def is_cancelled(self, key: OperationKey) -> bool:
-        """Whether somebody wanted it to be."""
+        """Whether a cancel has come for the operation."""
         return key in self._cancelled
 
     async def serve(self) -> None:
-        """Run what comes, for ever."""
+        """Run the operations that come, for ever."""
         while True:
             await self._has_waiting.wait()
             while self._waiting:
@@ -130,8 +131,10 @@ class DeviceQueue:
         return calls
 
     def _is_in_a_row(self, call: Call) -> bool:
-        """Whether others like it may follow it in the device thread: to hand over each alone takes
-        longer than a short one runs."""
+        """Whether others of the same kind may follow the call in the device thread.
+
+        Handing over each alone takes longer than a short one runs.
+        """
         return self._ranks.is_alone and call.is_reading and not call.kind.shares_calls
 
     async def _run_in_a_row(self, calls: list[Call]) -> None:
@@ -154,7 +157,7 @@ class DeviceQueue:
         await self._ranks.here(run)
 
     async def _run(self, calls: list[Call]) -> None:
-        """Each call ends here, however it ends."""
+        """Run calls together and end each of them, whatever happens."""
         if self._is_in_a_row(calls[0]):
             await self._run_in_a_row(calls)
             return
@@ -187,7 +190,7 @@ class DeviceQueue:
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:
-        """One result, refusal or None each: an operation that is wrong fails alone."""
+        """One result, refusal or None for each call: an operation that is wrong fails alone."""
         if self._ranks.is_alone:
             return await self._ranks.here(lambda: self._generate_here(calls))
         refused = await self._ranks.here(lambda: self._refusals(calls))
@@ -251,7 +254,8 @@ def _requests(calls: list[Call]) -> list[Generate]:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """How the backend, in the device thread, learns of cancels and tells how far it is."""
+    """The backend's view of its calls, in the device thread: it asks for cancels and tells
+    progress."""
 
     cancelled: Cancelled
     calls: list[Call]

@@ -1,7 +1,7 @@
-"""Runs operations on a backend: the part of a rank that needs no bus.
+"""The part of a rank that needs no bus: it runs operations on a backend, in the device thread.
 
-Runs in the device thread. `applied` moves with the heap's content, never ahead of it. Where a WPG
-has several ranks, only the leader checks and finishes; `compute` is what every rank does.
+`applied` moves with the heap's content, never ahead of it. Where a WPG has several ranks, only the
+leader checks and finishes; every rank computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Executor:
     # --- the leader's -----------------------------------------------------------------------------
 
     def check(self, args: Args) -> None:
-        """Raises: Refused: names the field."""
+        """Check an operation before anything is done. Raises: Refused: names the field."""
         try:
             self._check(args)
         except CallerError as error:
@@ -71,7 +71,7 @@ class Executor:
             getattr(self.backend, f"check_{kind.name}")(args)
 
     def run(self, args: Args) -> Result:
-        """The whole of an operation, of any kind but `generate` and those that move state.
+        """Run a whole operation, of any kind but `generate` and those that move state.
 
         Raises: Refused. Anything else: it failed half-way.
         """
@@ -79,7 +79,7 @@ class Executor:
         return self.finish(args, [self.compute(args)])
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
-        """The operation's result from those of all ranks, in their order."""
+        """The operation's result, merged from those of all ranks in their order."""
         if self.is_alone:
             return shares[0]
         return merge(kind_of(args), shares, self.settings.spec.layout)
@@ -89,16 +89,16 @@ class Executor:
     def generate(
         self, requests: Sequence[Generate], watch: Watch
     ) -> Sequence[GenerateResult | None]:
-        """This rank's part of requests that were checked."""
+        """Run this rank's part of requests that were checked."""
         if not self.is_alone:
             layout = self.settings.spec.layout
             requests = split_shared(requests, layout, self.settings.rank)
         return self.backend.generate(requests, watch)
 
     def compute(self, args: Args) -> Result:
-        """This rank's part of an operation that was checked. Raises: it failed half-way."""
+        """Run this rank's part of an operation that was checked. Raises: it failed half-way."""
         if isinstance(args, LoadState):
-            # By now it is loaded: this shows what is in the heaps.
+            # The checkpoint is loaded by now: the digest shows what is in the heaps.
             return LoadStateResult(self.backend.weights_sha256())
         kind = kind_for(args)
         assert not kind.moves_state, f"ranks and state managers do {kind.name}"
@@ -107,7 +107,7 @@ class Executor:
         return result
 
     def _share(self, args: Args) -> Args:
-        """What of it is this rank's."""
+        """This rank's part of an operation's data."""
         if self.is_alone:
             return args
         return split(args, self.settings.spec.layout, self.settings.rank)

@@ -1,4 +1,4 @@
-"""A rank that is not the leader: does its part of each call that the leader makes."""
+"""A rank that is not the leader: it does its part of each call that the leader makes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phaseloom.common.observability import telemetry
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
-from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareDone, ShareResult
 from phaseloom.worker.state.client import RankStateClient
 
@@ -33,8 +33,8 @@ class Follower:
     executor: Executor
     ranks: Ranks
     weights: RankWeights = field(init=False)
-    _brought: Brought | None = None
-    """Of a `sync_weights`, until all ranks have what they need."""
+    _fetched: FetchedVersion | None = None
+    """Prepared for a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Follower:
         self._cancelled.add(operation)
 
     async def run(self, share: RunShare) -> ShareDone:
-        """Raises: what its part failed with; the WPG cannot go on then."""
+        """Do this rank's part of a call. Raises: what it failed with; the WPG cannot go on then."""
         started_s = time.time()
         operations: list[Operation] = [
             decode(o.payload, Operation, o.content_type) for o in share.operations
@@ -102,8 +102,10 @@ class Follower:
         return None
 
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
-        """Have this node's state manager cut, or write, what its ranks have. Raises:
-        PhaseloomError."""
+        """Have this node's state manager copy its ranks' state, or write the copy.
+
+        Raises: PhaseloomError.
+        """
         if not self.settings.is_first_here:
             return
         if share.prepares:
@@ -112,20 +114,20 @@ class Follower:
             await self.state.write_checkpoint(operation, args.name, "", args.keep)
 
     async def _load(self, args: LoadState) -> None:
-        """Have this node's state manager read it. Raises: PhaseloomError."""
+        """Have this node's state manager read the checkpoint. Raises: PhaseloomError."""
         if self.settings.is_first_here:
             await self.state.read_checkpoint(args.name)
 
     async def _prepare(
         self, args: PublishWeights | SyncWeights, permit: Permit
     ) -> PartWritten | None:
-        """Raises: PhaseloomError: nothing has changed."""
-        self._brought = None
+        """Do the first call's part, which changes nothing. Raises: PhaseloomError."""
+        self._fetched = None
         if isinstance(args, PublishWeights):
             return PartWritten(await self.weights.write(self._published(permit)))
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
-        self._brought = await self.weights.bring(version, permit)
+        self._fetched = await self.weights.fetch(version, permit)
         return None
 
     def _published(self, permit: Permit) -> VersionKey:
@@ -133,17 +135,17 @@ class Follower:
         return VersionKey(self.settings.deployment, permit.operation.seq)
 
     async def _take(self, permit: Permit) -> None:
-        brought, self._brought = self._brought, None
-        assert brought is not None
-        await self.weights.take(brought)
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        await self.weights.take(fetched)
         assert permit.operation.seq is not None
-        if brought.is_whole:
-            await self.state.versions.hold(brought.version, permit.operation.seq)
+        if fetched.is_whole:
+            await self.state.versions.hold(fetched.version, permit.operation.seq)
 
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """Progress is told by the leader alone, of its own share."""
+    """Watch of a follower's share; only the leader tells progress."""
 
     cancelled: Cancelled
     operations: list[OperationKey]
@@ -152,4 +154,4 @@ class _Watch:
         return self.operations[i] in self.cancelled
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """The leader tells its own."""
+        """Nothing: the leader tells the progress of its own share."""

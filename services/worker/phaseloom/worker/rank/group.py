@@ -1,8 +1,8 @@
-"""The ranks of a WPG as their leader sees them: one call at a time, on all of them or on none.
+"""The ranks of a WPG as their leader calls them: one call at a time, on all of them or on none.
 
-The leader's own part runs in its device thread; the others' is asked of them through the agent.
-Their backends may talk to one another meanwhile, so where one part fails the others may never
-return: then nothing is waited for, and the WPG cannot go on.
+The leader's own part runs in its device thread; the other ranks' parts are asked of them through
+the agent. The backends may talk to one another meanwhile, so where one part fails the others may
+never return. Then nobody waits for them, and the WPG cannot go on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ SharesOfOthers = list[list[ShareResult]]
 
 
 class Broken(Exception):
-    """A part of a call failed: the ranks do not agree any more. Its cause says why."""
+    """A part of a call failed, so the ranks do not agree any more. The exception's
+    cause says why."""
 
 
 class GroupLost(Exception):
-    """The ranks cannot reach one another, or what they need, though all of them are alive: the call
-    is not at fault, and its outcome is left to the next life. Its cause says why."""
+    """All ranks are alive and cannot reach one another, or what they need.
+
+    The call is not at fault: its outcome is left to the next incarnation. The exception's cause
+    says why.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +46,19 @@ class Ranks:
         return self.num_ranks == 1
 
     async def here(self, call: Callable[[], T]) -> T:
-        """In this rank's device thread."""
+        """Run `call` in this rank's device thread."""
         return await asyncio.get_running_loop().run_in_executor(self.device_thread, call)
 
     async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
-        """The leader's part of a call, in its device thread, and the others' of the same.
+        """Run the leader's part of a call in its device thread, and the other ranks' parts of it.
 
-        Raises: where the leader is alone, what `own` raises; else Broken, or GroupLost.
+        Raises: where the leader is alone, what `own` raises; else Broken or GroupLost.
         """
         return await self.together(self.here(own), share)
 
     async def together(self, own: Awaitable[T], share: RunShare) -> tuple[T, SharesOfOthers]:
-        """As `everywhere`, where the leader's part is more than one call in its device thread."""
+        """Like `everywhere`, for a leader's part that is more than one call in its
+        device thread."""
         if self.is_alone:
             return await own, []
         here = asyncio.ensure_future(own)
@@ -64,7 +69,7 @@ class Ranks:
                 part.exception() for part in (here, others) if part.done() and part.exception()
             ]
             if failures:
-                # Not answered where the reason is that one of them died.
+                # The agent does not answer where a rank has died.
                 await self.agent.call(RollCall())
                 raise _end_of(failures[0]) from failures[0]
         finally:
@@ -76,6 +81,6 @@ class Ranks:
 
 
 def _end_of(failure: BaseException | None) -> Exception:
-    """What the first failure of a call means for it."""
+    """The exception that the first failure of a call stands for."""
     is_away = isinstance(failure, ResourceError) and failure.info.code is Code.UNAVAILABLE
     return GroupLost() if is_away else Broken()

@@ -2,11 +2,12 @@
 
 Normal order of an operation: check (incarnation, `prev`, DONE absent) → read the payload from the
 operation stream → run → write DONE, first writer wins → append OperationFinished. DONE is the
-outcome; everything after it may be done again. Dedup of effects is by (incarnation, seq): in one
-life a mutating operation runs once, because the scheduler permits it once and `prev` must match.
+outcome; everything after it may be done again. Effects are deduplicated by (incarnation, seq): in
+one incarnation a mutating operation runs once, because the scheduler permits it once and `prev`
+must match.
 
 Reading operations are permitted side by side and wait in the `DeviceQueue`; a mutating one comes
-alone. What the bus does not answer is asked again: a restart of its server costs time only.
+alone. Calls on the bus are repeated until it answers: a restart of its server costs time only.
 """
 
 from __future__ import annotations
@@ -50,19 +51,26 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
-from phaseloom.worker.rank.outcomes import Outcomes, Ran, content_type_for, decoded, failed, get_all
+from phaseloom.worker.rank.outcomes import (
+    Outcomes,
+    Ran,
+    content_type_for,
+    decoded,
+    failed,
+    get_all,
+)
 from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
-from phaseloom.worker.rank.wire import Payload, RankConfig, RunPermits, RunsApart
+from phaseloom.worker.rank.wire import DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.5
-"""Between two reports of how far a `generate` is."""
+"""Time between two reports of how far a `generate` is."""
 
 _CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
 _PARTIAL = ErrorInfo(
@@ -74,12 +82,12 @@ _PARTIAL = ErrorInfo(
 
 
 @dataclass(slots=True)
-class _Company:
-    """Permits that came together."""
+class _PermitBatch:
+    """Permits that came in one message."""
 
     first: CommandId
-    here: set[OperationKey]
-    """They need devices or state still."""
+    on_devices: set[OperationKey]
+    """Operations that still need devices or state."""
     has_saves: bool
 
 
@@ -96,8 +104,8 @@ class Leader:
     _outcomes: Outcomes = field(init=False)
     _moving: StateOperations = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One `save_state` at a time: each takes as much host memory as the state, and what the job
-    falls back to must be the last."""
+    """One `save_state` runs at a time: each takes as much host memory as the state, and the last
+    one must be what the job falls back to."""
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self.settings, self.bus)
@@ -106,10 +114,10 @@ class Leader:
         )
 
     async def run(self, given: RunPermits) -> None:
-        """Returns once every outcome is stored and in the decision log, or its permit's return is.
+        """Return once every outcome, or its permit's return, is in the decision log.
 
-        Raises: ResourceError: a permit is not for this rank's state, nothing happened; or the ranks
-                cannot go on, whatever is stored.
+        Raises: ResourceError: a permit is not for this rank's state, and nothing happened; or the
+                ranks cannot go on, whatever is stored.
         """
         operations = [permit.operation for permit in given.permits]
         self._outcomes.unended.update(operations)
@@ -123,9 +131,9 @@ class Leader:
         )
         traceparents = given.traceparents or [""] * len(operations)
         has_saves = any(permit.kind == "save_state" for permit in given.permits)
-        company = _Company(given.permits[0].id, set(operations), has_saves)
+        batch = _PermitBatch(given.permits[0].id, set(operations), has_saves)
         runs = [
-            self._run_one(permit, traceparent, done, payload, company)
+            self._run_one(permit, traceparent, done, payload, batch)
             for permit, traceparent, done, payload in zip(
                 given.permits, traceparents, dones, payloads, strict=True
             )
@@ -144,7 +152,7 @@ class Leader:
         traceparent: str,
         stored: Stored | None,
         payload: Stored | None,
-        company: _Company,
+        batch: _PermitBatch,
     ) -> None:
         parent = telemetry.extract({"traceparent": traceparent} if traceparent else {})
         # What is logged on the way belongs to the operation's trace.
@@ -153,9 +161,9 @@ class Leader:
                 is_save = permit.kind == "save_state"
                 async with self._saving if is_save else contextlib.nullcontext():
                     await self._run_permit(
-                        permit, traceparent, parent, stored, payload, company=company
+                        permit, traceparent, parent, stored, payload, batch=batch
                     )
-                await self._is_apart(permit.operation, company)
+                await self._note_free(permit.operation, batch)
             finally:
                 self._outcomes.unended.discard(permit.operation)
 
@@ -167,7 +175,7 @@ class Leader:
         stored: Stored | None,
         payload: Stored | None,
         *,
-        company: _Company,
+        batch: _PermitBatch,
     ) -> None:
         done = decoded(stored)
         if done is not None and not _is_to_run_again(permit, done):
@@ -178,7 +186,7 @@ class Leader:
         if is_reading:
             self._reading.add(permit.operation)
         try:
-            ran = await self._execute(permit, payload, traceparent, company)
+            ran = await self._execute(permit, payload, traceparent, batch)
         except NotNow as later:
             await self._outcomes.give_back(permit, later.error)
             return
@@ -211,7 +219,7 @@ class Leader:
             )
 
     async def tell_progress(self) -> None:
-        """Publish how far each running `generate` is, for ever; nothing is decided on it."""
+        """Publish how far each running `generate` is, for ever; no service decides by it."""
         told: dict[OperationKey, int] = {}
         while True:
             await asyncio.sleep(_PROGRESS_S)
@@ -234,19 +242,19 @@ class Leader:
     # --- running --------------------------------------------------------------------------------
 
     async def _execute(
-        self, permit: Permit, payload: Stored | None, traceparent: str, company: _Company
+        self, permit: Permit, payload: Stored | None, traceparent: str, batch: _PermitBatch
     ) -> Ran:
         started_s, clock_s = time.time(), time.perf_counter()
         try:
             call = self._call(permit, payload, traceparent)
         except PhaseloomError as error:
             return Ran(failed(permit, error.info), started_s, time.perf_counter() - clock_s)
-        ran = await self._outcome(call, company)
+        ran = await self._outcome(call, batch)
         if not ran.duration_s:
             ran.started_unix_s, ran.duration_s = started_s, time.perf_counter() - clock_s
         return ran
 
-    async def _outcome(self, call: Call, company: _Company) -> Ran:
+    async def _outcome(self, call: Call, batch: _PermitBatch) -> Ran:
         permit, args = call.permit, call.operation.args
         is_mutating = permit.kind in MUTATING_KINDS
 
@@ -259,7 +267,7 @@ class Leader:
                 share = replace(share_of(call), zero_gradients=True)
                 await self.ranks.everywhere(self.executor.backend.zero_gradients, share)
                 return ended(failed(permit, _PARTIAL))
-            result = await self._run(call, company)
+            result = await self._run(call, batch)
         except (NotNow, GroupLost):
             raise
         except Refused as refused:
@@ -291,7 +299,7 @@ class Leader:
         raw = Payload(permit.operation, payload.payload, content_type)
         return Call(permit, operation, raw, traceparent)
 
-    async def _run(self, call: Call, company: _Company) -> Result | None:
+    async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
         match call.operation.args:
             case PublishWeights() as args:
                 self.executor.check(args)
@@ -304,7 +312,7 @@ class Leader:
                 if self.queue.is_cancelled(call.key):
                     return None
                 return await self._moving.save(
-                    call, args, lambda: self._let_go(call.permit, company)
+                    call, args, lambda: self._free_devices(call.permit, batch)
                 )
             case LoadState() as args:
                 self.executor.check(args)
@@ -312,28 +320,29 @@ class Leader:
             case _:
                 return await self.queue.run(call)
 
-    async def _let_go(self, permit: Permit, company: _Company) -> None:
-        """What is saved is apart from the devices now."""
+    async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
+        """Let others use the devices: the state that is saved has been copied."""
         if permit.replay:
             return  # what follows is run again in order
         self._reading.discard(permit.operation)
         self._outcomes.unended.discard(permit.operation)
         cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
         msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
-        # First, so that whoever is permitted next finds the turn free.
-        await self._is_apart(permit.operation, company)
-        await until_answered(lambda: self.bus.append(cut, msg_id=msg_id))
+        # First, so that the next permit finds the lock free.
+        await self._note_free(permit.operation, batch)
+        await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
 
-    async def _is_apart(self, operation: OperationKey, company: _Company) -> None:
-        """It needs neither devices nor state any more; the last one of those together says so."""
-        if operation in company.here:
-            company.here.remove(operation)
-            if company.has_saves and not company.here:
-                await self.ranks.agent.call(RunsApart(company.first))
+    async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
+        """Note that an operation needs no devices any more; tell the agent after the batch's last
+        one."""
+        if operation in batch.on_devices:
+            batch.on_devices.remove(operation)
+            if batch.has_saves and not batch.on_devices:
+                await self.ranks.agent.call(DevicesFreed(batch.first))
 
 
 def _is_to_run_again(permit: Permit, done: Completion) -> bool:
-    """Rebuilding: what took effect, and what dropped gradients, must do so again."""
+    """Whether a rebuild must run it again: it took effect, or it dropped gradients."""
     return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 

@@ -1,4 +1,4 @@
-"""What is told of an operation: its outcome in DONE, first writer wins; its end in the log."""
+"""How an operation's end is told: its outcome in DONE, first writer wins; its end in the log."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from phaseloom.common.contract.operations import Completion, Outcome, SaveState,
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
 from phaseloom.common.transport.groupcommit import GroupCommit
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.005
-"""So long at most the word of an operation's end waits for that of others that run beside it."""
+MAX_WAIT_S = 0.005
+"""An operation's end waits at most this time for those of others that run beside it."""
 
 MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
-"""Room is left for headers."""
+"""Limit of an outcome; the rest of a message is room for headers."""
 _TOO_LARGE = ErrorInfo(
     Code.RESOURCE_EXHAUSTED,
     "the result is too large for one message",
@@ -54,18 +54,18 @@ _TOO_LARGE = ErrorInfo(
 
 @dataclass(slots=True)
 class Ran:
-    """What came of a permit, and how."""
+    """The result of running a permit, and how it ran."""
 
     completion: Completion
     started_unix_s: float
     duration_s: float
     is_dirty: bool = False
-    """The state is now one that no operation made."""
+    """Whether the state is now one that no operation made."""
     broken: Broken | None = None
-    """The ranks cannot go on together."""
+    """Set where the ranks cannot go on together."""
     num_tokens: int = 0
     saved: SaveState | None = None
-    """Where it is durable now."""
+    """The `save_state` that is durable now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +79,18 @@ class Outcomes:
     settings: RankConfig
     bus: Bus
     unended: set[OperationKey] = field(default_factory=set)
-    """Permitted, and about to end or to run for long."""
+    """Operations that are permitted, and about to end or to run for long."""
     _finished: GroupCommit[_Finished, None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._finished = GroupCommit(self._append, lambda: bool(self.unended), GATHER_S)
+        self._finished = GroupCommit(self._append, lambda: bool(self.unended), MAX_WAIT_S)
 
     async def give_back(self, permit: Permit, error: ErrorInfo) -> None:
-        """Nothing has changed: it is to be permitted again."""
+        """Return a permit under which nothing has changed; the scheduler gives it again."""
         log.warning("permit of %s returned: %s", permit.operation, error.message)
         returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
         msg_id = f"returned:{permit.operation}:{permit.id}"
-        await until_answered(lambda: self.bus.append(returned, msg_id=msg_id))
+        await until_done(lambda: self.bus.append(returned, msg_id=msg_id), "append")
 
     async def tell(
         self,
@@ -102,8 +102,8 @@ class Outcomes:
     ) -> None:
         """Store the outcome, unless there is one; then append it to the decision log.
 
-        Args: done: what is stored already, where it ran again; `ran` is dirty then if it came to
-            another outcome.
+        Args: done: the outcome that is stored already, where the operation ran again. `ran` is
+                dirty then if it came to another outcome.
         """
         completion = ran.completion
         if done is None:
@@ -125,8 +125,10 @@ class Outcomes:
     async def _store(
         self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
     ) -> tuple[Completion, Completion | None]:
-        """Returns what was to be written (it may be too large for its form), and another's outcome
-        where that was stored first."""
+        """Store an outcome, as a failure where it is too large for a message.
+
+        Returns: the outcome to tell of, and another's where that was stored first.
+        """
         content_type = content_type_for(payload)
         if content_type == JSON and completion.result is not None:
             completion = replace(completion, result=as_lists(completion.result))
@@ -134,13 +136,14 @@ class Outcomes:
             completion = failed(permit, _TOO_LARGE)
         subject = streams.done_subject(permit.operation)
         try:
-            await until_answered(
+            await until_done(
                 lambda: self.bus.publish(
                     subject,
                     completion,
                     headers=telemetry.inject({}, parent),
                     content_type=content_type,
-                )
+                ),
+                "store an outcome",
             )
         except AlreadyStored:
             (stored,) = await get_all(self.bus, streams.DONE, [subject])
@@ -160,7 +163,10 @@ class Outcomes:
     async def finished(
         self, permit: Permit, completion: Completion, parent: Context, ran: Ran | None = None
     ) -> None:
-        """It has ended, says the decision log. Args: ran: None: an earlier permit's did."""
+        """Append to the decision log that an operation has ended.
+
+        Args: ran: None where it ran under an earlier permit.
+        """
         finished = OperationFinished(
             key=permit.operation,
             kind=permit.kind,
@@ -181,16 +187,16 @@ class Outcomes:
             await self._finished.add(_Finished(finished, msg_id))
 
     async def _append(self, ended: list[_Finished]) -> None:
-        """What has ended since the last append, in one entry of the decision log."""
+        """Append all ends since the last append, in one entry of the decision log."""
         event: Event = ended[0].event
         msg_id = ended[0].msg_id
         if len(ended) > 1:
             event = OperationsFinished([one.event for one in ended])
             msg_id = f"{msg_id}+{len(ended)}"
-        await until_answered(lambda: self.bus.append(event, msg_id=msg_id))
+        await until_done(lambda: self.bus.append(event, msg_id=msg_id), "append")
 
     async def notice(self, what: str, why: str, operation: OperationKey) -> None:
-        """For people; nothing is decided on it."""
+        """Tell people; no service decides by it."""
         try:
             await self.bus.notice("worker", what, why, str(operation))
         except nats.errors.Error as error:
@@ -211,13 +217,13 @@ class Outcomes:
 
 
 async def get_all(bus: Bus, stream: str, subjects: list[str]) -> list[Stored | None]:
-    """What is stored there, in this order; asked until the bus answers."""
-    stored = await until_answered(lambda: bus.get_all_stored(stream, subjects))
+    """Messages stored under these subjects, in their order; None where there is none."""
+    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 
 
 def content_type_for(payload: Stored | None) -> str:
-    """As the operation came, so is its outcome written."""
+    """Content type of an operation's outcome: that in which the operation came."""
     return content_type_of(payload.headers if payload else {CONTENT_TYPE: MSGPACK})
 
 

@@ -1,8 +1,8 @@
 """One rank of a WPG: a process that runs one backend on one device.
 
-The event loop speaks with the agent, the state manager and, in the leader, the bus; the backend
-runs in one thread beside it, as do the copies of its heap, so that the loop stays free during a
-long step. A rank that loses its agent exits at once, as nobody could fence it any more; so does one
+The event loop speaks with the agent, the state manager and, in the leader, the bus. The backend and
+the copies of its heap run in one thread beside it, so that the loop stays free during a long step.
+A rank that loses its agent exits at once, because nobody could fence it any more. So does a rank
 whose state manager is gone for good.
 """
 
@@ -139,17 +139,20 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
 
 
 def _identity(model: ModelSpec) -> str:
-    """What weights are drawn for it, whatever they are trained or loaded to afterwards."""
+    """Digest of what determines a model's initial weights, however they are trained afterwards."""
     known = (model.config, model.init_seed)
     return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
 
 
 async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
-    """Where it meets its WPG's other ranks. Raises: PhaseloomError: their life is over."""
+    """This rank's place among its WPG's ranks, and where they meet.
+
+    Raises: PhaseloomError: the incarnation is over.
+    """
     if not settings.is_over_nodes:
         return RankGroup(settings.rank, settings.num_ranks, settings.store_path)
     if settings.interface:
-        # What gloo and NCCL go by; they are told in no other way.
+        # gloo and NCCL can be told in no other way.
         os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
     told, fds = await agent.call(MeetRanks(settings.token))
     assert isinstance(told, MeetAt), told
@@ -158,7 +161,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
         settings.num_ranks,
         store_address=told.address,
         store_fd=fds[0] if fds else -1,
-        life=f"{settings.deployment}/{settings.incarnation}",
+        store_prefix=f"{settings.deployment}/{settings.incarnation}",
     )
 
 
@@ -175,7 +178,7 @@ async def _build(
 
 
 async def _fill(settings: RankConfig, executor: Executor, state: RankStateClient) -> None:
-    """No seal was restored: go on from the job's checkpoint, or from the seeds."""
+    """Fill the state from the job's checkpoint or from the seeds, as no seal was restored."""
     executor.applied = settings.applied
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)

@@ -1,4 +1,4 @@
-"""The operations that move state: what the leader, its ranks and the state managers do in each."""
+"""The operations that move state: the leader's part, its ranks' and the state managers' in each."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
-from phaseloom.worker.patience import until_answered
+from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.outcomes import Outcomes
-from phaseloom.worker.rank.weightsync import Brought, RankWeights, or_failed
+from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.versions import VersionCopy
@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
-"""How a weights version's source fails that is restarted, or that the network hides."""
+"""Codes of a weights version's source that is being restarted, or that the network hides."""
 
 
 class NotNow(Exception):
-    """What the operation needs cannot be reached; nothing was changed."""
+    """Something that the operation needs cannot be reached; nothing was changed."""
 
     def __init__(self, error: ErrorInfo) -> None:
         super().__init__(error.message)
@@ -72,12 +72,13 @@ class StateOperations:
     outcomes: Outcomes
     weights: RankWeights = field(init=False)
     _synced: SyncWeightsResult | None = None
-    """Of the last `sync_weights`."""
+    """Result of the last `sync_weights`."""
     _fallback: str = ""
-    """This deployment's in what the job fell back to before its last checkpoint: a controller that
-    attached just then may load it yet."""
+    """This deployment's checkpoint in what the job fell back to before its last checkpoint: a
+    controller that attached just then may still load it."""
     _loaded: set[str] = field(default_factory=set)
-    """Checkpoints that this life's state came from: a rebuild may have to load them again."""
+    """Checkpoints that this incarnation's state came from: a rebuild may have to load
+    them again."""
 
     def __post_init__(self) -> None:
         if self.settings.checkpoint:
@@ -85,7 +86,10 @@ class StateOperations:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
     async def publish(self, call: Call) -> PublishWeightsResult:
-        """Raises: Refused: the weights were read only. Broken: only a part of the ranks know."""
+        """Run a `publish_weights`.
+
+        Raises: Refused: the weights were read only. Broken: only some of the ranks know of it.
+        """
         seq = call.key.seq
         assert seq is not None
         version = VersionKey(self.settings.deployment, seq)
@@ -96,7 +100,10 @@ class StateOperations:
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
     async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
-        """Raises: PhaseloomError: nothing was written. Broken: only a part of the ranks know."""
+        """Write this deployment's weights as a version.
+
+        Raises: PhaseloomError: nothing was written. Broken: only some of the ranks know of it.
+        """
         weights = self.weights
         if self.ranks.is_alone:
             return await self.state.versions.create(version, self.executor.weight_slots)
@@ -116,14 +123,14 @@ class StateOperations:
         return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
 
     async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
-        """What the leader, and the others, have done before anything changes.
+        """Results of the first call, in which all ranks prepare and nothing changes.
 
-        Raises: PhaseloomError: one of them could not, and nothing has changed. Broken.
+        Raises: PhaseloomError: one of them could not prepare. Broken.
         """
         return await self._answered(own, replace(share_of(call), prepares=True))
 
     async def _on_all_nodes(self, own: Awaitable[None], call: Call) -> None:
-        """What each node's state manager does for its ranks.
+        """Have each node's state manager do something for its ranks.
 
         Raises: PhaseloomError: one of them could not. Broken.
         """
@@ -133,7 +140,10 @@ class StateOperations:
             await own
 
     async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
-        """Raises: PhaseloomError: one of them could not. Broken."""
+        """Results of a call in which a rank may fail without harm to the others.
+
+        Raises: PhaseloomError: one of them failed. Broken.
+        """
         mine, shares = await self.ranks.together(or_failed(own), share)
         others = [results[0] for results in shares]
         if isinstance(mine, Failed):
@@ -144,41 +154,50 @@ class StateOperations:
         return mine, others
 
     async def sync(self, call: Call, args: SyncWeights) -> SyncWeightsResult:
-        """Raises: NotNow, Refused: nothing was written. Anything else: it failed half-way."""
+        """Run a `sync_weights`.
+
+        Raises: NotNow, Refused: nothing was written. Anything else: it failed half-way.
+        """
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
         try:
-            brought = await self._read_version(call, version)
+            fetched = await self._read_version(call, version)
         except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise NotNow(error.info) from error
             raise Refused(error.info) from error
         assert call.key.seq is not None
-        # The weights are others now: where this fails, the life is not what it was before either.
-        if brought.is_whole:
+        # The weights are replaced now: where this fails, the incarnation is not what it was either.
+        if fetched.is_whole:
             await self.state.versions.hold(version, call.key.seq)
-        before, self._synced = self._synced, SyncWeightsResult(args.version, brought.digest)
-        if before is not None and before.digest == brought.digest:
+        before, self._synced = self._synced, SyncWeightsResult(args.version, fetched.digest)
+        if before is not None and before.digest == fetched.digest:
             why = f"version {args.version} has the weights of version {before.version}"
             await self.outcomes.notice("sync changed nothing", why, call.key)
         return self._synced
 
-    async def _read_version(self, call: Call, version: VersionKey) -> Brought:
-        """Raises: PhaseloomError: nothing was written. Anything else: it failed half-way."""
+    async def _read_version(self, call: Call, version: VersionKey) -> FetchedVersion:
+        """Fetch a version and replace all ranks' weights by it.
+
+        Raises: PhaseloomError: nothing was written. Anything else: it failed half-way.
+        """
         weights, permit = self.weights, call.permit
         if self.ranks.is_alone:
             return await weights.load(version, permit)
-        brought, _ = await self._prepared(weights.bring(version, permit), call)
-        await self.ranks.together(weights.take(brought), share_of(call))
-        return brought
+        fetched, _ = await self._prepared(weights.fetch(version, permit), call)
+        await self.ranks.together(weights.take(fetched), share_of(call))
+        return fetched
 
     async def save(
-        self, call: Call, args: SaveState, let_go: Callable[[], Awaitable[None]]
+        self, call: Call, args: SaveState, free_devices: Callable[[], Awaitable[None]]
     ) -> SaveStateResult:
-        """The state is cut while the devices wait; it is written while they go on. Of a WPG over
-        several nodes each node's state manager does so, and this one's makes a whole of it.
+        """Run a `save_state`: the state is copied while the devices wait, and written while they go
+        on.
 
-        Args:   let_go: called in between.
+        Of a WPG over several nodes each node's state manager does so, and the one of rank 0's node
+        makes one checkpoint of all.
+
+        Args:   free_devices: called between the copy and the writing.
         Raises: Refused: the state was read only.
         """
         permit, operation = call.permit, call.operation.id
@@ -189,7 +208,7 @@ class StateOperations:
                 self.state.cut_state(operation, args.name, self.executor.applied), call
             )
             call.duration_s = time.perf_counter() - clock_s
-            await let_go()
+            await free_devices()
             if self.settings.is_over_nodes:
                 await self._answered(asyncio.sleep(0), share_of(call))
             sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)
@@ -202,7 +221,7 @@ class StateOperations:
         return result
 
     async def prune(self, args: SaveState) -> None:
-        """What is not needed any more, once nobody can believe otherwise."""
+        """Remove checkpoints that are not needed any more, once nobody can believe otherwise."""
         own = self.settings.deployment
         try:
             last = await self._last_checkpoint()
@@ -214,20 +233,25 @@ class StateOperations:
             log.warning("old checkpoints of %s stay: %s", own, error)
 
     async def _last_checkpoint(self) -> Checkpoint | None:
-        """Of the job."""
+        """The job's last checkpoint; None where it has none."""
         key = str(self.settings.deployment.job_key)
-        stored = await until_answered(lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key))
+        stored = await until_done(
+            lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key), "read the checkpoint"
+        )
         last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
         return last
 
     async def load(self, call: Call, args: LoadState) -> LoadStateResult:
-        """Raises: Refused: nothing was changed. Anything else: it failed half-way."""
+        """Run a `load_state`.
+
+        Raises: Refused: nothing was changed. Anything else: it failed half-way.
+        """
         try:
             expected = await self.state.read_checkpoint(args.name)
         except PhaseloomError as error:
             raise Refused(error.info) from error
         self._loaded.add(args.name)
-        # Here it is replaced already: where another node fails, nobody has a state any more.
+        # The state is replaced here already: where another node fails, nobody has the old one.
         await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))
         assert isinstance(loaded, LoadStateResult)
@@ -240,7 +264,7 @@ class StateOperations:
         return loaded
 
     async def _put_checkpoint(self, permit: Permit, args: SaveState) -> dict[str, str]:
-        """Make it the job's last one, before DONE says that it is."""
+        """Make the checkpoint the job's last one, before DONE says that it is."""
         key = permit.operation
         checkpoints = {**args.checkpoints, key.deployment: args.name}
         checkpoint = Checkpoint(key.deployment, key.seq or 0, checkpoints, args.controller_blob)
@@ -248,7 +272,9 @@ class StateOperations:
         before = await self._last_checkpoint()
         if before is not None and before != checkpoint:
             self._fallback = before.checkpoints.get(key.deployment, "")
-        await until_answered(lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value))
+        await until_done(
+            lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
+        )
         return checkpoints
 
 

@@ -1,8 +1,8 @@
 """A rank's part in publishing a weights version and in syncing one.
 
-Ranks that hold different rows each write a *part*; the leader makes the manifest of them. Ranks
-that hold the same write one whole version a node. A sync brings what the ranks of a node need,
-verified, before the first rank is touched.
+Ranks that hold different rows each write a *part*, and the leader makes a manifest of the parts.
+Ranks that hold the same weights write one whole version for each node. A sync fetches and verifies
+what all ranks of a node need before the first rank's weights are touched.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from phaseloom.worker.core.reading import (
 )
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.wire import RankConfig
-from phaseloom.worker.state.copying import packed, paired
+from phaseloom.worker.state.layouts import packed, paired
 from phaseloom.worker.state.versions import Opened, RankVersions
 
 _PARTS_AT_ONCE = 4
-"""Each is pulled by several streams."""
+"""Parts fetched at a time; each comes over several streams."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What a rank needs of a version, verified, in host memory."""
+class FetchedVersion:
+    """The bytes that a rank needs of a version, verified, in host memory."""
 
     version: VersionKey
     digest: str
     pieces: list[tuple[memoryview, Runs]]
     is_whole: bool
-    """It was written whole."""
+    """Whether the version was written whole, and not in parts."""
 
 
 @dataclass
@@ -61,19 +61,20 @@ class RankWeights:
     versions: RankVersions
     executor: Executor
     _planned: dict[tuple[Layout, int, int], Needs] = field(default_factory=dict)
-    """Of the layout that wrote the last version in parts."""
+    """Plan for the layout that wrote the last version in parts."""
 
     # --- publishing ------------------------------------------------------------------------------
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether what this deployment publishes is: its ranks hold different weights."""
+        """Whether this deployment publishes in parts, because its ranks hold different weights."""
         return len(self._parts) > 1
 
     async def write(self, version: VersionKey) -> VersionPart | None:
-        """Write what is this rank's to write; None: another rank here writes it. Idempotent.
+        """Write this rank's part of a version, or the whole. Idempotent.
 
-        Raises: PhaseloomError: nothing is written; no host memory.
+        Returns: what was written; None where another rank on this node writes it.
+        Raises:  PhaseloomError: nothing is written; no host memory.
         """
         number = next(i for i, ranks in enumerate(self._parts) if self.settings.rank in ranks)
         if self.settings.rank != min(set(self._parts[number]) & set(self._here)):
@@ -84,7 +85,7 @@ class RankWeights:
         return VersionPart(part, copy.num_bytes, copy.digest, self._layout_digest)
 
     def manifest(self, written: Iterable[VersionPart | None]) -> VersionParts:
-        """Args: written: by all ranks."""
+        """The manifest of the parts that all ranks have written."""
         parts = {part.part: part for part in written if part is not None}
         names = [part_name(number, len(self._parts)) for number in range(len(self._parts))]
         sharding = self.executor.backend.sharding
@@ -114,34 +115,38 @@ class RankWeights:
 
     # --- syncing ---------------------------------------------------------------------------------
 
-    async def load(self, version: VersionKey, permit: Permit) -> Brought:
-        """Where this rank is alone: bring a version, and replace the weights by it.
+    async def load(self, version: VersionKey, permit: Permit) -> FetchedVersion:
+        """Fetch a version and replace the weights by it, where this rank is alone.
 
         Raises: PhaseloomError: nothing has changed.
         """
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            brought = await self._bring_parts(version, opened, permit)
-            await self.take(brought)
-            return brought
+            fetched = await self._fetch_parts(version, opened, permit)
+            await self.take(fetched)
+            return fetched
         await self.versions.load(opened, self.executor.weight_slots)
-        return Brought(version, opened.described.digest, [], is_whole=True)
+        return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
-    async def bring(self, version: VersionKey, permit: Permit) -> Brought:
-        """What this rank needs, to be copied later. Raises: PhaseloomError: it cannot be had."""
+    async def fetch(self, version: VersionKey, permit: Permit) -> FetchedVersion:
+        """Fetch what this rank needs of a version, to be copied later.
+
+        Raises: PhaseloomError: it cannot be had.
+        """
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            return await self._bring_parts(version, opened, permit)
+            return await self._fetch_parts(version, opened, permit)
         backend = self.executor.backend
         tensors = opened.table.tensors
         paired(tensors, backend.version_slots)
         opened = await self.versions.verified(opened)
         pieces = [(opened.memory, from_part(tensors, self._of_whole, self._reader))]
-        return Brought(version, opened.described.digest, pieces, is_whole=True)
+        return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
 
-    async def take(self, brought: Brought) -> None:
-        """Replace this rank's weights. Raises: they may be neither now."""
-        await self.versions.scatter(brought.pieces)
+    async def take(self, fetched: FetchedVersion) -> None:
+        """Replace this rank's weights. Raises: they may be neither the old nor the new
+        ones then."""
+        await self.versions.scatter(fetched.pieces)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -155,7 +160,9 @@ class RankWeights:
     def _of_whole(self) -> list[Fetch]:
         return fetches_of_whole(self._reader)
 
-    async def _bring_parts(self, version: VersionKey, opened: Opened, permit: Permit) -> Brought:
+    async def _fetch_parts(
+        self, version: VersionKey, opened: Opened, permit: Permit
+    ) -> FetchedVersion:
         opened = await self.versions.verified(opened)
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self._model:
@@ -163,25 +170,25 @@ class RankWeights:
         needed = self._needs(manifest)
         known = {part.part: part for part in manifest.parts}
         sources = {each.part: each.endpoints for each in opened.described.sources}
-        # Of those that are here nobody says who has them too: all are asked, should it be bad.
+        # Who else has the parts that are here is not known: should one be bad, all are asked.
         wanted = [
             (known[part], fetches, sources.get(part, permit.sources))
-            for part, fetches in needed.wholes.items()
+            for part, fetches in needed.whole_parts.items()
         ]
 
-        async def bring(number: int) -> tuple[memoryview, Runs]:
+        async def fetch_part(number: int) -> tuple[memoryview, Runs]:
             part, fetches, endpoints = wanted[number]
             came = await self._part(version, part, endpoints, permit)
             return came.memory, from_part(came.table.tensors, fetches, self._reader)
 
-        pieces = await _some_at_once([bring(number) for number in range(len(wanted))])
+        pieces = await _some_at_once([fetch_part(number) for number in range(len(wanted))])
         if needed.slices:
             held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
             pieces.append(await self._slices(version, needed, held, permit))
-        return Brought(version, opened.described.digest, pieces, is_whole=False)
+        return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
 
     def _needs(self, manifest: VersionParts) -> Needs:
-        """The same for every version of one policy."""
+        """What this node fetches; the same for every version of one policy."""
         key = (manifest.layout, manifest.fsdp, len(manifest.parts))
         if key not in self._planned:
             self._planned = {key: needs(manifest, self._reader)}
@@ -190,7 +197,7 @@ class RankWeights:
     async def _part(
         self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
     ) -> Opened:
-        """A part that is as the manifest says. Raises: PhaseloomError."""
+        """Open a part that is as the manifest says. Raises: PhaseloomError."""
         key = part_of(version, part.part)
         opened = await self.versions.open(key, sources, permit.ticket, part.digest)
         described = opened.described
@@ -211,7 +218,7 @@ class RankWeights:
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:
-    """What it comes to, or how it was refused."""
+    """The result of `work`, or how it was refused."""
     try:
         return await work
     except PhaseloomError as error:
@@ -219,11 +226,11 @@ async def or_failed(work: Awaitable[T]) -> T | Failed:
 
 
 async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
-    """All of them, a few at a time; where some fail, the first one's error after all have ended."""
-    turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+    """Results of all, a few at a time. Raises: the first failure, after all have ended."""
+    limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def one(work: Awaitable[T]) -> T:
-        async with turns:
+        async with limit:
             return await work
 
     ended = await asyncio.gather(*map(one, works), return_exceptions=True)

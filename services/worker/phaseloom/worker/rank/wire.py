@@ -1,7 +1,7 @@
 """The node-local protocol between an agent and its ranks, over the agent's Unix socket.
 
-The leader (rank 0) alone is given permits. Where it has other ranks beside it, it sends them their
-part through the agent, which knows who of them is alive, and asks the agents of other nodes.
+Only the leader (rank 0) is given permits. It sends the other ranks their part of a call through the
+agent, which knows which of them are alive, and asks the agents of other nodes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from phaseloom.common.contract.state_rank import Done, Failed
 
 
 class RankConfig(msgspec.Struct, frozen=True):
-    """What a rank is started with, as JSON on its only argument."""
+    """Parameters of a rank process, as JSON on its only argument."""
 
     token: str
-    """Per spawn, bound to this rank of this deployment and incarnation."""
+    """Secret of this spawn, bound to this rank of this deployment and incarnation."""
     deployment: DeploymentKey
     incarnation: int
     spec: DeploymentSpec
@@ -34,14 +34,14 @@ class RankConfig(msgspec.Struct, frozen=True):
     rank: int = 0
     num_ranks: int = 1
     nodes: list[NodeId] = []
-    """Of the WPG, by rank, as many ranks on each; none: all of them are on this node."""
+    """Nodes of the WPG, by rank, with as many ranks on each; empty where all are on this node."""
     store_path: str = ""
-    """Where the ranks of this life find each other; empty where there is one, or several nodes:
-    then `MeetRanks` tells."""
+    """File where the ranks of this incarnation find each other; empty where there is one rank, or
+    where `MeetRanks` tells, on several nodes."""
     interface: str = ""
-    """The network interface that the ranks' own traffic goes over; empty: the backend's choice."""
+    """Network interface for the ranks' own traffic; empty: the backend chooses."""
     checkpoint: str = ""
-    """Start from it, where no seal is restored; empty: from the spec's seeds."""
+    """Checkpoint to start from, where no seal is restored; empty: start from the spec's seeds."""
     applied: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
 
@@ -55,7 +55,8 @@ class RankConfig(msgspec.Struct, frozen=True):
 
     @property
     def is_first_here(self) -> bool:
-        """Of the ranks on its node: it speaks for them with the node's state manager."""
+        """Whether it is the first of its node's ranks: it speaks for them with the
+        state manager."""
         return self.rank % self.ranks_per_node == 0
 
     def node_of(self, rank: int) -> NodeId:
@@ -63,21 +64,22 @@ class RankConfig(msgspec.Struct, frozen=True):
 
 
 class MeetRanks(Message, frozen=True):
-    """rank → agent, before `RankUp`, where its WPG is on several nodes. Answer: MeetAt, and beside
-    it, for rank 0 alone, the socket that listens there.
+    """rank → agent, before `RankUp`, where its WPG is on several nodes.
 
-    Raises: its life is over."""
+    Answer: MeetAt; for rank 0 also the socket that listens there.
+    Raises: the incarnation is over.
+    """
 
     token: str
 
 
 class MeetAt(Message, frozen=True):
     address: str
-    """host:port, of this life alone."""
+    """host:port, used by this incarnation alone."""
 
 
 class RankUp(Message, frozen=True):
-    """rank → agent, its first call: its state is in host memory. Answer: Done."""
+    """rank → agent, its first call: the rank's state is in host memory. Answer: Done."""
 
     token: str
     state_bytes: int
@@ -85,37 +87,40 @@ class RankUp(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """rank → agent, instead of RankUp: it will exit. Answer: Done."""
+    """rank → agent, instead of RankUp: the rank will exit. Answer: Done."""
 
     token: str
     error: ErrorInfo
 
 
 class RunPermits(Message, frozen=True):
-    """agent → leader: one, or several of reading operations. Answer: Done, once every outcome is
-    stored and in the decision log."""
+    """agent → leader: run one permit, or several of reading operations.
+
+    Answer: Done, once every outcome is stored and in the decision log.
+    """
 
     permits: list[Permit]
     traceparents: list[str]
-    """Of each permit; an empty list: none of them is traced."""
+    """traceparent of each permit; empty: none of them is traced."""
 
 
-class RunsApart(Message, frozen=True):
-    """leader → agent: of the permits of this `RunPermits` each has ended, or needs neither devices
-    nor state any more. Others may go on before it is answered. Answer: Done."""
+class DevicesFreed(Message, frozen=True):
+    """leader → agent: each permit of one `RunPermits` has ended, or needs no devices and no state
+    any more. Others may go on before it is answered. Answer: Done."""
 
     first: CommandId
-    """Of its first permit."""
+    """Id of the first permit of the `RunPermits`."""
 
 
 class CancelRun(Message, frozen=True):
-    """agent → every rank. Stop a reading operation: the permit may be yet to come. Answer: Done."""
+    """agent → every rank: stop a reading operation, whose permit may be yet to come.
+    Answer: Done."""
 
     operation: OperationKey
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An operation as its controller sent it."""
+    """An operation, in the bytes in which its controller sent it."""
 
     operation: OperationKey
     payload: bytes
@@ -125,39 +130,40 @@ class Payload(msgspec.Struct, frozen=True):
 class RunShare(Message, frozen=True):
     """leader → agent → every other rank: take part in one call of the leader's backend.
 
-    From the leader the answer is SharesDone, from a rank ShareDone. The leader sends the next when
-    this one is answered, so that all ranks do the same in the same order.
+    From the leader the answer is SharesDone, from a rank ShareDone. The leader sends the next share
+    when this one is answered, so that all ranks do the same in the same order.
     """
 
     operations: list[Payload]
-    """One; or several of `generate`, which are decoded together."""
+    """One operation, or several `generate` that are decoded together."""
     permit: Permit
-    """Of the first."""
+    """Permit of the first operation."""
     traceparent: str = ""
     zero_gradients: bool = False
-    """Of an `optim_step` that is refused: forget the gradients instead."""
+    """Drop the gradients instead of running an `optim_step` that is refused."""
     prepares: bool = False
-    """The first of two calls, which changes nothing: of `publish_weights` write what this rank has
-    to; of `sync_weights` bring and verify what it needs. Another follows if all ranks could."""
+    """Whether this is the first of two calls, which changes nothing: a `publish_weights` writes
+    this rank's part, a `sync_weights` fetches and verifies what it needs. The second call follows
+    if all ranks could."""
     manifest: VersionParts | None = None
-    """Of the second call of a `publish_weights` in parts: all of them are committed."""
+    """In the second call of a `publish_weights` in parts: all parts are committed."""
 
 
 class PartWritten(Message, frozen=True):
-    """Of `publish_weights`."""
+    """A rank's answer to the first call of a `publish_weights`."""
 
     part: VersionPart | None
-    """None: another rank writes what this one has."""
+    """None where another rank writes what this one has."""
 
 
 ShareResult = Result | PartWritten | Failed | None
-"""Failed: of a call that prepares; nothing has changed. None: it was cancelled, or it has no result
-of a share."""
+"""A rank's result of one operation's share. Failed: the first of two calls could not be prepared,
+and nothing has changed. None: the operation was cancelled, or the share has no result."""
 
 
 class ShareDone(Message, frozen=True):
     results: list[ShareResult]
-    """Of each operation."""
+    """Result of each operation."""
 
 
 class SharesDone(Message, frozen=True):
@@ -168,8 +174,8 @@ class SharesDone(Message, frozen=True):
 class RollCall(Message, frozen=True):
     """leader → agent → every other rank: are all alive? Answer: Done.
 
-    Asked when a call failed: where a rank's death is the reason, the agent kills the others instead
-    of answering, so that a lost process is never taken for a failed operation.
+    Asked when a call failed. Where a rank's death is the reason, the agent kills the other ranks
+    instead of answering, so that a lost process is never taken for a failed operation.
     """
 
 
@@ -179,7 +185,7 @@ RankMessage = (
     | RankUp
     | RankFailed
     | RunPermits
-    | RunsApart
+    | DevicesFreed
     | CancelRun
     | RunShare
     | ShareDone

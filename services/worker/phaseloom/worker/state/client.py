@@ -1,9 +1,10 @@
-"""A rank's side of the state manager: its session, its heap's beginning, and its checkpoints.
+"""A rank's client of the state manager: its session, its heap's first content, its checkpoints.
 
-What it copies when told to is `hostcopies`, the weights versions that it makes and reads
-`rankversions`. Copies run in a thread and without the GIL: the event loop goes on.
+Copies that the state manager orders are in `hostcopies`; the weights versions that the rank makes
+and reads are in `versions`. Copies run in a thread and without the GIL: the event loop goes on.
 
-The client outlives the daemon: see `StateLink`. Only when its `closed` is done it is gone for good.
+The client outlives the daemon: see `StateLink`. The state manager is gone for good only when the
+client's `closed` is done.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from phaseloom.common.contract.state_rank import (
     CutTaken,
     Done,
     HeapRegistered,
-    LetGo,
     PruneCheckpoints,
     RankHello,
     RankResume,
@@ -37,6 +37,7 @@ from phaseloom.common.contract.state_rank import (
     RegisterHeap,
     StateMessage,
     StillMapped,
+    Unmap,
     Unpin,
     WriteCheckpoint,
 )
@@ -58,9 +59,9 @@ Kind = TypeVar("Kind")
 
 
 class RankStateClient:
-    """A rank's connection: hands its heap to the state manager and copies when told to.
+    """A rank's connection to the state manager, which manages its heap and orders its copies.
 
-    When `closed` is done the rank has lost its memory's authority and must exit.
+    When `closed` is done nobody manages the rank's memory any more, and it must exit.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class RankStateClient:
 
         Args:   applied: seq of the last mutating operation in the heap, asked at each copy out.
                 on_loaded: called in the executor after the heap's bytes were replaced by a load.
-                executor: one thread, in which all copies run. That of the backend, so that copies
-                    and operations exclude each other; None: one of its own. Calls of this client
+                executor: one thread, in which all copies run: the backend's, so that copies and
+                    operations exclude each other. None: a thread of its own. Calls of this client
                     must not be waited for inside it.
         Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
         """
@@ -151,15 +152,15 @@ class RankStateClient:
         frozen: bool = False,
         model: str = "",
     ) -> int:
-        """Give the heap into the state manager's hands; maps its extent.
+        """Hand the heap over to the state manager; maps its extent.
 
-        Args:    host_bytes: of state that lives in `host_memory` alone.
+        Args:    host_bytes: state that lives in `host_memory` alone.
                  frozen, model: see `RegisterHeap`.
 
-        Returns: the seq that the extent holds, from a seal: it comes into the heap at the first
-                 switch-in. 0: none, fill the heap and `commit_initial`.
+        Returns: the seq of the seal that the extent holds, which is loaded into the heap at the
+                first switch-in. 0: there is none; fill the heap and call `commit_initial`.
         Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
-                 FAILED_PRECONDITION, with the numbers: the seal is of another layout.
+                FAILED_PRECONDITION, with the numbers: the seal is of another layout.
         """
         request = RegisterHeap(
             heap.num_bytes,
@@ -199,8 +200,11 @@ class RankStateClient:
         await self._commit_initial(digest, applied)
 
     async def commit_checkpoint(self, name: str, applied: int) -> None:
-        """Instead of `commit_initial`: have the extent filled from a checkpoint, whatever the heap
-        holds. Raises: as `read_checkpoint`."""
+        """Have the extent filled from a checkpoint, whatever the heap holds; instead of
+        `commit_initial`.
+
+        Raises: as `read_checkpoint`.
+        """
         read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
         await self._commit_initial(read.digest, applied)
 
@@ -214,27 +218,29 @@ class RankStateClient:
         await self._run(heap.release)
 
     async def cut_state(self, operation: str, name: str, seq: int) -> None:
-        """Have the state of all ranks copied aside for a checkpoint; then they may go on.
+        """Have the state of all ranks copied for a checkpoint; then the ranks may go on.
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
         """
         await self._link.ask(CutState(operation, name, seq), CutTaken)
 
     async def write_checkpoint(self, operation: str, name: str, config: str, keep: int) -> str:
-        """Returns, once it is durable, the SHA-256 of its weights.
+        """Write the checkpoint whose state was copied; return when it is durable.
 
-        Raises: ResourceError: the disk is full, or fails.
+        Returns: the SHA-256 of its weights.
+        Raises:  ResourceError: the disk is full, or fails.
         """
         message = WriteCheckpoint(operation, name, config, keep)
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
     async def read_checkpoint(self, name: str) -> str:
-        """Replace the state of all ranks. From the leader; whatever is raised, nothing was changed,
-        or the ranks are cut off.
+        """Replace the state of all ranks by a checkpoint's; called by the leader.
 
-        Returns: the SHA-256 of its weights; empty: it does not say.
-        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: of another model. ResourceError:
-                 DATA_LOSS; no host memory.
+        Whatever is raised, nothing was changed, or the ranks are cut off.
+
+        Returns: the SHA-256 of its weights; empty where the checkpoint does not say.
+        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of another model. ResourceError:
+                DATA_LOSS; no host memory.
         """
         read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
         return read.weights_sha256
@@ -248,12 +254,12 @@ class RankStateClient:
         if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
             return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
         if isinstance(body, CopyAside | CopyFrom):
-            return await self._run(lambda: self._copies.copy_apart(body, fds)), ()
+            return await self._run(lambda: self._copies.copy_staged(body, fds)), ()
         close_fds(fds)
         match body:
-            case LetGo():
+            case Unmap():
                 await self._run(self._copies.drop_source)
-                return StillMapped(self.versions.let_go()), ()
+                return StillMapped(self.versions.unmap_unused()), ()
             case CopyOut(release=release):
                 return await self._run(lambda: self._copies.copy_out(release=release)), ()
             case CopyIn(digest=digest):

@@ -1,8 +1,8 @@
-"""Extents in a rank's memory, and copying between them and its heap.
+"""Extents in a rank's memory, and copies between them and its heap.
 
-Large copies take several threads: one alone is bound by the faults of fresh memory. What is loaded
-is hashed while it is in the cache. Neither the copy nor the hash holds the GIL; slice assignment
-would.
+Large copies take several threads: one alone is bound by the page faults of fresh memory. Bytes that
+are loaded are hashed while they are in the cache. Neither the copy nor the hash holds the GIL;
+slice assignment would.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ import ctypes
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-import msgspec
 import xxhash
 
-from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import VersionExtent
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, each_part
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.framing import close_fds
-from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES, align
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 512 * 1024
-"""In the cache from the copy to the hash."""
+"""Bytes that are still in the cache when they are hashed after the copy."""
 _PART_BYTES = 64 * 1024 * 1024
-"""For one memmove: large enough that it writes past the cache."""
+"""Bytes of one memmove: so many that it writes past the cache."""
 _MAX_MAPPED_VERSIONS = 3
-"""Of so many versions the mappings are kept for reuse; each keeps its extent's memory alive."""
+"""Mappings of this many versions are kept for reuse; each keeps its extent's memory alive."""
 
 
 class Mapping:
-    """An extent in this process's memory. Unmapped when the last reference is gone."""
+    """An extent in this process's memory. It is unmapped when the last reference is gone."""
 
     def __init__(self, fd: int, num_bytes: int, *, writable: bool) -> None:
-        """Takes `fd` and closes it: the mapping outlives it."""
+        """Map an extent. Closes `fd`, which the mapping outlives."""
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
             # Private where it is read-only: nothing is ever written through it, and ctypes takes
@@ -56,20 +55,23 @@ class Mapping:
         return memoryview(self._map)[self._start : self._start + num_bytes]
 
     def make_huge(self) -> None:
-        """Have it on huge pages, before it is pinned. Tried once: what the system did not give then
-        would be looked for in every switch. Long, the first time: run it in a thread."""
+        """Put the mapping on huge pages, before it is pinned.
+
+        Tried once, because every switch would have to look again for what the system did not give.
+        It takes long the first time: run it in a thread.
+        """
         if not self._is_settled:
             self._is_settled = True
             make_huge(self.buffer)
 
     def close(self) -> None:
-        """Unmap it now, where nothing refers to it any more; else with its last reference."""
+        """Unmap it now if nothing refers to it; else it goes with its last reference."""
         self.buffer.release()
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def try_close(self) -> bool:
-        """Unmap it now; False: something refers to it, and it stays."""
+        """Unmap it now; False where something refers to it, and it stays."""
         num_bytes = len(self.buffer)
         self.buffer.release()
         try:
@@ -81,14 +83,14 @@ class Mapping:
 
 
 class MappedVersions:
-    """The extents of the weights versions that were used last, each mapped once."""
+    """Extents of the weights versions that were used last, each mapped once."""
 
     def __init__(self) -> None:
         self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
         self._keys: dict[Mapping, VersionKey] = {}
 
     def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
-        """The memory of the one extent that came: where it was mapped before, through that."""
+        """Memory of the one extent that came, through its earlier mapping where there is one."""
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one version")
@@ -117,8 +119,8 @@ class MappedVersions:
                 older.append(identity)
         return older
 
-    def let_go(self) -> list[VersionKey]:
-        """Unmap what nothing refers to. Returns what the others hold."""
+    def unmap_unused(self) -> list[VersionKey]:
+        """Unmap what nothing refers to. Returns: the versions whose mappings stay."""
         self._close(list(self._mappings))
         return list(self._keys.values())
 
@@ -145,8 +147,10 @@ def _move(source_address: int, target_address: int, num_bytes: int) -> None:
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy the beginning of `source` over `target`; the digest of what was written and of what
-    lies behind it in `source`."""
+    """Copy the beginning of `source` over all of `target`.
+
+    Returns: the digest of the bytes written and of the rest of `source`.
+    """
     source_address, target_address = _address(source), _address(target)
 
     def block(start: int, end: int) -> bytes:
@@ -164,7 +168,7 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
 
 
 def hashed(memory: memoryview) -> str:
-    """Its digest, taken by several threads."""
+    """Digest of the memory, taken by several threads."""
     checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
     return combined(b"".join(checksums))
 
@@ -174,9 +178,9 @@ def _address(view: memoryview) -> int:
 
 
 def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> str:
-    """Copy heap slots to their places in a version; the gaps between become zeroes.
+    """Copy heap slots to their places in a version; the gaps between them become zeroes.
 
-    So that equal weights have equal digests, whatever the extent held before.
+    So equal weights have equal digests, whatever the extent held before.
 
     Returns: the digest of the version.
     """
@@ -186,7 +190,7 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
 
 
 def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
-    """What lies between the tensors of a version, the second of each pair, becomes zeroes."""
+    """Write zeroes between the tensors of a version, which are the second of each pair."""
     end = 0
     for _, place in pairs:
         if place.offset > end:
@@ -196,7 +200,7 @@ def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -
 
 
 def verify(source: memoryview, described: VersionExtent) -> None:
-    """Raises: ResourceError: DATA_LOSS: it is not what its digest says."""
+    """Check a version's bytes. Raises: ResourceError: DATA_LOSS: their digest is another."""
     digest = hashed(source)
     if digest != described.digest:
         raise ResourceError(
@@ -208,15 +212,15 @@ def verify(source: memoryview, described: VersionExtent) -> None:
 def scatter(
     source: memoryview, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
-    """Copy tensors from their places in one memory to those in the other, the second of each pair.
+    """Copy tensors from their places in one memory, the first of each pair, to those in another.
 
-    Neighbours on both sides go in one piece.
+    Tensors that are neighbours on both sides are copied together.
     """
     copy_runs(source, target, runs(pairs))
 
 
 def copy_runs(source: memoryview, target: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
-    """Copy exactly these bytes: (from where, to where, how many)."""
+    """Copy exactly these bytes: (offset in the source, offset in the target, number of bytes)."""
     source_address, target_address = _address(source), _address(target)
     batches = list(_batches(runs))
 
@@ -229,7 +233,7 @@ def copy_runs(source: memoryview, target: memoryview, runs: Iterable[tuple[int, 
 
 
 def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """The same runs, dealt out for several threads; a long one is cut."""
+    """The same runs in batches of similar size for several threads; a long run is cut."""
     batch: list[tuple[int, int, int]] = []
     batch_bytes = 0
     for start, to, num_bytes in runs:
@@ -245,7 +249,10 @@ def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, i
 
 
 def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:
-    """From where, to where, how many bytes; what pads two neighbours alike is copied with them."""
+    """(source offset, target offset, number of bytes) of each run of neighbours.
+
+    Padding between neighbours that is alike on both sides is copied with them.
+    """
     start = to = num_bytes = 0
     for place, slot in pairs:
         gap = place.offset - start - num_bytes
@@ -257,38 +264,3 @@ def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, 
         start, to, num_bytes = place.offset, slot.offset, slot.num_bytes
     if num_bytes:
         yield start, to, num_bytes
-
-
-def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
-    """The same tensors one after another from offset 0, and their bytes."""
-    places = []
-    end = 0
-    for slot in slots:
-        places.append(msgspec.structs.replace(slot, offset=end))
-        end = align(end + slot.num_bytes)
-    return places, end
-
-
-def paired(
-    tensors: list[TensorSlot], slots: Sequence[TensorSlot]
-) -> list[tuple[TensorSlot, TensorSlot]]:
-    """Each slot with the version's tensor of its name. Raises: CallerError: not the same model."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if by_name.keys() != {slot.name for slot in slots}:
-        odd = sorted(by_name.keys() ^ {slot.name for slot in slots})
-        raise CallerError(
-            f"the version is of another model: {', '.join(odd[:3])} is on one side only",
-            code=Code.FAILED_PRECONDITION,
-            remedy="sync between deployments of one model only",
-        )
-    pairs = [(by_name[slot.name], slot) for slot in slots]
-    for tensor, slot in pairs:
-        there = (tensor.dtype, tensor.shape, tensor.num_bytes)
-        if there != (slot.dtype, slot.shape, slot.num_bytes):
-            raise CallerError(
-                f"{slot.name} is {tensor.dtype}{tensor.shape} in the version and "
-                f"{slot.dtype}{slot.shape} here, in {tensor.num_bytes} and {slot.num_bytes} bytes",
-                code=Code.FAILED_PRECONDITION,
-                remedy="sync between deployments of one model only",
-            )
-    return pairs

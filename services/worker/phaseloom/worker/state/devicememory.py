@@ -1,7 +1,7 @@
 """A rank's device memory, of either kind, and the copies between it and the rank's host extent.
 
 Everything above this module is the same for an emulated device (`heap`: memory of this machine with
-a budget) and for a GPU (`cuda`). torch is imported for the view as a tensor only.
+a budget) and for a GPU (`cuda`). torch is imported only for the view as a tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DeviceMemory = Heap | CudaHeap
 
 
 def allocate(kind: DeviceKind, device: int, num_bytes: int) -> DeviceMemory:
-    """Zeroed memory on a device of this node; on a GPU, in the thread that will use it.
+    """Zeroed memory on a device of this node. On a GPU, call it in the thread that will use it.
 
-    Args:   device: its number; of an emulated one it does not matter.
+    Args:   device: its number, which does not matter for an emulated device.
     Raises: ResourceError: this machine has no such device, or the device has no memory left.
     """
     if kind is DeviceKind.EMULATED:
@@ -59,14 +59,14 @@ def allocate(kind: DeviceKind, device: int, num_bytes: int) -> DeviceMemory:
 
 
 def _use_device(device: int) -> None:
-    """What torch makes in this thread goes there."""
+    """Have torch allocate on this device in this thread."""
     import torch
 
     torch.cuda.set_device(device)
 
 
 def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
-    """All of it to the beginning of the extent; whole there on return."""
+    """Copy all of it to the beginning of the extent; the copy is complete on return."""
     target = extent[: memory.num_bytes]
     if isinstance(memory, Heap):
         copy(memory.buffer, target)
@@ -75,9 +75,9 @@ def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
 
 
 def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
-    """The beginning of the extent over all of it.
+    """Copy the beginning of the extent over all of it.
 
-    Returns: the digest of the whole extent: of what was copied, and of what lies behind it.
+    Returns: the digest of the whole extent: the bytes copied and those behind them.
     """
     if isinstance(memory, Heap):
         return copy_hashed(extent, memory.buffer)
@@ -118,16 +118,16 @@ def copy_runs(source: memoryview, memory: DeviceMemory, runs: list[tuple[int, in
 
 
 def can_share(memory: DeviceMemory) -> bool:
-    """Whether other processes on its device can be given a part of it without the host."""
+    """Whether it can give other processes on its device a part of itself without the host."""
     return isinstance(memory, CudaHeap) and memory.can_share
 
 
 def share(
     memory: DeviceMemory, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> int | None:
-    """Device memory with these tensors in a version's places, as a descriptor.
+    """Put these tensors at a version's offsets in device memory that other processes can map.
 
-    None: the device cannot, or has no room for it.
+    Returns: a descriptor of it; None where the device cannot, or has no room for it.
     """
     assert isinstance(memory, CudaHeap)
     try:
@@ -140,7 +140,7 @@ def share(
 def take(
     memory: DeviceMemory, fd: int, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> bool:
-    """What `share` made, over these tensors. False: it cannot be had; nothing has changed."""
+    """Copy what `share` made over these tensors. False: it cannot be had; nothing has changed."""
     assert isinstance(memory, CudaHeap)
     try:
         memory.take(fd, num_bytes, list(runs(pairs)))
@@ -151,7 +151,8 @@ def take(
 
 
 def resident_bytes(memory: DeviceMemory) -> int:
-    """What is not known counts as resident: the state manager then loads the copy back."""
+    """Bytes that are resident; all of them where that is not known: the copy is loaded
+    back then."""
     try:
         return memory.resident_bytes()
     except OSError:
@@ -159,12 +160,12 @@ def resident_bytes(memory: DeviceMemory) -> int:
 
 
 def is_pinning(memory: DeviceMemory) -> bool:
-    """Whether it keeps its extent's pages from being given back, until `unpin`."""
+    """Whether it pins its extent's pages, which cannot be given back until `unpin`."""
     return isinstance(memory, CudaHeap)
 
 
 def pin(memory: DeviceMemory, extent: memoryview) -> None:
-    """Let the device move bytes of the extent by itself. Nothing to do where it is done."""
+    """Let the device itself read and write the extent; does nothing where it can already."""
     if isinstance(memory, CudaHeap) and not memory.is_pinned:
         memory.pin(extent)
 
@@ -175,7 +176,7 @@ def unpin(memory: DeviceMemory) -> None:
 
 
 def as_tensor(memory: DeviceMemory) -> torch.Tensor:
-    """Its bytes, where they are; keeps neither their memory nor their content."""
+    """Tensor over its bytes; keeps neither their memory nor their content alive."""
     import torch
 
     if isinstance(memory, Heap):

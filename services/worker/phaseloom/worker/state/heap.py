@@ -1,8 +1,8 @@
 """The memory of an emulated device: one private anonymous mapping that can be given back.
 
-Every managed tensor of a worker is a view into its heap, so offload is: copy the bytes away, then
-`release`. Addresses never move, hence the optimizer, FSDP2 and compiled code go on unharmed after a
-load. `malloc` would keep freed memory and lower RSS unreliably.
+Every managed tensor of a worker is a view into its heap, so an offload copies the bytes away and
+then calls `release`. Addresses never move, so the optimizer, FSDP2 and compiled code go on after a
+load. `malloc` would keep freed memory, and lower the resident size unreliably.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64
 
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
-"""Of what mincore says of a page, the others mean nothing."""
+"""The only bit that has a meaning in what mincore says of a page, for each value of a byte."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -25,7 +25,7 @@ def align(offset_bytes: int) -> int:
 
 
 class Heap:
-    """`num_bytes` of zeroes until written; writable through `buffer` (never resized)."""
+    """Memory of `num_bytes`, zeroes until written, writable through `buffer` and never resized."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -39,11 +39,11 @@ class Heap:
         return memoryview(self._map)[: self.num_bytes]
 
     def release(self) -> None:
-        """Give the memory back; the content is zeroes afterwards. Verify with `resident_bytes`."""
+        """Give the memory back; its content is zeroes afterwards. Verify with `resident_bytes`."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """How much of the heap is in physical memory now (mincore)."""
+        """Bytes of the heap that are in physical memory now (mincore)."""
         vector = (ctypes.c_ubyte * (self._mapped_bytes // PAGE_BYTES))()
         anchor = (ctypes.c_char * self._mapped_bytes).from_buffer(self._map)
         if _libc.mincore(ctypes.addressof(anchor), self._mapped_bytes, vector) != 0:

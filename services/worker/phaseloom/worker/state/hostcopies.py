@@ -1,9 +1,9 @@
-"""A rank's heap and its host copies: what it copies when the state manager tells it to.
+"""A rank's heap and its host copies: the copies that the state manager orders.
 
-A rank's heap and its host extent are two mappings: switches are one memcpy each way, by several
-threads; what comes in is hashed while it is in the cache. Extents are mapped once and kept, because
-first touch is ten times slower than a copy. All of it blocks, without the GIL, and runs in the one
-thread in which copies and operations exclude each other.
+A rank's heap and its host extent are two mappings: a switch is one memcpy each way, by several
+threads, and bytes that are loaded are hashed while they are in the cache. Extents are mapped once
+and kept, because the first touch of a page is ten times slower than a copy. All of it blocks,
+without the GIL, and runs in the one thread in which copies and operations exclude each other.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 class HostCopies:
     def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
-        """Args: as `RankStateClient.connect`."""
+        """Start without a heap. Args: as `RankStateClient.connect`."""
         self._applied = applied
         self._on_loaded = on_loaded
         self.heap: DeviceMemory | None = None
         self.slots: list[TensorSlot] = []
         self.host_bytes = 0
-        """Of state that lives in `host_memory` alone."""
+        """Bytes of state that lives in `host_memory` alone."""
         self.extent: Mapping | None = None
         self._source: tuple[tuple[int, int], Mapping] | None = None
-        """Of a frozen heap: the extents that were loaded last, by device and inode."""
+        """Extents that a frozen heap was loaded from last, by device and inode."""
         self.is_frozen = False
         self.is_filled = False
         self.is_resident = False
@@ -60,21 +60,24 @@ class HostCopies:
         self.extent, self.is_frozen = extent, frozen
 
     def commit(self, applied: int, digest: str) -> None:
-        """There is a host copy: of this seq, with this digest where it is known."""
+        """Note that there is a host copy of this seq, with this digest where it is known."""
         self.copied = (applied, digest)
         self.is_filled = True
 
     @property
     def host_memory(self) -> memoryview:
-        """State that is there and never on the device; zeroes, or what a seal holds, at first.
+        """State that is never on the device; zeroes, or a seal's content, at first.
 
-        It stays where it is for as long as this rank lives. Nothing may write it but an operation.
+        Its address is the same for as long as this rank lives. Only an operation may write it.
         """
         heap, extent = self.registered()
         return extent.buffer[host_start(heap.num_bytes) :]
 
     def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
-        """From or to the extent that came along; nobody has it mapped writable afterwards."""
+        """Copy a frozen heap to, or from, the extent that came with the order.
+
+        Nobody has that extent mapped writable afterwards.
+        """
         heap = self.registered_heap()
         if isinstance(order, CopyIn):
             return self._copy_in_frozen(heap, order, fds)
@@ -94,27 +97,27 @@ class HostCopies:
             self.extent = None
             extent.close()
 
-    def copy_apart(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
-        """To or from memory of its own, which is mapped no longer than that takes."""
+    def copy_staged(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
+        """Copy the state to, or from, memory of the order's own, mapped for this copy only."""
         heap = self.registered_heap()
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one copy")
         started = time.monotonic()
-        apart = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
+        staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
             digest = ""
             if isinstance(order, CopyAside):
-                apart.make_huge()
-                devicememory.copy_out(heap, apart.buffer)
+                staged.make_huge()
+                devicememory.copy_out(heap, staged.buffer)
                 if self.host_bytes:
-                    copy(self.host_memory, apart.buffer[host_start(heap.num_bytes) :])
+                    copy(self.host_memory, staged.buffer[host_start(heap.num_bytes) :])
             else:
-                digest = self._replace(heap, apart.buffer, order.digest)
+                digest = self._replace(heap, staged.buffer, order.digest)
             left = devicememory.resident_bytes(heap)
             return Copied(digest, self._applied(), left, time.monotonic() - started)
         finally:
-            apart.close()
+            staged.close()
 
     def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
         digest = devicememory.copy_in(source, heap)
@@ -126,15 +129,21 @@ class HostCopies:
         return digest
 
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
-        """From the extent that came along. Raises: InternalError: it is none, or too short."""
+        """Load a frozen heap from the extent that came with the order.
+
+        Raises: InternalError: none came, or a short one.
+        """
         source = self._mapped(fds)[: heap.num_bytes]
         if len(source) != heap.num_bytes:
             raise InternalError(f"{len(source)} bytes for a heap of {heap.num_bytes}")
         return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
 
     def _mapped(self, fds: list[int]) -> memoryview:
-        """The host copy that `fds`, which this takes, names. It stays mapped for the next load,
-        because mapping takes a third of the time that copying does; `drop_source` unmaps it."""
+        """Map the host copy that `fds` names, and close them.
+
+        The mapping is kept for the next load, because mapping takes a third of the time that
+        copying does; `drop_source` unmaps it.
+        """
         try:
             if len(fds) != 1:
                 raise InternalError(f"{len(fds)} extents came for one copy")
@@ -153,7 +162,7 @@ class HostCopies:
             self._source = None
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
-        """Nothing is copied where the host copy has all that the heap has."""
+        """Release a heap without a copy, where the host copy has all that the heap has."""
         started, applied = time.monotonic(), self._applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
@@ -171,7 +180,7 @@ class HostCopies:
         if release:
             heap.release()
             self.is_resident = False
-        # The state manager takes the digest, when the device has the next one to do.
+        # The state manager takes the digest while the device already works for the next one.
         self.copied = (applied, "")
         return Copied("", applied, devicememory.resident_bytes(heap), time.monotonic() - started)
 
@@ -182,7 +191,7 @@ class HostCopies:
         devicememory.copy_out(heap, extent.buffer)
 
     def _pin(self, heap: DeviceMemory, extent: Mapping) -> None:
-        """What is mapped for one copy only is not worth it."""
+        """Pin the extent, unless it is mapped for one copy only, which is not worth it."""
         if not self.is_frozen:
             devicememory.pin(heap, extent.buffer)
 

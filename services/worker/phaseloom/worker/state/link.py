@@ -1,8 +1,8 @@
 """A connection to the state manager that outlives the daemon's process.
 
 When it ends it is made again: the daemon is restarted, and what it held is handed over to it. Calls
-under way wait for that and are asked again, for all of them are idempotent. Invariant: `closed` is
-done exactly when there will be no connection any more; then every call fails.
+under way wait for that and are asked again, since all of them are idempotent. Invariant: `closed`
+is done exactly when there will be no connection any more; every call fails then.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from phaseloom.common.transport.framing import Handler, Peer, close_fds
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""How long a restart of the state manager may take, what it takes over included."""
+"""Longest time that a restart of the state manager may take, its handover included."""
 _PAUSE_S = 0.05
 
 Kind = TypeVar("Kind")
 Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
-"""Says who this is on a new connection. Raises what the answer says."""
+"""Coroutine that says who this is on a new connection; raises what the answer says."""
 
 
-def _future() -> asyncio.Future[_Life]:
+def _future() -> asyncio.Future[_Connection]:
     return asyncio.get_running_loop().create_future()
 
 
 @dataclass(slots=True)
-class _Life:
-    """One connection, and the one after it."""
+class _Connection:
+    """One connection, and a future for the one after it."""
 
     peer: Peer[StateMessage]
-    following: asyncio.Future[_Life] = field(default_factory=_future)
+    following: asyncio.Future[_Connection] = field(default_factory=_future)
 
 
 class StateLink:
-    """`connect`, then `call`; `close` at the end."""
+    """A connection that is made again when it ends: `connect`, then `call`, and `close`
+    at the end."""
 
     def __init__(
         self,
@@ -57,33 +58,36 @@ class StateLink:
         self._handler = handler
         self._reconnect_s = reconnect_s
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the state manager is gone for good; its result says why. Never fails."""
-        self._life: _Life
+        """Done when the state manager is gone for good; its result says why. It never fails."""
+        self._connection: _Connection
         self._keeper: asyncio.Task[None]
 
     async def connect(self) -> None:
-        """Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED."""
-        self._life = _Life(await self._connected())
+        """Connect for the first time.
+
+        Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
+        """
+        self._connection = _Connection(await self._connected())
         self._keeper = asyncio.create_task(self._keep())
 
     async def call(
         self, body: StateMessage, fds: Sequence[int] = ()
     ) -> tuple[StateMessage, list[int]]:
-        """As `Peer.call`, across restarts of the other end.
+        """Call the state manager, across restarts of it.
 
-        Raises: what the answer says. ResourceError: gone for good.
+        Raises: what the answer says. ResourceError: it is gone for good.
         """
-        life = self._life
+        connection = self._connection
         while True:
             try:
-                return await life.peer.call(body, fds)
+                return await connection.peer.call(body, fds)
             except ResourceError:
-                if not life.peer.closed.done():
+                if not connection.peer.closed.done():
                     raise
-            life = await asyncio.shield(life.following)
+            connection = await asyncio.shield(connection.following)
 
     async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
-        """The answer to a call that brings no descriptors."""
+        """Answer to a call that brings no descriptors."""
         answer, fds = await self.call(body)
         close_fds(fds)
         return expect(answer, kind)
@@ -91,41 +95,42 @@ class StateLink:
     async def close(self) -> None:
         """Leave; handlers at work end first."""
         await lifecycle.end([self._keeper])
-        await self._life.peer.close()
-        self._end(self._life, "closed by this end")
+        await self._connection.peer.close()
+        self._end(self._connection, "closed by this end")
 
-    def _end(self, life: _Life, reason: str) -> None:
+    def _end(self, connection: _Connection, reason: str) -> None:
         if not self.closed.done():
             self.closed.set_result(reason)
-        if not life.following.done():
-            life.following.set_exception(
+        if not connection.following.done():
+            connection.following.set_exception(
                 ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
             )
             # Nobody may be waiting for it.
-            life.following.exception()
+            connection.following.exception()
 
     async def _keep(self) -> None:
         while True:
-            life = self._life
-            reason = await asyncio.shield(life.peer.closed)
+            connection = self._connection
+            reason = await asyncio.shield(connection.peer.closed)
             log.warning("the state manager's connection ended: %s", reason)
-            # What it asked of this end is done whole before anything is said about it.
-            await life.peer.finish()
+            # Orders of the old connection are done before anything is said on the new one.
+            await connection.peer.finish()
             try:
                 async with asyncio.timeout(self._reconnect_s):
                     peer = await self._reconnected()
             except TimeoutError:
-                self._end(life, f"{reason}; not back within {self._reconnect_s:.0f} s")
+                self._end(connection, f"{reason}; not back within {self._reconnect_s:.0f} s")
                 return
             except PhaseloomError as error:
-                self._end(life, f"{reason}; {error}")
+                self._end(connection, f"{reason}; {error}")
                 return
             log.info("connected to the state manager again")
-            self._life = _Life(peer)
-            life.following.set_result(self._life)
+            self._connection = _Connection(peer)
+            connection.following.set_result(self._connection)
 
     async def _reconnected(self) -> Peer[StateMessage]:
-        """Raises: PhaseloomError: it refuses to have this one back."""
+        """Connect again. Raises: PhaseloomError: the state manager refuses to have this
+        one back."""
         while True:
             try:
                 return await self._connected()
@@ -152,7 +157,7 @@ class StateLink:
 
 
 class ConnectionLost(ResourceError):
-    """Nobody listens, or the connection ended, or was refused for now, before it was of use."""
+    """The connection cannot be used now: nobody listens, it ended, or was refused for now."""
 
 
 def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
@@ -162,7 +167,7 @@ def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
 
 
 async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
-    """On one connection. Raises: what the answer says, or that the connection ended."""
+    """Ask on one connection. Raises: what the answer says, or that the connection ended."""
     answer, fds = await peer.call(body)
     close_fds(fds)
     return expect(answer, kind)

@@ -33,7 +33,7 @@ from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import MappedVersions, hashed, verify
+from phaseloom.worker.state.copying import MappedVersions, verify
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.hostcopies import HostCopies
 from phaseloom.worker.state.layouts import Layouts
@@ -57,27 +57,27 @@ class VersionCopy:
     digest: str
     num_bytes: int
     is_new: bool
-    """False: it existed already, and nothing was copied."""
+    """False where it existed already, and nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a version's key names, as it stands in host memory."""
+    """A version, manifest or part that was opened, as it stands in host memory."""
 
     asked: OpenVersion
     described: VersionExtent
     memory: memoryview
-    """Its own: its content stands while it is kept."""
+    """Mapping of its own: the content stays as it is while this is kept."""
     table: TensorTable
 
     @property
     def is_manifest(self) -> bool:
-        """The version is written in parts, and this says what they are."""
+        """Whether the version is written in parts, and this is the list of them."""
         return len(self.table) == 1 and is_manifest(self.table.tensors)
 
 
 class RankVersions:
-    """Copies run in the runner, all else on the loop."""
+    """A rank's versions. Copies run in the runner, all else on the event loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RankVersions:
         run: Runner,
         on_loaded: Callable[[], None],
     ) -> None:
-        """Args: on_loaded: as `RankStateClient.connect`."""
+        """Start without a version. Args: on_loaded: as `RankStateClient.connect`."""
         self._link = link
         self._copies = copies
         self._layouts = layouts
@@ -95,12 +95,12 @@ class RankVersions:
         self._on_loaded = on_loaded
         self._mapped = MappedVersions()
 
-    def let_go(self) -> list[VersionKey]:
+    def unmap_unused(self) -> list[VersionKey]:
         """Unmap what is only kept for reuse. Returns: the versions that are in use."""
-        return self._mapped.let_go()
+        return self._mapped.unmap_unused()
 
     async def create(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
-        """Cut a weights version from these slots of the heap. Idempotent by key.
+        """Write these slots of the heap as a weights version. Idempotent by key.
 
         Raises: ResourceError: no host memory. CallerError: not this deployment's version.
         """
@@ -110,7 +110,7 @@ class RankVersions:
         if isinstance(target, VersionCopy):
             return target
         digest = await self._run(lambda: devicememory.gather(heap, target, pairs))
-        copy = await self._commit(key, target, digest)
+        copy = await self.commit(key, target, digest)
         if devicememory.can_share(heap) and not self._copies.is_frozen and not key.part:
             await self._share_on_device(key, len(target), pairs)
         return copy
@@ -118,7 +118,8 @@ class RankVersions:
     async def _share_on_device(
         self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> None:
-        """For who syncs on the same device: from there, without the host."""
+        """Share a version with the samplers on the same device, which then sync without
+        the host."""
         heap = self._copies.registered_heap()
         fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
         if fd is None:
@@ -134,7 +135,7 @@ class RankVersions:
     async def _load_on_device(
         self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> bool:
-        """False: it is not on this device; nothing has changed."""
+        """Load a version from this device. False: it is not there; nothing has changed."""
         heap = self._copies.registered_heap()
         if not devicememory.can_share(heap):
             return False
@@ -148,13 +149,14 @@ class RankVersions:
             close_fds(fds)
 
     async def begin(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
-        """Memory for a version (by a node's first rank) or a part of one; then `commit`.
+        """Memory for a version (from a node's first rank) or for a part of one; then `commit` it.
 
-        Where the version exists already, what it is. The memory's content is undefined, the gaps
-        between tensors included: write them all, so that equal weights have equal digests.
+        The memory's content is undefined, the gaps between tensors included: write all of it, so
+        that equal weights have equal digests.
 
-        Args:   slots: of the version, packed: aligned, one after another from offset 0.
-        Raises: ResourceError: no host memory. CallerError: not this deployment's version.
+        Args:    slots: of the version, packed: aligned, one after another from offset 0.
+        Returns: the memory; or the version's description where it exists already.
+        Raises:  ResourceError: no host memory. CallerError: not this deployment's version.
         """
         num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
         request = CreateVersion(key, num_bytes, self._layouts.table(slots).packed)
@@ -167,18 +169,13 @@ class RankVersions:
         await self._run(lambda: make_huge(memory))
         return memory
 
-    async def commit(self, key: VersionKey, buffer: memoryview) -> VersionCopy:
-        """What `begin` gave is written: it is immutable from now on."""
-        digest = await self._run(lambda: hashed(buffer))
-        return await self._commit(key, buffer, digest)
-
-    async def _commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
+    async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
+        """Commit what `begin` gave, which is written: it is immutable from now on."""
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
 
     async def commit_parts(self, key: VersionKey, manifest: VersionParts) -> VersionCopy:
-        """All parts of a version are committed, wherever they are: it can be read here from now on.
-        Idempotent.
+        """Make a version of committed parts readable here, wherever its parts are. Idempotent.
 
         Raises: CallerError: FAILED_PRECONDITION: a part that is here is another one.
         """
@@ -193,12 +190,12 @@ class RankVersions:
         ticket: Ticket | None = None,
         digest: str = "",
     ) -> Opened:
-        """A version, its manifest, or a part, as it lies in host memory; not verified here yet.
+        """Open a version, its manifest, or a part, without verifying it.
 
-        Args:   ticket: that the sources ask for; none is needed for what is on this node.
-                digest: what it must have to be fetched; empty: whatever it has there.
-        Raises: CallerError: NOT_FOUND: exists nowhere, or only some of it; FAILED_PRECONDITION: a
-                source has something else. ResourceError: no source could deliver it.
+        Args:   ticket: for the sources, which ask for it; none is needed for what is on this node.
+                digest: that it must have to be fetched; empty: any.
+        Raises: CallerError: NOT_FOUND: it exists nowhere, or only some of it; FAILED_PRECONDITION:
+                a source has something else. ResourceError: no source could deliver it.
         """
         return await self._open(OpenVersion(key, sources, ticket, digest))
 
@@ -209,7 +206,7 @@ class RankVersions:
         return Opened(asked, described, memory, self._layouts.read(described.tensors))
 
     async def verified(self, opened: Opened) -> Opened:
-        """The same; or, where it is bad, what the state manager brings in its place.
+        """The same version, verified; fetched again by the state manager where it was bad.
 
         Raises: ResourceError: DATA_LOSS.
         """
@@ -224,7 +221,7 @@ class RankVersions:
     ) -> Kind:
         """Do something that verifies before it changes anything; returns what it was done with.
 
-        Memory that is bad is told to the state manager, which mends it, and then it is done again.
+        The state manager is told of bad memory, replaces it, and it is done again.
         """
         try:
             await self._run(lambda: use(opened))
@@ -251,8 +248,10 @@ class RankVersions:
     async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
         """Copy an open version, verified, over these slots of the heap, by tensor name.
 
+        Whatever is raised, nothing was written.
+
         Raises: CallerError: it is of another model. ResourceError: DATA_LOSS; or no source could
-                deliver it. Whatever is raised, nothing was written.
+                deliver it.
         """
         heap = self._copies.registered_heap()
         pairs = self._layouts.paired(opened.table, slots)
@@ -269,7 +268,8 @@ class RankVersions:
         await self._using(opened, load)
 
     async def hold(self, key: VersionKey, applied: int) -> None:
-        """The whole heap is this version since `applied`: a frozen one needs no copy of its own."""
+        """Note that the whole heap is this version since `applied`: a frozen one needs no other
+        copy."""
         if self._copies.is_frozen:
             await self._run(self._copies.drop_source)
             await self._link.ask(HoldVersion(key, applied), Done)
@@ -281,7 +281,7 @@ class RankVersions:
         sources: list[PartSources],
         ticket: Ticket | None = None,
     ) -> tuple[memoryview, VersionExtent]:
-        """Exactly these slices of a version, verified, each at its offset.
+        """Fetch exactly these tensor slices of a version, verified, each at its offset.
 
         Args:   sources: of each part; all of them are asked, each for something else.
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
