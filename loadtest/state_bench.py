@@ -454,7 +454,7 @@ async def _start(
 
 def _filled(extent: Extent, num_bytes: int) -> memoryview:
     memory = extent.view(num_bytes)
-    make_huge(memory)  # as whoever fills an extent does
+    make_huge(memory)  # every user that fills an extent does so
     _fill(memory)
     return memory
 

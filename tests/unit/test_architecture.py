@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+import msgspec
 import pytest
 
 from phaseloom.scheduler.core import policies
 from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
+from phaseloom.scheduler.core.state.node import Slot
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
@@ -301,3 +303,74 @@ def test_no_modules_import_one_another_in_a_circle(package: str) -> None:
     graph = graph_of(package)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     graphlib.TopologicalSorter(imports).prepare()
+
+
+# --- slots ---------------------------------------------------------------------------------------
+
+SLOT_FIELDS = {field.name for field in msgspec.structs.fields(Slot)}
+CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
+
+
+def slots_of(function: ast.AST) -> set[str]:
+    """Names of a function's variables that hold a slot: by their type, or by the house's habit."""
+    named = {
+        node.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg)
+        and isinstance(node.annotation, ast.Name)
+        and node.annotation.id == "Slot"
+    }
+    return {*named, "slot"}
+
+
+def slot_writes(tree: ast.AST) -> Iterator[int]:
+    """Lines in which a field of a slot is set, or what is in one is changed."""
+    slots = slots_of(tree)
+
+    def is_field(node: ast.AST) -> bool:
+        while isinstance(node, ast.Subscript | ast.Attribute):
+            if isinstance(node, ast.Attribute) and node.attr in SLOT_FIELDS:
+                base = node.value
+                is_call = isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute)
+                if is_call and base.func.attr == "slot":  # type: ignore[attr-defined]
+                    return True
+                if isinstance(base, ast.Name) and base.id in slots:
+                    return True
+            node = node.value
+        return False
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                yield from (node.lineno for target in targets if is_field(target))
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                yield from [node.lineno] if is_field(target) else []
+            case ast.Call(func=ast.Attribute(attr=name, value=value)) if name in CHANGES:
+                yield from [node.lineno] if is_field(value) else []
+
+
+def test_slots_of_devices_are_changed_in_one_package_only() -> None:
+    """Sharing a device in space will make it several: nobody else may count on there being one."""
+    core = ROOT / "services" / "scheduler" / "phaseloom" / "scheduler" / "core"
+    for file in sources("services", "scheduler"):
+        if file.is_relative_to(core / "devices") or file == core / "state" / "node.py":
+            continue
+        tree = ast.parse(file.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        assert not [line for function in functions for line in slot_writes(function)], file
+        reached = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "slots"]
+        assert not reached or file == core / "validate.py", file
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slot.running = ''",
+        "slot.served[name] += 1",
+        "devices.slot(node, 0).resident.append(name)",
+        "slot.phase.kinds.append(kind)",
+        "del slot.expected[name]",
+    ],
+)
+def test_change_of_a_slot_is_seen(line: str) -> None:
+    assert list(slot_writes(ast.parse(f"def work(slot: Slot) -> None:\n    {line}")))

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
@@ -66,7 +67,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
         assignment.extend(step, job, deployment, where)
     else:
         assignment.repin(step, job)
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     return None
 
 
@@ -93,8 +94,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
     job.incarnations[name] = deployment.wpg.incarnation + 1
-    for device in step.devices_of(deployment):
-        device.ready.pop(deployment.name, None)
+    devices.note_ready(step, deployment, is_ready=False)
     others = [spec for spec in job.spec.deployments if spec.name != name]
     job.spec = replace(job.spec, deployments=others)
     del step.state.deployments[deployment.name]
@@ -102,7 +102,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     _wake_those_that_wait(step, deployment)
     for other in step.deployments_of(job.key):
         step.touch(other)  # a sync may have waited for it to be rebuilt
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     assignment.repin(step, job)
     return None
 
@@ -131,11 +131,14 @@ def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
     """Operations that come after what was never published on it: it will not be now."""
     prefix = f"{deployment.name}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        step.woken += step.state.waiters.pop(key)
+        operations.wake_waiters(step, key)
 
 
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
-    """It was added to a job that runs, and cannot start: it stays, STOPPED, to tell why."""
+    """End a deployment that was added to a running job and cannot start.
+
+    It stays on the books, STOPPED, to tell why.
+    """
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
         return
