@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import OpState
+from phaseloom.scheduler.core.state.transitions import CutState, OpState
 
 
 class Op(msgspec.Struct):
@@ -38,9 +38,13 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Of its payload."""
-    is_cut: bool = False
-    """Of a `save_state`: it needs neither devices nor state any more, and is being written; where
-    its WPG died meanwhile, it is run again in its place among the mutations."""
+    cut: CutState = CutState.NONE
+    """Whether what a `save_state` saves is apart from its deployment."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a `save_state` that needs neither devices nor state any more."""
+        return self.cut is not CutState.NONE
 
     @property
     def is_mutating(self) -> bool:
