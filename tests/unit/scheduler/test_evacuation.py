@@ -404,7 +404,7 @@ def orphaned(*more: str) -> World:
     world.run()
     world.feed(DeploymentDeleted(POLICY, "delete"))
     world.run()
-    assert list(world.core.state.jobs[f"{TENANT}.a"].orphans.values()) == [["t0"]]
+    assert list(world.core.state.jobs[f"{TENANT}.a"].versions.retained.values()) == [["t0"]]
     return world
 
 
@@ -450,12 +450,12 @@ def test_version_that_is_released_while_it_is_copied_is_dropped_where_it_comes()
     world.drop(lambda event: event is mirrored)
     sync_another(world)
     world.run()
-    assert world.core.state.jobs[f"{TENANT}.a"].orphans == {}
+    assert world.core.state.jobs[f"{TENANT}.a"].versions.retained == {}
     made = world.feed(mirrored)
     (release,) = [o.command for o in made if isinstance(o, SendCommand)]
     assert isinstance(release, ReleaseVersions)
     assert (release.node, release.versions) == ("r0", [VersionKey(POLICY, 6)])
-    assert world.core.state.jobs[f"{TENANT}.a"].copying == {}
+    assert world.core.state.jobs[f"{TENANT}.a"].versions.copying == {}
 
 
 def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more() -> None:
@@ -464,11 +464,11 @@ def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more()
     status(world, "t0")
     after(world, 0.5)
     job = world.core.state.jobs[f"{TENANT}.a"]
-    assert [copying.has_failed for copying in job.copying.values()] == [True]
+    assert [copying.has_failed for copying in job.versions.copying.values()] == [True]
     sync_another(world)
     after(world, 3.0)
-    assert job.orphans == {}
-    assert job.copying == {}
+    assert job.versions.retained == {}
+    assert job.versions.copying == {}
 
 
 def test_everything_is_forgotten_wherever_a_copy_was() -> None:

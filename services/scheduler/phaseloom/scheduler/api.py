@@ -386,8 +386,8 @@ def _check_phase(job: Job, request: PhaseRequest) -> None:
             remedy="submit a job under another name",
         )
     # A session that is not in the log yet is newer: the log's order decides then.
-    if request.session < job.session:
-        raise to_exception(session_over(request.session, job.session))
+    if request.session < job.controller.session:
+        raise to_exception(session_over(request.session, job.controller.session))
     pools = sorted({spec.pool for spec in job.spec.deployments})
     if request.pool not in pools:
         raise CallerError(

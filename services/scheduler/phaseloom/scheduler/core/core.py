@@ -243,7 +243,7 @@ def _refused(step: Step, event: ActivationRefused) -> None:
     for op in ops:
         if op.state is OpState.PERMITTED:
             step.move_op(op, OpState.QUEUED)
-        op.refusals += 1
+        op.count_refusal()
         if op.refusals >= MAX_REFUSALS:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
         else:

@@ -75,4 +75,4 @@ def left(step: Step, device: Device, deployment: Deployment) -> None:
     if not any(step.state.deployments[name].key.job_key == key for name in device.placed):
         device.served.pop(deployment.job_name, None)
         device.rounds.pop(deployment.job_name, None)
-    step.job_of(deployment).round = 0
+    step.job_of(deployment).progress.enter_round(0)

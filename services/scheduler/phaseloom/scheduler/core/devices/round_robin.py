@@ -35,20 +35,20 @@ def began(step: Step, deployment: Deployment, here: list[Device]) -> None:
     """A phase of its job begins on its devices: they all serve the latest of its turns on them."""
     state, name = step.state, deployment.job_name
     job = state.jobs[name]
-    number = job.round
+    before = number = job.progress.round
     for device in here:
         if device.rounds.keys() <= {name}:
             number = max(number, device.rounds.get(name, NOWHERE) + 1)
             continue
         places = _places(state, [name, *device.rounds])
         number = max(number, _round(state, device, name, places, _last(device, places)))
-    if number > job.round and all(device.rounds.get(name) != job.round for device in here):
+    if number > before and all(device.rounds.get(name) != before for device in here):
         # It goes on with a round on these devices, and that has become a later one.
         for other in step.deployments_of(job.key):
             for device in step.devices_of(other):
-                if device.rounds.get(name) == job.round:
+                if device.rounds.get(name) == before:
                     device.rounds[name] = number
-    job.round = number
+    job.progress.enter_round(number)
     for device in here:
         device.rounds[name] = number
 
@@ -79,7 +79,7 @@ def _round(
     places: Mapping[str, int],
     last: tuple[int, int] | None,
 ) -> int:
-    number = max(state.jobs[job].round, device.rounds.get(job, NOWHERE) + 1)
+    number = max(state.jobs[job].progress.round, device.rounds.get(job, NOWHERE) + 1)
     if last is None:
         return number
     running, place = last

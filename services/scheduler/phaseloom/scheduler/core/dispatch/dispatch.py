@@ -220,7 +220,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
-    op.permitted_s = step.now_s
+    op.permitted_at(step.now_s)
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
     deployment.activation.began(op.key)

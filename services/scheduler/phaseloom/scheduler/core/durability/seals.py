@@ -38,7 +38,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         seq = op.key.seq
         assert seq is not None
         job = step.job(op.key.job_key)
-        job.published.append(VersionKey(deployment.key, seq))
+        job.versions.publish(VersionKey(deployment.key, seq))
         release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
@@ -53,7 +53,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
     """Versions of the job that must be kept."""
     newest: dict[str, VersionKey] = {}
-    for version in job.published:
+    for version in job.versions.published:
         if not is_orphan(step, version):
             newest[str(version.policy)] = version
     return {*newest.values(), *wanted_versions(step, job)}
@@ -84,7 +84,7 @@ def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
     if policy is not None and version.seq >= policy.queue.first_seq:
         holders = [node for part in policy.durability.replicas for node in part]
         return list(dict.fromkeys([*policy.nodes, *policy.move.stale_holders, *holders]))
-    return step.job(version.policy.job_key).orphans.get(str(version), [])
+    return step.job(version.policy.job_key).versions.retained.get(str(version), [])
 
 
 def _own_needed(step: Step, deployment: Deployment) -> set[int]:
@@ -102,30 +102,32 @@ def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
 def release_versions(step: Step, job: Job) -> None:
     """Drop what nothing needs any more."""
     needed = needed_versions(step, job)
-    _release(step, job, [version for version in job.published if version not in needed])
+    _release(step, job, [version for version in job.versions.published if version not in needed])
 
 
 def release_all(step: Step, job: Job) -> None:
-    _release(step, job, job.published)
+    _release(step, job, job.versions.published)
 
 
 def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
     places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
-    places.update(node for nodes in job.orphans.values() for node in nodes)
-    places.update(copying.node for copying in job.copying.values())
+    places.update(node for nodes in job.versions.retained.values() for node in nodes)
+    places.update(copying.node for copying in job.versions.copying.values())
     release_at(step, places, gone)
-    job.published = [version for version in job.published if version not in gone]
+    job.versions.withdraw(gone)
     for version in gone:
-        nodes = job.orphans.pop(str(version), [])
+        nodes = job.versions.drop_retained(str(version))
         prefix = f"{version.policy}."
-        if nodes and not any(name.startswith(prefix) for name in job.orphans):
-            fetching = [c.node for name, c in job.copying.items() if name.startswith(prefix)]
+        if nodes and not any(name.startswith(prefix) for name in job.versions.retained):
+            copying_of = job.versions.copying.items()
+            fetching = [c.node for name, c in copying_of if name.startswith(prefix)]
             _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
-        copying = job.copying.get(str(version))
+        copying = job.versions.copying.get(str(version))
         if copying is not None and not copying.is_under_way(step.node(copying.node)):
-            del job.copying[str(version)]  # of what is under way, its word is waited for
+            # The word of what is under way is waited for.
+            job.versions.end_copying(str(version))
 
 
 def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:
@@ -140,7 +142,7 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[Node
     """
     if step.deployment(policy) is not None:
         return
-    incarnation = job.incarnations[policy.deployment]
+    incarnation = job.earlier.incarnations[policy.deployment]
     for node in nodes:
         step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
         step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
@@ -256,7 +258,7 @@ def _look_at_copies(step: Step) -> None:
 
 def clear_left(step: Step, deployment: Deployment) -> None:
     """Nodes that it was on have nothing any more that it could be rebuilt from."""
-    orphans = step.job_of(deployment).orphans
+    orphans = step.job_of(deployment).versions.retained
     if any(name.startswith(f"{deployment.name}.") for name in orphans):
         return  # of an earlier policy of its name: they go with its job
     for node in deployment.move.stale_holders:

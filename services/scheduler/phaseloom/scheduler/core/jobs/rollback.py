@@ -24,8 +24,7 @@ def note_checkpoint(step: Step, event: OperationFinished) -> None:
     """A `save_state` with a controller's blob is the job's last checkpoint from now on."""
     if event.checkpoints:
         job = step.job(event.key.job_key)
-        job.checkpoint = event.checkpoints.get(event.key.deployment, "")
-        job.checkpoints = event.checkpoints
+        job.saved(event.checkpoints.get(event.key.deployment, ""), event.checkpoints)
 
 
 def is_possible(step: Step, job: Job) -> bool:
@@ -47,8 +46,9 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
         remedy="attach again, and go on from the checkpoint",
         details=details,
     )
-    job.error = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
-    job.ended_session = job.session
+    lost = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
+    job.failed(lost)
+    job.controller.end_sessions()
     step.move_job(job, JobState.ROLLED_BACK)
     seals.release_all(step, job)
     for deployment in step.deployments_of(job.key):
