@@ -271,7 +271,7 @@ class Mesh:
         await self._until(name, lambda status: status.state in _ENDED)
 
     async def create_deployment(self, request: CreateDeployment) -> DeploymentStatus:
-        """See `MeshJob.create_deployment`."""
+        """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
 
         def of(status: JobStatus) -> DeploymentStatus:

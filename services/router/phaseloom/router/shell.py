@@ -141,7 +141,8 @@ class Router:
         limits: Mapping[str, Limits] | None = None,
         session_ttl_s: float = DEFAULT_SESSION_TTL_S,
     ) -> None:
-        """
+        """A replica that does nothing yet.
+
         Args: limits: the bounds of each tenant; a tenant without any has the default ones.
               session_ttl_s: how long a controller that has sent a heartbeat counts as alive.
         """

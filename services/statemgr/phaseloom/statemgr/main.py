@@ -27,8 +27,7 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals import filewire
-from phaseloom.statemgr.seals.fileserving import FileServer, FilesGate
+from phaseloom.statemgr.seals.fileserving import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.shell import Parts, StateManager
@@ -181,18 +180,11 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
             sealer.found(header, str(path))
     publishing = Publishing(node, hierarchy, weights)
     slices = Slices(node, weights)
-    replicator = Replicator(
-        node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
-    )
+    replicator = Replicator(node, directory, sealer, weights)
+    files = StateFiles(node, directory, timeout_s, replicator.keep)
     gate = Gate(config.secret)
-    versions = Server(gate, timeout_s, weights, site=config.site)
-    files = FileServer(
-        node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
-    )
-    services: dict[str, tls.Session] = {
-        wire.SERVICE: versions.session,
-        filewire.SERVICE: files.session,
-    }
+    server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
+    services: dict[str, tls.Session] = {wire.SERVICE: server.session}
     parts = Parts(
         *(node, sealer, publishing, weights, slices, hierarchy),
         *(exporter, loader, replicator, disk),

@@ -87,7 +87,7 @@ class RankVersions:
         run: Runner,
         on_loaded: Callable[[], None],
     ) -> None:
-        """Args: on_loaded: as `RankStateClient.connect`."""
+        """Start without a version. Args: on_loaded: as `RankStateClient.connect`."""
         self._link = link
         self._copies = copies
         self._layouts = layouts
