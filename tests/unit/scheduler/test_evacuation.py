@@ -397,7 +397,7 @@ def test_part_on_a_drained_node_goes_to_one_that_has_no_other_part() -> None:
     assert status(world, "t3").waits_for == []
 
 
-def orphaned(*more: str) -> World:
+def retaining(*more: str) -> World:
     """The sampler holds what a policy on t0 has published that is deleted since."""
     world = world_of(*more)
     train(world, 3, 3)
@@ -420,7 +420,7 @@ def sync_another(world: World) -> None:
 
 
 def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
-    world = orphaned()
+    world = retaining()
     (why,) = status(world, "t0").waits_for
     assert "weights version t.a.policy.6" in why
     assert "r0 is fetching one" in why, "where it is read"
@@ -444,7 +444,7 @@ def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
 
 
 def test_version_that_is_released_while_it_is_copied_is_dropped_where_it_comes() -> None:
-    world = orphaned("t1")
+    world = retaining("t1")
     status(world, "t0")
     mirrored = next(e for e in world.pending() if isinstance(e, StateMirrored))
     world.drop(lambda event: event is mirrored)
@@ -459,7 +459,7 @@ def test_version_that_is_released_while_it_is_copied_is_dropped_where_it_comes()
 
 
 def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more() -> None:
-    world = orphaned("t1")
+    world = retaining("t1")
     world.mirror_error = ErrorInfo(Code.RESOURCE_EXHAUSTED, "its memory is full")
     status(world, "t0")
     after(world, 0.5)

@@ -52,8 +52,8 @@ CHANGING |= {"setdefault", "sort", "reverse", "update"}
 
 CACHES = {
     "planning/timeline/upkeep.py": "the timelines of a cluster's groups",
-    "planning/weave/fifo.py": "the plans of what runs first in, first out",
-    "planning/weave/period.py": "the periods of plans",
+    "planning/weave/fifo.py": "the iteration times of jobs that share nodes first in, first out",
+    "planning/weave/period.py": "the greatest cycle mean of a lap",
     "state/deployment.py": "the text forms of a deployment's keys",
 }
 """Every module of the core that keeps what it could compute anew, and what that is."""

@@ -296,7 +296,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         completion = await outcome_of(key)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
-        op = deployment.open_operation(key) if deployment else None
+        op = deployment.queue.find(key) if deployment else None
         is_open = op is not None and not op.has_ended
         if completion is None and not is_open:
             completion = await outcome_of(key)  # it may have ended meanwhile

@@ -266,7 +266,7 @@ def _returned(step: Step, event: PermitReturned) -> None:
         return
     step.tell("permit returned", event.error.message, str(event.key))
     step.free(deployment, event.key, "")
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is not None and op.state is OpState.PERMITTED:
         step.move_op(op, OpState.QUEUED)
         operations.end_unwanted(step, deployment, op)

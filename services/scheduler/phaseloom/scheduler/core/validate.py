@@ -72,7 +72,7 @@ def _check_device(state: State, device: Device, where: str) -> None:
         assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
     if device.running:
         deployment = state.deployments[device.running]
-        has_turn = deployment.activation.running or deployment.is_opening
+        has_turn = deployment.activation.running or deployment.activation.is_opening
         assert has_turn, f"{where}: {device.running} runs nothing"
         assert deployment.activation.epoch, f"{where}: {device.running} runs without an activation"
         assert deployment.name in device.resident, f"{where}: {device.running} is not resident"

@@ -313,7 +313,7 @@ def refused(step: Step, event: ActivationRefused) -> list[Op]:
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
     """What has a permit, or would have had one once all of its nodes were ready."""
     if deployment.activation.running:
-        ops = [deployment.open_operation(key) for key in deployment.activation.running]
+        ops = [deployment.queue.find(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
     is_reserved = step.devices_of(deployment)[0].running == deployment.name
     if not is_reserved or deployment.wpg.state is WpgState.RECOVERING:

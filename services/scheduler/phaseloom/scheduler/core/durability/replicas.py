@@ -42,8 +42,8 @@ def go_on(step: Step) -> None:
             for part in at_risk:
                 _copy_part(step, deployment, part)
     for _, job in sorted(step.state.jobs.items()):
-        for version in _orphans_at_risk(step, job):
-            _copy_orphan(step, job, version)
+        for version in _retained_at_risk(step, job):
+            _copy_retained(step, job, version)
 
 
 # --- what is at risk -----------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
             yield part
 
 
-def _orphans_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
+def _retained_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
     if job.state in JOB_ENDED:
         return
     for name, nodes in sorted(job.versions.retained.items()):
@@ -133,7 +133,7 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     step.tell("copied again", f"{node}, from a node that is left", deployment.name)
 
 
-def _copy_orphan(step: Step, job: Job, version: VersionKey) -> None:
+def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     name = str(version)
     before = job.versions.copying.get(name)
     if not _is_to_be_asked(step, before):
@@ -204,7 +204,7 @@ def mirrored(step: Step, event: StateMirrored) -> bool:
     job = step.state.jobs.get(str(event.deployment.job_key))
     for name, copying in job.versions.copying.items() if job is not None else ():
         if job is not None and copying.command == event.command:
-            _orphan_came(step, job, name, event)
+            _retained_came(step, job, name, event)
             return True
     return False
 
@@ -214,11 +214,11 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
         _failed(step, copying, event, deployment.name)
         return
     deployment.durability.end_copying(copying)
-    seals.note_copy(deployment, copying.part, event.node)
+    seals.note_replica(deployment, copying.part, event.node)
     step.has_new_room = True  # people may wait to hear that a node is needed no more
 
 
-def _orphan_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
+def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
     if name not in job.versions.retained:
         job.versions.end_copying(name)
         seals.release_at(step, [event.node], [_version(name)])
@@ -250,7 +250,7 @@ def counted_on(step: Step, node: NodeId) -> list[str]:
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)
                 lines.append(f"{what}; {_progress(step, deployment, copying)}")
     for _, job in sorted(step.state.jobs.items()):
-        for version in _orphans_at_risk(step, job):
+        for version in _retained_at_risk(step, job):
             if node in job.versions.retained[str(version)]:
                 what = f"weights version {version}, which nobody can make again, is here"
                 copying = job.versions.copying.get(str(version))

@@ -89,7 +89,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
     operations.abort_all(step, deployment, aborted)
     step.tell("deployment deleted", "on request", deployment.name)
-    _orphan_versions(step, job, deployment)
+    _retain_versions(step, job, deployment)
     retained = {version.rpartition(".")[0] for version in job.versions.retained}
     is_forgotten = deployment.name not in retained
     wpgs.stop(step, deployment, forget=is_forgotten)
@@ -118,7 +118,7 @@ def unknown(job: Job, name: str) -> ErrorInfo:
     )
 
 
-def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
+def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note where those of its versions are that others want."""
     if not policy.wpg.spans:
         return

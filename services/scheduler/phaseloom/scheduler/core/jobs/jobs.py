@@ -291,7 +291,9 @@ def status(step: Step, job: Job) -> JobStatus:
                 state=d.wpg.state,
                 incarnation=d.wpg.incarnation,
                 next_seq=d.queue.next_seq,
-                open_operations=[str(s) for s in sorted(d.queue.operations) if not d.is_done(s)]
+                open_operations=[
+                    str(s) for s in sorted(d.queue.operations) if not d.queue.is_done(s)
+                ]
                 + sorted(d.queue.unordered),
                 error=d.wpg.error,
                 moving=moves.describe(d),

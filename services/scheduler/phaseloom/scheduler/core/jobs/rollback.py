@@ -62,7 +62,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 def _note_unfinished(deployment: Deployment) -> None:
     """What it publishes now may be there before it is killed."""
     for key in deployment.activation.running:
-        op = deployment.open_operation(key)
+        op = deployment.queue.find(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:
             deployment.durability.note_unfinished(key.seq)
 
@@ -74,4 +74,4 @@ def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     deployment.wpg.fall_back(checkpoint, last_seq)
     deployment.durability.fall_back(last_seq)
     deployment.queue.forget_missing_gradients()
-    seals.drop_copies(deployment)
+    seals.drop_replicas(deployment)

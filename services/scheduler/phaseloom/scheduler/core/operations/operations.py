@@ -39,7 +39,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         if event.key.slot in deployment.queue.unordered:
             return
     elif seq in deployment.queue.operations:
-        if deployment.is_done(seq):
+        if deployment.queue.is_done(seq):
             step.emit(outputs.DeleteOperations([event.key]))
         return
     elif seq < deployment.queue.next_seq:
@@ -181,7 +181,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if other.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
+        if other.queue.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -190,7 +190,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if not other.is_done(after.seq):
+        if not other.queue.is_done(after.seq):
             step.state.waiters.setdefault(f"{key}.{after.seq}", []).append(str(op.key))
             return
     op.become_eligible(step.now_s)
@@ -253,7 +253,7 @@ def expire(step: Step, key_text: str) -> None:
     """The timer of an operation's expiry has fired."""
     key = parse_operation_key(key_text)
     deployment = step.deployment(key.deployment_key)
-    op = deployment.open_operation(key) if deployment else None
+    op = deployment.queue.find(key) if deployment else None
     if deployment is not None and op is not None:
         end_unwanted(step, deployment, op)
         step.touch(deployment)
@@ -293,7 +293,7 @@ def wake_all(step: Step) -> None:
         deployment = step.deployment(key.deployment_key)
         if deployment is None:
             continue
-        op = deployment.open_operation(key)
+        op = deployment.queue.find(key)
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
         step.touch(deployment)
