@@ -15,7 +15,8 @@ from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTrace, SessionOpened
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import Answer
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step
@@ -473,6 +474,11 @@ def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
     assert world.core.state.deployments["t.a.policy"].queue.operations == {}
 
 
+def is_anything_running(world: World) -> bool:
+    nodes = world.core.state.nodes.values()
+    return any(device.slots[0].running for node in nodes for device in node.devices)
+
+
 def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
     world.submit("a")
@@ -481,7 +487,9 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world.queue("a", "policy", 2, "optim_step")
     key = deployment("a", "policy")
     for _ in range(3):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)
@@ -546,7 +554,9 @@ def test_unordered_operation_that_kills_its_workers_again_and_again_fails() -> N
     world.queue("a", "sampler", "rpoison", "generate")
     key = deployment("a", "sampler")
     for _ in range(3):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)
@@ -563,7 +573,9 @@ def test_job_fails_when_its_state_cannot_be_rebuilt() -> None:
     key = deployment("a", "policy")
     world.kill(key)
     for _ in range(2):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)

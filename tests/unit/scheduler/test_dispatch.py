@@ -358,7 +358,7 @@ def test_wpg_lost_on_two_devices_frees_both() -> None:
     world.queue("a", "policy", 1, "forward_backward")
     advance(world, 0.01)
     world.kill(deployment("a", "policy"))
-    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    assert not any(d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices)
     world.run()
     assert world.done == {"t.a.policy.1": Outcome.COMPLETED}
 
@@ -377,10 +377,10 @@ def test_claim_of_a_wpg_that_died_is_dropped() -> None:
     assert node.claims == ["t.a.sampler"]
     world.queue("c", "reference", 1, "load_state")
     advance(world, 0.0)
-    assert node.devices[0].running == "", "nothing begins on a claimed device"
+    assert node.devices[0].slots[0].running == "", "nothing begins on a claimed device"
     world.kill(deployment("a", "sampler"))
     assert node.claims == []
-    assert node.devices[0].running == "t.c.reference"
+    assert node.devices[0].slots[0].running == "t.c.reference"
     world.run()
     assert len(world.done) == 5
 

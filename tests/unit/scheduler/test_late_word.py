@@ -31,8 +31,9 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
-from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
+from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.outputs import Output
 from phaseloom.scheduler.core.state.step import Step

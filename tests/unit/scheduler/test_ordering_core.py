@@ -197,11 +197,11 @@ def test_policy_replays_from_any_snapshot(ordering: str) -> None:
 def test_device_forgets_a_job_that_has_left() -> None:
     loops = [Loop("a", BIG, 2), Loop("b", SMALL, 2)]
     world = Contention(config_of("round_robin"), loops).run()
-    device = world.core.state.nodes["t0"].devices[0]
-    for known in (device.served, device.rounds):
+    slot = world.core.state.nodes["t0"].devices[0].slots[0]
+    for known in (slot.served, slot.rounds):
         assert set(known) == {f"{TENANT}.a", f"{TENANT}.b"}
     world.feed(JobFinished(loops[0].key.job_key, "finish"))
-    for known in (device.served, device.rounds):
+    for known in (slot.served, slot.rounds):
         assert set(known) == {f"{TENANT}.b"}
 
 

@@ -31,7 +31,8 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import JobSpec
 from phaseloom.common.process import lifecycle
 from phaseloom.scheduler.clock import Clock
-from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch.dispatch import REFUSAL_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,
     DropCheckpoint,

@@ -34,8 +34,9 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
+from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -231,8 +232,8 @@ def test_state_that_one_node_must_give_up_stays_on_the_others() -> None:
     policy = of(world, POLICY)
     assert policy.activation.epoch == 0, "an activation ends whole"
     nodes = world.core.state.nodes
-    assert nodes["t0"].devices[0].resident == [str(POLICY)]
-    assert nodes["t1"].devices[0].resident == ["t.b1.policy"]
+    assert nodes["t0"].devices[0].slots[0].resident == [str(POLICY)]
+    assert nodes["t1"].devices[0].slots[0].resident == ["t.b1.policy"]
     world.queue("a01", "policy", 2, "load_state")
     world.run()
     assert world.done["t.a01.policy.2"] is Outcome.COMPLETED
@@ -258,7 +259,7 @@ def test_one_refusal_aborts_the_activation_on_every_node() -> None:
     others = [node for node in policy.nodes if node != refusing]
     assert told(world, CloseActivation, POLICY) == others
     assert policy.activation.epoch == 0
-    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    assert not any(d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices)
     world.run()
     assert world.done["t.a01.policy.1"] is Outcome.COMPLETED
     assert len(opens_of(world, POLICY)) == 4
@@ -483,7 +484,10 @@ def test_deployment_moves_under_load_and_nothing_is_lost(
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed(job, 4).states()
     devices = [d for digit in job[1:] for d in world.core.state.nodes[f"t{digit}"].devices]
-    assert not any(d.placed or d.resident or d.ready or d.holder for d in devices)
+    assert not any(
+        d.slots[0].placed or d.slots[0].resident or d.slots[0].ready or d.slots[0].holder
+        for d in devices
+    )
     replays(world)
 
 
@@ -761,6 +765,6 @@ def test_nothing_deadlocks_and_nothing_is_lost_whatever_happens(
     assert world.states() == play(seed, []).states()
     state = world.core.state
     assert not any(node.claims for node in state.nodes.values())
-    assert not any(d.running for node in state.nodes.values() for d in node.devices)
+    assert not any(d.slots[0].running for node in state.nodes.values() for d in node.devices)
     assert state.moving == []
     replays(world)

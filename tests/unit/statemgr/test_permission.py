@@ -9,8 +9,8 @@ from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.transport.tickets import is_genuine, signed
-from phaseloom.statemgr.core.residency import Residency, Wpg
 from phaseloom.statemgr.mesh.permission import Gate, check_reader
+from phaseloom.statemgr.residency.residency import Residency, Wpg
 
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")

@@ -9,7 +9,7 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.fileserving import StateFiles
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
@@ -32,7 +32,7 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node = Node(NodeId("n"), [1], 2**20, 10.0)
     node.settled.set()
     directory = StateDirectory(tmp_path)
-    hierarchy = Hierarchy(node, directory, 0)
+    hierarchy = Tiering(node, directory, 0)
     weights = Weights(node, directory, hierarchy, identity(), 10.0)
     files = StateFiles(node, directory, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
@@ -50,5 +50,5 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node.drop_version(node.versions.find(KEYS[0]))
     third = await assignment(KEYS[2])
     assert {id(each) for each in server._assignments.values()} == {id(second), id(third)}
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()

@@ -94,7 +94,7 @@ class Sessions:
                 self._newest.pop(change.key, None)
             else:
                 session = int(change.stored.payload)
-                # The watch may lag behind what this replica itself gave out or read.
+                # The watch may lag behind the sessions that this replica itself gave out or read.
                 self._newest[change.key] = max(session, self._newest.get(change.key, 0))
 
     async def newest(self, job: JobKey, claimed: int) -> int:

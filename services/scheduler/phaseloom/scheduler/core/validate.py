@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Device, Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
 from phaseloom.scheduler.core.state.tree import State
@@ -15,7 +16,9 @@ def validate(state: State) -> None:
     """Raises: AssertionError: names the invariant and the entity."""
     for node in state.nodes.values():
         for index, device in enumerate(node.devices):
-            _check_device(state, device, f"device {index} of {node.node}")
+            where = f"device {index} of {node.node}"
+            assert len(device.slots) == 1, f"{where}: {len(device.slots)} slots"
+            _check_device(state, device, where)
         _check_claims(state, node)
     waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
     known = [member.job for member in state.cluster.waiting]
@@ -61,21 +64,22 @@ def _check_pins(state: State) -> None:
 
 
 def _check_device(state: State, device: Device, where: str) -> None:
-    active = [name for name in device.resident if state.deployments[name].activation.epoch]
+    slot = device.slots[0]
+    active = [name for name in slot.resident if state.deployments[name].activation.epoch]
     used = sum(state.deployments[name].wpg.state_bytes for name in active)
     assert used <= device.memory_bytes, f"I3 {where}: {used} of {device.memory_bytes} bytes claimed"
-    assert len(set(device.resident)) == len(device.resident), f"{where}: resident twice"
-    assert set(device.resident) <= set(device.placed), f"{where}: resident but not placed"
-    assert set(device.ready) <= set(device.placed), f"{where}: ready but not placed"
-    jobs = {str(state.deployments[name].key.job_key) for name in device.placed}
-    for seen in (device.served, device.rounds):
+    assert len(set(slot.resident)) == len(slot.resident), f"{where}: resident twice"
+    assert set(slot.resident) <= set(slot.placed), f"{where}: resident but not placed"
+    assert set(slot.ready) <= set(slot.placed), f"{where}: ready but not placed"
+    jobs = {str(state.deployments[name].key.job_key) for name in slot.placed}
+    for seen in (slot.served, slot.rounds):
         assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
-    if device.running:
-        deployment = state.deployments[device.running]
+    if slot.running:
+        deployment = state.deployments[slot.running]
         has_turn = deployment.activation.running or deployment.activation.is_opening
-        assert has_turn, f"{where}: {device.running} runs nothing"
-        assert deployment.activation.epoch, f"{where}: {device.running} runs without an activation"
-        assert deployment.name in device.resident, f"{where}: {device.running} is not resident"
+        assert has_turn, f"{where}: {slot.running} runs nothing"
+        assert deployment.activation.epoch, f"{where}: {slot.running} runs without an activation"
+        assert deployment.name in slot.resident, f"{where}: {slot.running} is not resident"
 
 
 def _check_claims(state: State, node: Node) -> None:
@@ -93,8 +97,8 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
     deployment.validate()
     _check_running(state, deployment)
     if deployment.activation.epoch:
-        for device in _devices(state, deployment):
-            assert name in device.resident, f"I3 {name}: active on a part of its devices"
+        for slot in _slots(state, deployment):
+            assert name in slot.resident, f"I3 {name}: active on a part of its devices"
 
 
 def _check_running(state: State, deployment: Deployment) -> None:
@@ -112,8 +116,8 @@ def _check_running(state: State, deployment: Deployment) -> None:
     for op in permitted:
         _check_order(deployment, op)
     if deployment.activation.running:
-        for device in _devices(state, deployment):
-            assert device.running == name, f"I3 {name}: runs on a part of its devices"
+        for slot in _slots(state, deployment):
+            assert slot.running == name, f"I3 {name}: runs on a part of its devices"
 
 
 def _check_order(deployment: Deployment, op: Op) -> None:
@@ -129,6 +133,6 @@ def _check_order(deployment: Deployment, op: Op) -> None:
         assert has_passed or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
 
 
-def _devices(state: State, deployment: Deployment) -> list[Device]:
+def _slots(state: State, deployment: Deployment) -> list[Slot]:
     assert deployment.wpg.spans, f"{deployment.name}: active nowhere"
-    return [state.nodes[node].devices[index] for node, index in deployment.places]
+    return [devices.slot(state.nodes[node], index) for node, index in deployment.places]

@@ -24,9 +24,9 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.versionparts import check_part
-from phaseloom.statemgr.core.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
+from phaseloom.statemgr.disk.statefile import StateHeader, num_blocks
 from phaseloom.statemgr.mesh.tls import Stream
 from phaseloom.statemgr.seals.fileserving import path_of
 from phaseloom.statemgr.transfer import wire

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.core.statefile import Place, StateHeader, num_blocks
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.receiving import page_buffer
+from phaseloom.statemgr.disk.statefile import Place, StateHeader, num_blocks
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
 from phaseloom.statemgr.transfer.served import Content

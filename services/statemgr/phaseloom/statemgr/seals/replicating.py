@@ -22,8 +22,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import BringState, WriteSeal
-from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.filefetching import RemoteFile
 from phaseloom.statemgr.seals.fileserving import path_of

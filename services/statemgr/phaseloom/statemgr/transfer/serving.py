@@ -20,8 +20,7 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.core.statefile import StateHeader
-from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.transfer import wire
@@ -34,6 +33,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Fragment,
     in_requests,
 )
+from phaseloom.statemgr.versions.versions import Version
 
 _MAX_PARTS = 4096
 _MAX_ASSIGNMENTS = 256

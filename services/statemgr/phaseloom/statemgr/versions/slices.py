@@ -21,14 +21,14 @@ from phaseloom.common.contract.state_rank import OpenSlices, VersionExtent
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_of
-from phaseloom.statemgr.core.residency import Wpg
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
 from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
 from phaseloom.statemgr.versions.fetch import Coming
+from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 from __future__ import annotations
 
 from phaseloom.common.contract.commands import PrefetchState
-from phaseloom.scheduler.core.devices import host_memory
+from phaseloom.scheduler.core.devices import devices, host_memory
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -24,12 +24,11 @@ from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 
 
-def tell(step: Step) -> None:
-    """Send and withdraw what this step has changed."""
-    for name in sorted(step.foreseen):
-        job = step.state.jobs.get(name)
-        for deployment in step.deployments_of(job.key) if job is not None else []:
-            _tell(step, deployment)
+def tell(step: Step, name: str) -> None:
+    """Send and withdraw the hints of one job that this step has changed."""
+    job = step.state.jobs.get(name)
+    for deployment in step.deployments_of(job.key) if job is not None else []:
+        _tell(step, deployment)
 
 
 def _tell(step: Step, deployment: Deployment) -> None:
@@ -52,11 +51,11 @@ def _tell(step: Step, deployment: Deployment) -> None:
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:
-    return all(deployment.name in device.resident for device in step.devices_of(deployment))
+    return all(deployment.name in slot.resident for slot in devices.slots_of(step, deployment))
 
 
 def _is_waiting(step: Step, deployment: Deployment) -> bool:
-    return any(deployment.name in device.ready for device in step.devices_of(deployment))
+    return any(deployment.name in slot.ready for slot in devices.slots_of(step, deployment))
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
@@ -65,12 +64,12 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
     found = []
     if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:
         return []
-    for device in step.devices_of(deployment):
-        running = step.state.deployments.get(device.running)
-        expected = device.expected.get(job)
+    for slot in devices.slots_of(step, deployment):
+        running = step.state.deployments.get(slot.running)
+        expected = slot.expected.get(job)
         if expected is None or (running is not None and running.job_name == job):
             continue
-        if speculative.next_of(step, device, job, expected) is deployment:
+        if speculative.next_of(step, slot, job, expected) is deployment:
             found.append(expected)
     return found
 

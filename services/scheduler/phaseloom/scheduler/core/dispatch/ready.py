@@ -12,8 +12,9 @@ import heapq
 from collections.abc import Iterator
 
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Mutation, Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
@@ -31,21 +32,17 @@ def note(step: Step) -> None:
             continue
         step.foresee(deployment)
         is_ready = next(operations(step, deployment), None) is not None
-        for device in step.devices_of(deployment):
-            if is_ready:
-                device.ready[name] = deployment.job_name
-            else:
-                device.ready.pop(name, None)
+        devices.note_ready(step, deployment, is_ready=is_ready)
 
 
 def on(
-    step: Step, device: Device, *, of_job: str | None = None, but_job: str = ""
+    step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = ""
 ) -> Iterator[tuple[Deployment, Op]]:
     """Deployments with something to run on the device, each with what it would begin with.
 
     Args: of_job: only this job's. but_job: all but this one's.
     """
-    for name, job in device.ready.items():
+    for name, job in slot.ready.items():
         if job != but_job and of_job in (None, job):
             deployment = step.state.deployments[name]
             op = first(step, deployment)
@@ -53,8 +50,8 @@ def on(
                 yield deployment, op
 
 
-def is_any_on(step: Step, device: Device, *, of_job: str | None = None, but_job: str = "") -> bool:
-    return next(on(step, device, of_job=of_job, but_job=but_job), None) is not None
+def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = "") -> bool:
+    return next(on(step, slot, of_job=of_job, but_job=but_job), None) is not None
 
 
 def operations(step: Step, deployment: Deployment) -> Iterator[Op]:

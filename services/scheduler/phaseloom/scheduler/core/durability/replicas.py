@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.move import MoveStage
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 
 RETRY_PAUSE_S = 5.0
@@ -215,7 +215,7 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
         return
     deployment.durability.end_copying(copying)
     seals.note_replica(deployment, copying.part, event.node)
-    step.has_new_room = True  # people may wait to hear that a node is needed no more
+    step.follow(FollowUp.PLACE)  # people may wait to hear that a node is needed no more
 
 
 def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
@@ -226,7 +226,7 @@ def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> Non
         _failed(step, job.versions.copying[name], event, name)
     else:
         job.versions.end_copying(name, on=event.node)
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:

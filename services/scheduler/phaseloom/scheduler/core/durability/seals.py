@@ -22,7 +22,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
@@ -256,7 +256,7 @@ def committed(step: Step, event: SealCommitted) -> None:
 def _look_at_copies(step: Step) -> None:
     """Copies may be on nodes that are to be left."""
     if step.state.closing:
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def clear_stale_holders(step: Step, deployment: Deployment) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
@@ -67,7 +68,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
         assignment.extend(step, job, deployment, where)
     else:
         assignment.repin(step, job)
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     return None
 
 
@@ -95,15 +96,14 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
     job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
-    for device in step.devices_of(deployment):
-        device.ready.pop(deployment.name, None)
+    devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
     del step.state.deployments[deployment.name]
     seals.release_versions(step, job)
     _wake_those_that_wait(step, deployment)
     for other in step.deployments_of(job.key):
         step.touch(other)  # a sync may have waited for it to be rebuilt
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     assignment.repin(step, job)
     return None
 
@@ -132,11 +132,14 @@ def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
     """Operations that come after what was never published on it: it will not be now."""
     prefix = f"{deployment.name}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        step.woken += step.state.waiters.pop(key)
+        operations.wake_waiters(step, key)
 
 
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
-    """It was added to a job that runs, and cannot start: it stays, STOPPED, to tell why."""
+    """End a deployment that was added to a running job and cannot start.
+
+    It stays on the books, STOPPED, to tell why.
+    """
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
         return

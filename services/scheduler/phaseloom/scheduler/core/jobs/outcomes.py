@@ -5,6 +5,7 @@ from __future__ import annotations
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateCut
 from phaseloom.common.contract.operations import Outcome
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
@@ -29,7 +30,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     in_this_life = event.incarnation == deployment.wpg.incarnation and bool(deployment.wpg.spans)
     if in_this_life:
         if event.key in deployment.activation.running:
-            step.free(deployment, event.key, event.kind)
+            devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
     elif deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY):
@@ -56,8 +57,8 @@ def cut(step: Step, event: StateCut) -> None:
         return
     deployment.queue.cut(op)
     if deployment.move.relocation is not None:
-        step.changed_jobs.add(deployment.job_name)
-    step.free(deployment, event.key, op.kind)
+        step.job_changed(deployment.job_name)
+    devices.free(step, deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)
 

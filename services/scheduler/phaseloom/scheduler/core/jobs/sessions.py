@@ -21,7 +21,7 @@ def opened(step: Step, event: SessionOpened) -> None:
         return
     _end_phases(step, job)  # of the controller before
     job.controller.attach(event.session)
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
 
 
 def lost(step: Step, event: SessionLost) -> None:

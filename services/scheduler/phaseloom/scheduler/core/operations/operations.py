@@ -21,7 +21,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
 
 RETRY_AFTER_S = 1.0
@@ -268,11 +268,11 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     seq = op.key.seq
     job = step.job(op.key.job_key)
     if job.state is JobState.DRAINING:
-        step.changed_jobs.add(str(job.key))  # this may have been the last
+        step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
         step.state.timers.pop(_expiry_timer(op.key), None)
     if op.is_cut and seq is not None and deployment.move.relocation is not None:
-        step.changed_jobs.add(str(job.key))  # the move may have waited for that
+        step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
@@ -282,20 +282,29 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
         return
     if not completed:
         gradients.not_completed(deployment, op)
-    step.woken += step.state.waiters.pop(str(op.key), [])
+    wake_waiters(step, str(op.key))
 
 
-def wake_all(step: Step) -> None:
-    """Settle whoever waited for what this step ended; one failure may end a long chain of others,
-    hence a list and no recursion."""
-    while step.woken:
-        key = parse_operation_key(step.woken.pop())
+def wake_waiters(step: Step, key: str) -> None:
+    """Have the operations that wait for this one looked at again."""
+    for waiter in step.state.waiters.pop(key, ()):
+        step.follow(FollowUp.WAKE, waiter)
+
+
+def wake(step: Step, waiters: Asked) -> None:
+    """Settle operations that waited for what has ended.
+
+    One failure may end a long chain of others, hence a loop and no recursion.
+    """
+    while waiters:
+        key = parse_operation_key(waiters.popitem()[0])
         deployment = step.deployment(key.deployment_key)
         if deployment is None:
             continue
         op = deployment.queue.find(key)
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
+            waiters.update(step.asked.pop(FollowUp.WAKE, {}))
         step.touch(deployment)
 
 

@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.state.cluster import Member
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing, Leave, Node
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
@@ -81,7 +81,7 @@ def _close(step: Step, node: Node, why: Closing) -> None:
         known.is_drained = was_drained or is_asked
         return
     step.state.closing[node.node] = Leave(why, is_drained=was_drained or is_asked)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
     if is_asked:
         groups.host_down(step.state.cluster, node.node)
     elif why is Closing.GONE:
@@ -101,7 +101,7 @@ def _undo(step: Step, node: Node) -> None:
     if node.is_up:
         cluster = step.state.cluster
         groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def missed(step: Step, what: str, name: str, revision: int) -> None:
@@ -166,12 +166,13 @@ def _write_off(step: Step, node: NodeId) -> None:
         )
         deployment.move.keep(deployment.move.stale_holders, but=[node])
         if had_seal and not all(deployment.durability.replicas):
-            step.unrecoverable[deployment.job_name] = ErrorInfo(
+            error = ErrorInfo(
                 Code.DATA_LOSS,
                 f"node {node} is gone, and no other one has the seal of {deployment.name}",
                 remedy="submit jobs with durability `remote` where nodes may be lost for good",
                 details={"node": node, "deployment": deployment.name},
             )
+            step.follow(FollowUp.FALL_BACK, deployment.job_name, error)
 
 
 def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
@@ -214,7 +215,8 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     step.tell("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
     for deployment in there:
         wpgs.move(step, deployment, assignment.spans(step, deployment.spec, member))
-    step.changed_jobs.update(group.members)
+    for name in group.members:
+        step.job_changed(name)
     return True
 
 

@@ -27,7 +27,7 @@ from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.move import MoveStage, Relocation
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
@@ -56,7 +56,7 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
         if name not in step.state.moving:
             step.state.moving.append(name)
         devices.unclaim(step, deployment)
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
     step.touch(deployment)
 
 
@@ -78,7 +78,7 @@ def let_go(step: Step, deployment: Deployment) -> None:
     """It leaves its nodes, or stays after all: they wait for it no longer."""
     for node in deployment.nodes:
         groups.let_go(step.state.cluster, node, deployment.name)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -193,7 +193,7 @@ def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
 def _enter(step: Step, deployment: Deployment, stage: MoveStage) -> None:
     assert deployment.move.relocation is not None
     if deployment.move.relocation.enter(stage):
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
         step.touch(deployment)
 
 
@@ -287,22 +287,14 @@ def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """It is dead on its old nodes, and booked on the new ones from now on."""
     name, old = deployment.name, deployment.nodes
-    for device in step.devices_of(deployment):
-        device.placed.remove(name)
-        devices.left(step, device, deployment)
-        device.ready.pop(name, None)
-        if name in device.resident:
-            device.resident.remove(name)  # where a switch-in was refused, it may have been booked
-        if device.used_by == name:
-            device.used_by = ""
-        if device.holder == deployment.job_name:
-            device.holder = ""
+    devices.leave(step, deployment)
+    devices.forget(step, deployment)
     step.dirty.update(deployment.places)
     let_go(step, deployment)
     deployment.move.end()
     deployment.wpg.put_on(spans)
-    for device in step.devices_of(deployment):
-        device.placed.append(name)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
         # What it was told to forget there may be confirmed late, and an incarnation dies once.
         told = step.state.stopping.get(node, {}).pop(name, 0)

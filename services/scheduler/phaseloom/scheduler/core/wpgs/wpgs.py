@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import moves
@@ -60,8 +60,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             # `stop` does not find this node to tell: it is told below to forget what it has of it.
             step.state.stopping.setdefault(event.node, {})[name] = deployment.wpg.incarnation
             continue
-        for index in span.devices:
-            node.devices[index].placed.append(name)
+        devices.place(node, span.devices, deployment)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.LOST and deployment.wpg.spans:
@@ -74,7 +73,7 @@ def node_up(step: Step, event: NodeUp) -> None:
                 _has_lost_a_device(step, deployment, span)
                 moves.came_back(step, deployment, event.node)
     _stop_again(step, node)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
@@ -85,12 +84,12 @@ def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
         return False
     gone = f"device {last} of {span.node} is gone"
     error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
-    step.doomed[deployment.job_name] = error
+    step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
 
 
 def _placed(node: Node) -> list[str]:
-    return list(dict.fromkeys(name for device in node.devices for name in device.placed))
+    return list(dict.fromkeys(devices.placed_on(node)))
 
 
 def _stop_again(step: Step, node: Node) -> None:
@@ -115,7 +114,8 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
         if not stopping:
             del step.state.stopping[event.node]
         # It can take a copy again.
-        step.has_new_room = step.has_new_room or bool(step.state.closing)
+        if step.state.closing:
+            step.follow(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.wpg.state is WpgState.STOPPED:
             # A successor of its name goes on from there.
@@ -139,8 +139,8 @@ def node_lost(step: Step, event: NodeLost) -> None:
 def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """Args: spans: a device for each rank, in order; the first is the leader's."""
     deployment.wpg.put_on(spans)
-    for device in step.devices_of(deployment):
-        device.placed.append(deployment.name)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     start(step, deployment)
 
 
@@ -263,7 +263,8 @@ def started(step: Step, event: WpgStarted) -> None:
     seals.release_restored(step, deployment)
     if not deployment.durability.seal_seq:
         seals.clear_stale_holders(step, deployment)
-    step.has_new_room = step.has_new_room or bool(step.state.closing)  # its copies count anew
+    if step.state.closing:
+        step.follow(FollowUp.PLACE)  # its copies count anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
@@ -346,7 +347,7 @@ def lost(step: Step, event: WpgLost) -> None:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         elif before is WpgState.RECOVERING:
-            step.doomed[deployment.job_name] = event.error
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, event.error)
             return
     _try_start(step, deployment)
 
@@ -360,9 +361,9 @@ def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     if deployment.wpg.is_trial:
-        step.stillborn[deployment.name] = error
+        step.follow(FollowUp.END_DEPLOYMENT, deployment.name, error)
     else:
-        step.doomed[deployment.job_name] = error
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -374,9 +375,9 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
     is_at_origin = not deployment.wpg.base and not deployment.durability.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
     if is_at_origin and deployment.wpg.checkpoint == newest:
-        step.doomed[str(job.key)] = error
+        step.follow(FollowUp.FAIL_JOB, str(job.key), error)
     else:
-        step.unrecoverable[str(job.key)] = error
+        step.follow(FollowUp.FALL_BACK, str(job.key), error)
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
@@ -426,7 +427,7 @@ def _bury(step: Step, deployment: Deployment) -> None:
     cut = [op for op in deployment.queue.every if op.is_cut]
     for op in [*_running_ops(deployment), *cut]:
         operations.requeue(step, op)
-    step.vacate(deployment)
+    devices.vacate(step, deployment)
     deployment.durability.incarnation_died()
 
 
@@ -442,7 +443,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     deployment.wpg.count_loss()
     if deployment.wpg.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        step.doomed[deployment.job_name] = error or failure
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
         return
     _kill(step, deployment)
 
@@ -451,7 +452,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     """For good. Args: forget: its seals and weights versions go too."""
     if deployment.wpg.state is WpgState.STOPPED:
         return
-    step.vacate(deployment)
+    devices.vacate(step, deployment)
     if deployment.wpg.spans and deployment.wpg.state is WpgState.LOST:
         deployment.wpg.next_incarnation()  # its loss is told already: this must be confirmed apart
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes
@@ -460,9 +461,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
             stopping = step.state.stopping.setdefault(node, {})
             stopping[deployment.name] = deployment.wpg.incarnation
     _stop_command(step, deployment, nodes, forget=forget)
-    for device in step.devices_of(deployment):
-        device.placed.remove(deployment.name)
-        devices.left(step, device, deployment)
+    devices.leave(step, deployment)
     deployment.wpg.stop()
     if not forget:
         seals.stop_copying(step, deployment)
