@@ -59,7 +59,7 @@ class Slices:
         lock = self._locks.setdefault(mine, asyncio.Lock())
         async with lock:
             version = self._node.versions.find(mine)
-            if version is not None and request.doubted:
+            if version is not None and request.is_suspect:
                 is_bad = await self._fetcher.suspects.drop_if_bad(version)
                 version = None if is_bad else version
             if version is None:

@@ -65,7 +65,7 @@ class Weights:
         check_reader(wpg, key, request.ticket)
         self._check_readable(key)
         version = await self.fetcher.get(
-            key, request.sources, request.ticket, request.digest, is_suspect=request.doubted
+            key, request.sources, request.ticket, request.digest, is_suspect=request.is_suspect
         )
         extent = version.extent
         assert extent is not None
