@@ -98,7 +98,9 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
         yield file.relative_to(CORE).as_posix(), ast.parse(file.read_text())
 
 
-@pytest.mark.parametrize(("record", "owner", "names"), RECORDS, ids=str)
+@pytest.mark.parametrize(
+    ("record", "owner", "names"), RECORDS, ids=[r.__name__ for r, _, _ in RECORDS]
+)
 def test_record_is_changed_by_its_owner_only(
     record: type[msgspec.Struct], owner: str, names: set[str]
 ) -> None:
