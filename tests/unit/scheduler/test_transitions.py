@@ -50,9 +50,11 @@ def test_readme_shows_the_tables() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_state_and_event_is_in_its_table(name: str) -> None:
     table = TABLES[name]
-    before, event = next(iter(table))
-    assert {*(state for state, _ in table), *table.values()} == set(type(before))
-    assert {event for _, event in table} == set(type(event))
+    first = next(iter(table))
+    states: type[StrEnum] = type(first[0])
+    events: type[StrEnum] = type(first[1])
+    assert {*(state for state, _ in table), *table.values()} == set(states)
+    assert {event for _, event in table} == set(events)
 
 
 def test_event_that_a_state_does_not_know_tells_its_story() -> None:

@@ -169,10 +169,10 @@ class Step:
             self.follow(FollowUp.HINT, deployment.job_name)
 
     def advance_op(self, op: Op, event: OpEvent) -> None:
-        op.state = next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence)
+        op.enter(next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence))
 
     def advance_cut(self, op: Op, event: CutEvent) -> None:
-        op.cut = next_state(CUTS, "cut of", op.key, op.cut, event, self.sequence)
+        op.enter_cut(next_state(CUTS, "cut of", op.key, op.cut_state, event, self.sequence))
 
     def advance_wpg(self, deployment: Deployment, event: WpgEvent) -> None:
         wpg, name = deployment.wpg, deployment.name
@@ -180,7 +180,7 @@ class Step:
         self.job_changed(deployment.job_name)
 
     def advance_job(self, job: Job, event: JobEvent) -> None:
-        job.state = next_state(JOBS, "job", job.key, job.state, event, self.sequence)
+        job.enter(next_state(JOBS, "job", job.key, job.state, event, self.sequence))
         self.job_changed(str(job.key))
 
     def advance_move(self, deployment: Deployment, event: MoveEvent) -> None:
