@@ -39,7 +39,7 @@ from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
 
 TENANT = "bench"
-_PATIENCE_S = 60.0
+_LOG_TIMEOUT_S = 60.0
 _FLOAT_BYTES = 4
 _TOKENS = pack_int32s([0] * 8)
 _DATUM = Datum(_TOKENS, _TOKENS, weights=pack_float32s([1.0] * 8))
@@ -163,7 +163,7 @@ async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
     following = asyncio.create_task(follow())
     try:
         yield entries
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_LOG_TIMEOUT_S):
             await following
     finally:
         await lifecycle.end([following])

@@ -35,10 +35,10 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.certificates import directory_of
-from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.node.memory import Extent
+from phaseloom.statemgr.disk.statefile import Section, seal_header
+from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
@@ -454,7 +454,7 @@ async def _start(
 
 def _filled(extent: Extent, num_bytes: int) -> memoryview:
     memory = extent.view(num_bytes)
-    make_huge(memory)  # as whoever fills an extent does
+    make_huge(memory)  # every user that fills an extent does so
     _fill(memory)
     return memory
 

@@ -471,7 +471,7 @@ async def finish(bus: Bus, shell: Shell, seq: int) -> None:
     """An operation that is queued, permitted, and completed."""
     await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
     await folded(bus, shell)
-    epoch = shell.core.state.deployments[str(POLICY)].epoch
+    epoch = shell.core.state.deployments[str(POLICY)].activation.epoch
     await bus.publish(streams.done_subject(key(seq)), Completion("id", Outcome.COMPLETED))
     event = OperationFinished(key(seq), "optim_step", Outcome.COMPLETED, epoch, 1, 0.0, 0.0)
     await bus.append(event)

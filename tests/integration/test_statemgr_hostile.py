@@ -517,9 +517,9 @@ async def test_boxes_that_are_none_are_refused(short_dir: Path) -> None:
         ):
             give = wire.Give("", [Box("w", start_at, size)], 1)
             assert isinstance(await ask(give), wire.Refusal), (start_at, size)
-        twice = [Box("w", [0], [MiB])] * 5
+        twice = [Box("w", [0], [MiB])] * 9
         for give in (
-            wire.Give("", twice, 5 * MiB),
+            wire.Give("", twice, 9 * MiB),
             wire.Give("", twice, 2**63),
             wire.Give("", twice[:1], -1),
             wire.Give("../0of1", twice[:1], MiB),

@@ -128,7 +128,7 @@ async def test_bad_version_is_read_anew_from_disk(short_dir: Path) -> None:
         flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
         assert await synced(sampler) == policy.digest()
         await d.logged(f"{WHOLE} is bad in host memory")
-        # What was read is good: the next one is not told to doubt it.
+        # What was read is good: the next one is not told that it is suspect.
         await load_version(sampler.client, VERSION, [], sampler.slots)
         assert d.text().count("is bad in host memory") == 1
 

@@ -22,7 +22,7 @@ from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import ask
 from phaseloom.statemgr.transfer.served import Content, Fetched, Incoming
-from phaseloom.statemgr.transfer.serving import Server, Versions
+from phaseloom.statemgr.transfer.serving import Files, Server, Versions
 from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
 from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET, identity, ticket
@@ -157,7 +157,9 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        serving = Server(Gate(SECRET), 0.1, cast("Versions", Fetching()))
+        serving = Server(
+            *(Gate(SECRET), 0.1, cast("Versions", Fetching()), cast("Files", None)), node="node0"
+        )
         server = tls.Server(identity(), 10.0, {wire.SERVICE: serving.session})
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")

@@ -155,7 +155,7 @@ def scheduled() -> None:
     """The scheduler runs it like any that reads: a rebuild does not run it again."""
     contention = Contention(config_of("fcfs"), [Loop("sums", [Call("score", 1.0)], 3)]).run()
     assert len(contention.runs) == 3
-    assert not contention.core.state.deployments["t.sums.policy"].history
+    assert not contention.core.state.deployments["t.sums.policy"].durability.history
 
 
 def ran(operations: list[Operation]) -> Iterator[Result]:

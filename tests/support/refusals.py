@@ -18,32 +18,38 @@ FILE = ROOT / "docs" / "errors.md"
 
 CODES = {
     "INVALID_ARGUMENT": ("The request is wrong, whatever the mesh's state.", "Correct the field."),
-    "NOT_FOUND": ("What the request names is not there.", "Create it first, or correct the name."),
-    "ALREADY_EXISTS": ("What the request would make is there already.", "Choose another name."),
-    "FAILED_PRECONDITION": (
-        "The request is sound, and the state of what it is about does not allow it.",
-        "Bring that into the state named first.",
+    "NOT_FOUND": (
+        "The thing that the request names does not exist.",
+        "Create it first, or correct the name.",
     ),
-    "PERMISSION_DENIED": ("Who asks may not do this.", "Use the credentials of the owner."),
+    "ALREADY_EXISTS": (
+        "The thing that the request would make exists already.",
+        "Choose another name.",
+    ),
+    "FAILED_PRECONDITION": (
+        "The request is sound, but the state of the thing that it is about does not allow it.",
+        "Bring it into the named state first.",
+    ),
+    "PERMISSION_DENIED": ("The caller may not do this.", "Use the credentials of the owner."),
     "RESOURCE_EXHAUSTED": (
         "A bound is reached: a tenant's, a device's, a message's size.",
-        "Wait `retry_after_s` of the details where they have it, and send it again; else ask for "
-        "less, or for a higher bound.",
+        "Where the details have `retry_after_s`, wait for that long and send it again; else ask "
+        "for less, or for a higher bound.",
     ),
     "ABORTED": (
-        "What the request built on is gone: the session, the job, the incarnation, the weights "
-        "version; or it was cancelled.",
-        "Attach again, and go on from what the answer says.",
+        "Something that the request needs is gone: the session, the job, the incarnation, the "
+        "weights version; or the request was cancelled.",
+        "Attach again, and go on from the state in the answer.",
     ),
-    "DEADLINE_EXCEEDED": ("It was not done in the time given.", "Give it more, or try again."),
-    "UNAVAILABLE": ("Somebody who is needed does not answer now.", "Try again."),
+    "DEADLINE_EXCEEDED": ("It was not done in the time given.", "Give it more time, or try again."),
+    "UNAVAILABLE": ("A service that is needed does not answer now.", "Try again."),
     "DATA_LOSS": (
         "Something stored is gone or damaged.",
         "Go on from the job's last checkpoint; see the services' logs for which disk it was.",
     ),
-    "INTERNAL": ("Phaseloom erred.", "Report it, with the service's log."),
+    "INTERNAL": ("Phaseloom has a bug.", "Report it, with the service's log."),
 }
-"""Code → what it says, and what to do where the error itself does not say."""
+"""The meaning of each code, and what to do where the error itself does not say."""
 
 AREAS = {
     "services/router": "Operations and sessions (router)",
@@ -257,8 +263,8 @@ def document(found: list[Refusal]) -> str:
         "| --- | --- | --- |",
         *(f"| `{code}` | {says} | {remedy} |" for code, (says, remedy) in CODES.items()),
         "",
-        "This page is made from the sources by `python -m tests.support.refusals`: each message as "
-        "it is written there, `{…}` for what it puts in.",
+        "`python -m tests.support.refusals` makes this page from the sources. Each message stands "
+        "here as it is written there, with `{…}` for the values that it puts in.",
     ]
     for heading in AREAS.values():
         rows = {_row(refusal) for refusal in found if refusal.area == heading}

@@ -40,7 +40,7 @@ def assembled(
     manifest = VersionParts(Layout(dp=count), count, "", named)
     reader = Reader(Sharding(Layout(), 1), 0, [0], whole, whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
-    for part, fetches in needs(manifest, reader).wholes.items():
+    for part, fetches in needs(manifest, reader).whole_parts.items():
         rank = next(i for i, each in enumerate(named) if each.part == part)
         places, _ = packed(weights_of(slots[rank]))
         runs = from_part(places, fetches, reader)

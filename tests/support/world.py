@@ -333,9 +333,9 @@ class World:
         this rank. All parts have one name: it must have no other that counts."""
         file = (command.deployment, command.seal_seq, offset)
         deployment = self.core.state.deployments[str(command.deployment)]
-        for index, holders in enumerate(deployment.copies):
-            if command.node in holders and command.seal_seq == deployment.seal_seq:
-                begin = sum(len(span.devices) for span in deployment.spans[:index])
+        for index, holders in enumerate(deployment.durability.replicas):
+            if command.node in holders and command.seal_seq == deployment.durability.seal_seq:
+                begin = sum(len(span.devices) for span in deployment.wpg.spans[:index])
                 assert begin == offset, f"{file}: {command.node} has another part of it"
         up = {f"{name}:1": NodeId(name) for name, n in self.core.state.nodes.items() if n.is_up}
         sources = [up[source] for source in command.sources if source in up]

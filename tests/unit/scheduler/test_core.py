@@ -15,7 +15,8 @@ from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTrace, SessionOpened
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.core import RETRY_PAUSE_S, Core
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import Answer
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step
@@ -159,7 +160,7 @@ def test_states_after_kills_equal_states_without(
     world.run()
     assert world.done == expected.done
     assert world.states() == expected.states()
-    assert all(d.state is WpgState.READY for d in world.core.state.deployments.values())
+    assert all(d.wpg.state is WpgState.READY for d in world.core.state.deployments.values())
 
 
 @settings(max_examples=25, deadline=None)
@@ -470,7 +471,12 @@ def test_finished_job_frees_its_node_for_the_next_isolated_one() -> None:
     assert jobs["t.a"].state is JobState.DONE
     assert jobs["t.b"].state is JobState.ACTIVE
     assert world.done["t.a.policy.2"] is Outcome.FAILED
-    assert world.core.state.deployments["t.a.policy"].operations == {}
+    assert world.core.state.deployments["t.a.policy"].queue.operations == {}
+
+
+def is_anything_running(world: World) -> bool:
+    nodes = world.core.state.nodes.values()
+    return any(device.slots[0].running for node in nodes for device in node.devices)
 
 
 def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
@@ -481,7 +487,9 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world.queue("a", "policy", 2, "optim_step")
     key = deployment("a", "policy")
     for _ in range(3):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)
@@ -546,7 +554,9 @@ def test_unordered_operation_that_kills_its_workers_again_and_again_fails() -> N
     world.queue("a", "sampler", "rpoison", "generate")
     key = deployment("a", "sampler")
     for _ in range(3):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)
@@ -563,7 +573,9 @@ def test_job_fails_when_its_state_cannot_be_rebuilt() -> None:
     key = deployment("a", "policy")
     world.kill(key)
     for _ in range(2):
-        while not any(d.running for n in world.core.state.nodes.values() for d in n.devices):
+        while not any(
+            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
+        ):
             world.run(until_s=world.now_s + 0.01)
             world.now_s += 0.01
         world.kill(key)

@@ -65,7 +65,7 @@ def test_mutations_go_on_while_a_checkpoint_is_written() -> None:
     assert w.saved == {str(key(2)): (1,)}
     w.run()
     assert outcomes(w)[2] is Outcome.COMPLETED
-    assert w.core.state.deployments[str(POLICY)].next_seq == 5
+    assert w.core.state.deployments[str(POLICY)].queue.next_seq == 5
 
 
 def test_another_job_is_switched_in_while_a_checkpoint_is_written() -> None:
@@ -168,7 +168,7 @@ def test_further_checkpoint_waits_for_the_move_that_waits_for_the_one_before() -
     assert set(outcomes(w)) == {1, 2, 4}
     policy = w.core.state.deployments[str(POLICY)]
     step = Step(w.core.state, w.core.state.sequence, w.now_s)
-    why = explain(step, policy, policy.operations[5])
+    why = explain(step, policy, policy.queue.operations[5])
     assert why.waits_for == ["the move of its deployment to t1: once save_state 3 is durable"]
     w.run()
     assert set(outcomes(w).values()) == {Outcome.COMPLETED}
@@ -195,7 +195,7 @@ def test_cut_of_a_life_that_is_over_counts_for_nothing() -> None:
     permit = next(c for c in iter_permits(w) if c.operation == key(1))
     w.kill(POLICY)
     w.feed(StateCut(key(1), permit.epoch, permit.incarnation))
-    op = w.core.state.deployments[str(POLICY)].operations[1]
+    op = w.core.state.deployments[str(POLICY)].queue.operations[1]
     assert (op.state, op.is_cut) == (OpState.QUEUED, False)
     w.run()
     assert set(outcomes(w)) == {1, 2}
@@ -234,15 +234,15 @@ def test_head_behind_a_long_cut_is_not_searched_for_again() -> None:
     queue(w, "save_state", *["forward"] * 200, "optim_step")
     soon(w)
     policy = w.core.state.deployments[str(POLICY)]
-    assert (policy.next_seq, policy.head_seq) == (1, 203)
-    policy.operations = counted = Counted(policy.operations)
-    assert policy.head_seq == 203
-    assert counted.num_lookups == 1
+    assert (policy.queue.next_seq, policy.queue.head_seq) == (1, 203)
+    policy.queue.operations = counted = Counted(policy.queue.operations)
+    assert policy.queue.head_seq == 203
+    assert counted.num_lookups == 0
     queue(w, "optim_step", first=203)
     soon(w)
-    assert policy.head_seq == 204
+    assert policy.queue.head_seq == 204
     w.run()
-    assert policy.next_seq == policy.head_seq == 204
+    assert policy.queue.next_seq == policy.queue.head_seq == 204
 
 
 @settings(max_examples=60, deadline=None)

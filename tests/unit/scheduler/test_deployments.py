@@ -121,7 +121,7 @@ def test_drained_job_ends_done_once_what_was_open_has_ended() -> None:
         True,
     )
     assert world.core.state.jobs["t.a"].state is JobState.DONE
-    assert all(d.state is WpgState.STOPPED for d in world.core.state.deployments.values())
+    assert all(d.wpg.state is WpgState.STOPPED for d in world.core.state.deployments.values())
 
 
 def test_idle_job_ends_at_once_when_it_is_drained() -> None:
@@ -207,7 +207,7 @@ def test_created_deployment_goes_elsewhere_where_the_jobs_node_cannot_take_it() 
     create(world, spec("judge", "rollout", num_ranks=2))
     world.run()
     assert world.core.state.deployments[str(JUDGE)].node == NodeId("r1")
-    assert world.core.state.deployments[str(JUDGE)].state is WpgState.READY
+    assert world.core.state.deployments[str(JUDGE)].wpg.state is WpgState.READY
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_deployment_created_while_its_job_waits_is_placed_with_it() -> None:
     world.feed(JobFinished(JobKey(TENANT, "first"), "finish"))
     world.run()
     assert world.core.state.jobs["t.a"].state is JobState.ACTIVE
-    assert world.core.state.deployments[str(JUDGE)].state is WpgState.READY
+    assert world.core.state.deployments[str(JUDGE)].wpg.state is WpgState.READY
 
 
 def test_created_deployment_that_cannot_start_ends_alone() -> None:
@@ -267,7 +267,7 @@ def test_created_deployment_that_cannot_start_ends_alone() -> None:
     world.run()
     job = world.core.state.jobs["t.a"]
     assert job.state is JobState.ACTIVE
-    assert world.core.state.deployments[str(JUDGE)].error == refusal
+    assert world.core.state.deployments[str(JUDGE)].wpg.error == refusal
     assert world.done == {"t.a.judge.1": FAILED, "t.a.policy.1": COMPLETED}
     world.queue("a", "judge", 2, "forward")
     world.run()
@@ -339,7 +339,7 @@ def test_version_of_a_deleted_policy_stays_until_nobody_needs_it() -> None:
     assert not any(version in release.versions for release in sent(world, ReleaseVersions))
     world.kill(SAMPLER)  # it is rebuilt from that version
     world.run()
-    assert world.core.state.deployments[str(SAMPLER)].state is WpgState.READY
+    assert world.core.state.deployments[str(SAMPLER)].wpg.state is WpgState.READY
     create(world, spec("policy", "train", trainable=True))
     world.queue("a", "policy", 3, "publish_weights")
     world.run()

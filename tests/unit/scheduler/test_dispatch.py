@@ -202,7 +202,7 @@ def test_operation_after_a_reading_one_goes_on_as_soon_as_that_has_ended() -> No
     start_s, _ = run_of(world, "a.policy.1")
     assert start_s == pytest.approx(run_of(world, "a.sampler.2")[1])
     assert start_s < run_of(world, "a.sampler.1")[1]
-    assert world.core.state.deployments["t.a.sampler"].next_seq == 3
+    assert world.core.state.deployments["t.a.sampler"].queue.next_seq == 3
 
 
 def test_second_word_of_an_operation_that_ended_out_of_order_changes_nothing() -> None:
@@ -215,13 +215,13 @@ def test_second_word_of_an_operation_that_ended_out_of_order_changes_nothing() -
     advance(world, 1.0)
     finished = next(e for _, e in world.log if isinstance(e, OperationFinished))
     world.core.step(len(world.log) + 1, world.now_s, finished)
-    assert world.core.state.deployments["t.a.sampler"].next_seq == 1
+    assert world.core.state.deployments["t.a.sampler"].queue.next_seq == 1
     world.log.append((world.now_s, finished))
     world.payloads[str(event.key)] = event
     world.feed(event)  # a copy of it
     assert str(event.key) not in world.payloads
     world.run()
-    assert world.core.state.deployments["t.a.sampler"].operations == {}
+    assert world.core.state.deployments["t.a.sampler"].queue.operations == {}
 
 
 def test_operation_that_kills_its_workers_does_not_take_its_batch_along() -> None:
@@ -232,7 +232,7 @@ def test_operation_that_kills_its_workers_does_not_take_its_batch_along() -> Non
     sampler = world.core.state.deployments["t.a.sampler"]
     key = deployment("a", "sampler")
     while "t.a.sampler.rpoison" not in world.done:
-        while not any(operation.slot == "rpoison" for operation in sampler.running):
+        while not any(operation.slot == "rpoison" for operation in sampler.activation.running):
             advance(world, 0.01)
         world.kill(key)
     world.run()
@@ -358,7 +358,7 @@ def test_wpg_lost_on_two_devices_frees_both() -> None:
     world.queue("a", "policy", 1, "forward_backward")
     advance(world, 0.01)
     world.kill(deployment("a", "policy"))
-    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    assert not any(d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices)
     world.run()
     assert world.done == {"t.a.policy.1": Outcome.COMPLETED}
 
@@ -377,10 +377,10 @@ def test_claim_of_a_wpg_that_died_is_dropped() -> None:
     assert node.claims == ["t.a.sampler"]
     world.queue("c", "reference", 1, "load_state")
     advance(world, 0.0)
-    assert node.devices[0].running == "", "nothing begins on a claimed device"
+    assert node.devices[0].slots[0].running == "", "nothing begins on a claimed device"
     world.kill(deployment("a", "sampler"))
     assert node.claims == []
-    assert node.devices[0].running == "t.c.reference"
+    assert node.devices[0].slots[0].running == "t.c.reference"
     world.run()
     assert len(world.done) == 5
 
@@ -616,7 +616,7 @@ def test_early_activation_that_is_refused_does_no_harm() -> None:
     last = early(world)[-1]
     world.refuse(last)
     world.run()
-    seq = world.core.state.deployments[str(last.deployment)].next_seq
+    seq = world.core.state.deployments[str(last.deployment)].queue.next_seq
     world.queue(last.deployment.job, "sampler", seq, "generate")
     world.run()
     assert set(world.done.values()) == {Outcome.COMPLETED}
@@ -630,7 +630,9 @@ def standing(world: World, operation: str) -> tuple[list[str], int, float]:
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     owner = state.deployments[f"t.{job}.{name}"]
-    op = owner.operations.get(int(slot)) if slot.isdigit() else owner.unordered.get(slot)
+    op = (
+        owner.queue.operations.get(int(slot)) if slot.isdigit() else owner.queue.unordered.get(slot)
+    )
     assert op is not None
     return explain.why_not(step, owner, op), *explain.place_of(step, owner, op)
 
@@ -740,5 +742,8 @@ def test_everything_ends_and_replays_whatever_is_shared(
     assert world.states() == play(workload, [], residency).states()
     state = world.core.state
     assert not any(node.claims for node in state.nodes.values())
-    assert not any(d.operations or d.unordered or d.running for d in state.deployments.values())
+    assert not any(
+        d.queue.operations or d.queue.unordered or d.activation.running
+        for d in state.deployments.values()
+    )
     replays(world)

@@ -75,7 +75,7 @@ def nodes(world: World, name: str = "policy") -> list[NodeId]:
 
 
 def state(world: World) -> WpgState:
-    return world.core.state.deployments[str(POLICY)].state
+    return world.core.state.deployments[str(POLICY)].wpg.state
 
 
 def job_state(world: World) -> JobState:
@@ -217,7 +217,10 @@ def test_node_that_stays_keeps_its_part_when_another_is_left(durability: Durabil
 def test_node_with_a_copy_of_one_part_gets_another() -> None:
     """t2 has that of t0: of what t1 had it gets the copy that t3 has, and not its own."""
     world = spanning(Durability.REMOTE)
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"], ["t1", "t3"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [
+        ["t0", "t2"],
+        ["t1", "t3"],
+    ]
     world.feed(NodeDrainRequested(NodeId("t3"), "drain"))
     lose(world, "t1")
     world.run()
@@ -254,7 +257,7 @@ def spanning(durability: Durability, host_bytes: int = 0) -> World:
         world.queue("a", "policy", seq, "forward_backward")
         world.queue("a", "policy", seq + 1, "optim_step")
     world.run()
-    assert world.core.state.deployments[str(POLICY)].seal_seq
+    assert world.core.state.deployments[str(POLICY)].durability.seal_seq
     return world
 
 
@@ -338,7 +341,7 @@ def test_copy_that_nobody_can_take_is_told_and_made_once_somebody_can() -> None:
     world.feed(node_up("t2", "train"))
     world.run()
     assert status(world, "t1").waits_for == []
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t1", "t2"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [["t0", "t1", "t2"]]
 
 
 def test_copy_that_fails_is_tried_on_another_node_later() -> None:
@@ -351,7 +354,7 @@ def test_copy_that_fails_is_tried_on_another_node_later() -> None:
     world.mirror_error = None
     world.run()
     assert status(world, "t1").waits_for == []
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t1", "t3"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [["t0", "t1", "t3"]]
     train(world, 3, 4)
     world.run()
     assert world.core.state.stopping == {}, "t2 has forgotten what it may have got"
@@ -373,18 +376,24 @@ def test_seal_that_is_made_meanwhile_has_copies_of_its_own() -> None:
     train(world, 3, 4)
     world.run()
     assert status(world, "t1").waits_for == []
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [["t0", "t2"]]
     assert {node for node, files in world.files.items() if files} == {"t0", "t2"}
 
 
 def test_part_on_a_drained_node_goes_to_one_that_has_no_other_part() -> None:
     world = spanning(Durability.REMOTE)
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"], ["t1", "t3"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [
+        ["t0", "t2"],
+        ["t1", "t3"],
+    ]
     world.node_names["t4"] = "train"
     world.feed(node_up("t4", "train"))
     status(world, "t3")
     world.run()
-    assert world.core.state.deployments[str(POLICY)].copies == [["t0", "t2"], ["t1", "t3", "t4"]]
+    assert world.core.state.deployments[str(POLICY)].durability.replicas == [
+        ["t0", "t2"],
+        ["t1", "t3", "t4"],
+    ]
     assert status(world, "t3").waits_for == []
 
 
@@ -404,9 +413,9 @@ def sync_another(world: World) -> None:
     policy = spec("policy", "train", trainable=True)
     world.feed(DeploymentCreated(JobKey(TENANT, "a"), policy, "create"))
     after(world, 1.0)
-    first = world.core.state.deployments[str(POLICY)].first_seq
+    first = world.core.state.deployments[str(POLICY)].queue.first_seq
     world.queue("a", "policy", first, "publish_weights")
-    seq = world.core.state.deployments[f"{TENANT}.a.sampler"].next_seq
+    seq = world.core.state.deployments[f"{TENANT}.a.sampler"].queue.next_seq
     world.queue("a", "sampler", seq, "sync_weights", after=(("policy", first),), version=first)
 
 
@@ -455,7 +464,7 @@ def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more()
     status(world, "t0")
     after(world, 0.5)
     job = world.core.state.jobs[f"{TENANT}.a"]
-    assert [copying.is_failed for copying in job.copying.values()] == [True]
+    assert [copying.has_failed for copying in job.copying.values()] == [True]
     sync_another(world)
     after(world, 3.0)
     assert job.orphans == {}
@@ -494,7 +503,7 @@ def test_job_falls_back_as_a_whole_when_its_seal_is_gone() -> None:
     assert nodes(world) == ["t1"]
     assert world.states()[POLICY] == world.checkpoints[POLICY, "best"]
     assert nodes(world, "sampler") == ["r0"]
-    assert world.core.state.deployments[f"{TENANT}.a.sampler"].incarnation == 2, "it alone"
+    assert world.core.state.deployments[f"{TENANT}.a.sampler"].wpg.incarnation == 2, "it alone"
 
 
 @pytest.mark.parametrize("how", ["waited for", "said"])
@@ -690,7 +699,7 @@ def _lose_one_of_its_nodes(world: World, names: list[str], off: set[str]) -> Non
     world.mirror_error = None
     world.run()
     staying = set(names) - world.core.state.closing.keys()
-    copies = world.core.state.deployments[str(POLICY)].copies
+    copies = world.core.state.deployments[str(POLICY)].durability.replicas
     is_safe = all(len(staying.intersection(part)) >= 2 for part in copies)
     free = staying - set(nodes(world)) - {node for part in copies for node in part}
     assert is_safe or not free, "there was room for copies"

@@ -31,8 +31,9 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
-from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
+from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.outputs import Output
 from phaseloom.scheduler.core.state.step import Step
@@ -78,7 +79,7 @@ class Teller:
         return self.tell(lost(key, self.incarnation(key), NODES[key.deployment]))
 
     def incarnation(self, key: DeploymentKey) -> int:
-        return self.core.state.deployments[str(key)].incarnation
+        return self.core.state.deployments[str(key)].wpg.incarnation
 
     def retry(self) -> list[Output]:
         """The pause after a refused switch-in is over."""
@@ -144,7 +145,7 @@ def test_outcome_settled_during_a_replay_begins_it_anew() -> None:
     assert any(isinstance(output, outputs.SettleCompletion) for output in made)
     teller.started(SAMPLER)
     sampler = teller.core.state.deployments[str(SAMPLER)]
-    assert (sampler.state, sampler.replay) == (WpgState.RECOVERING, [1])
+    assert (sampler.wpg.state, sampler.durability.replay) == (WpgState.RECOVERING, [1])
     made = teller.tell(settled(queued(SAMPLER, 2, "").key, "sync_weights"))
     assert [stop.deployment for stop in commands(made, StopWpg)] == [SAMPLER]
     teller.killed(SAMPLER)
@@ -172,7 +173,7 @@ def test_refused_step_that_is_settled_late_leaves_no_gradients_behind() -> None:
     assert any(isinstance(output, outputs.SettleCompletion) for output in refused)
     partial = ErrorInfo(Code.FAILED_PRECONDITION, "a part of the batch is missing")
     made = teller.tell(settled(step.operation, "optim_step", partial))
-    assert teller.core.state.deployments[str(POLICY)].history == []
+    assert teller.core.state.deployments[str(POLICY)].durability.history == []
     assert commands(made, StopWpg), "its gradients go with it"
 
 

@@ -183,7 +183,7 @@ def test_cancelled_reading_operation_whose_workers_die_is_not_run_again() -> Non
     world = ready()
     world.queue("a", "sampler", 1, "generate")
     until_permitted(world, key("sampler", 1))
-    world.core.state.deployments["t.a.sampler"].operations[1].is_cancelled = True
+    world.core.state.deployments["t.a.sampler"].queue.operations[1].is_cancelled = True
     world.kill(SAMPLER)
     world.run()
     assert world.done == {"t.a.sampler.1": CANCELLED}
@@ -447,7 +447,9 @@ def test_operation_that_closes_a_cycle_fails_and_names_it(
     error = completion(world, key(name, seq))
     assert error.code is Code.FAILED_PRECONDITION
     assert cycle in error.message
-    assert not any(d.operations for d in world.core.state.deployments.values()), "one waits still"
+    assert not any(d.queue.operations for d in world.core.state.deployments.values()), (
+        "one waits still"
+    )
 
 
 def test_reading_operations_that_run_together_are_no_cycle() -> None:
@@ -674,14 +676,14 @@ def test_name_of_an_ended_job_can_be_used_again() -> None:
     world.run()
     world.feed(JobFinished(A, "end"))
     world.run()
-    before = world.core.state.deployments["t.a.policy"].incarnation
+    before = world.core.state.deployments["t.a.policy"].wpg.incarnation
     world.submit("a")
     world.run()
     assert world.core.state.jobs["t.a"].state is JobState.ACTIVE
     assert any(isinstance(o, outputs.DropCheckpoint) for made in world.outputs for o in made)
     again = world.core.state.deployments["t.a.policy"]
-    assert (again.next_seq, again.applied) == (3, 2)
-    assert again.incarnation > before
+    assert (again.queue.next_seq, again.durability.applied) == (3, 2)
+    assert again.wpg.incarnation > before
     world.feed(SessionOpened(A, 1))
     queue_in(world, 1, "policy", {2: STEP, 3: STEP})  # 2 is a late copy
     world.run()
@@ -761,13 +763,13 @@ def test_versions_that_were_released_while_their_node_was_away_are_released_agai
         world.queue("a", "policy", seq, kind)
     world.run()
     policy = world.core.state.deployments["t.a.policy"]
-    policy.durable_versions = [2, 4]  # the seal was made before 4 was published
+    policy.durability.durable_versions = [2, 4]  # the seal was made before 4 was published
     world.lose_train_node()
     num_before = len(world.commands)
     world.run()
     released = [c for c in world.commands[num_before:] if isinstance(c, ReleaseVersions)]
     assert [v.seq for c in released for v in c.versions] == [2]
-    assert policy.state is WpgState.READY
+    assert policy.wpg.state is WpgState.READY
 
 
 def test_every_outcome_has_a_state_of_an_operation() -> None:

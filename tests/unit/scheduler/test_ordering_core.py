@@ -197,11 +197,11 @@ def test_policy_replays_from_any_snapshot(ordering: str) -> None:
 def test_device_forgets_a_job_that_has_left() -> None:
     loops = [Loop("a", BIG, 2), Loop("b", SMALL, 2)]
     world = Contention(config_of("round_robin"), loops).run()
-    device = world.core.state.nodes["t0"].devices[0]
-    for known in (device.served, device.rounds):
+    slot = world.core.state.nodes["t0"].devices[0].slots[0]
+    for known in (slot.served, slot.rounds):
         assert set(known) == {f"{TENANT}.a", f"{TENANT}.b"}
     world.feed(JobFinished(loops[0].key.job_key, "finish"))
-    for known in (device.served, device.rounds):
+    for known in (slot.served, slot.rounds):
         assert set(known) == {f"{TENANT}.b"}
 
 
@@ -227,7 +227,7 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
     waiting = state.deployments[str(loops[1].key)]
-    op = waiting.operations[1]
+    op = waiting.queue.operations[1]
     (line,) = explain.why_not(step, waiting, op)
     place, start_s = explain.place_of(step, waiting, op)
     assert line.startswith("device 0 of t0, which waits up to ")

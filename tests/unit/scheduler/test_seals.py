@@ -49,7 +49,7 @@ def test_log_of_a_busy_deployment_does_not_grow_for_ever(config: dict[str, Any])
     ordered = seals(world)
     assert len(ordered) >= 2
     assert all(seq % 2 == 0 for seq in ordered), "a seal with gradients"
-    sealed = world.core.state.deployments[str(deployment("a", "policy"))].seal_seq
+    sealed = world.core.state.deployments[str(deployment("a", "policy"))].durability.seal_seq
     assert sealed >= ordered[-2]
     left = [int(name.rsplit(".", 1)[1]) for name in world.payloads if ".policy." in name]
     assert all(seq > sealed for seq in left)

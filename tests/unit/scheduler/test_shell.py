@@ -31,7 +31,8 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import JobSpec
 from phaseloom.common.process import lifecycle
 from phaseloom.scheduler.clock import Clock
-from phaseloom.scheduler.core.core import REFUSAL_PAUSE_S, Core
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch.dispatch import REFUSAL_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import (
     DeleteOperations,
     DropCheckpoint,
@@ -486,7 +487,7 @@ async def test_events_that_one_append_brought_come_to_the_same_as_one_by_one() -
         assert deleted == ["r3", "r2", "r1"]
     deployments = [core.state.deployments["t.a.policy"] for core in (apart, together)]
     assert deployments[0] == deployments[1]
-    assert "r1" not in deployments[0].unordered
+    assert "r1" not in deployments[0].queue.unordered
 
 
 def done(op: QueuedOperation, outcome: Outcome) -> OperationFinished:

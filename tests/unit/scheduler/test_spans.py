@@ -34,8 +34,9 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core.core import MAX_REFUSALS, Core
+from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
+from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placed, Placement
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -169,11 +170,11 @@ def test_wpg_is_up_once_all_of_its_nodes_say_so() -> None:
     world = world_of("a01")
     policy = of(world, POLICY)
     world.kill(POLICY)
-    run_until(world, lambda: policy.state is WpgState.STARTING)
-    run_until(world, lambda: len(policy.awaited) == 1)
-    assert str(policy.state) == "starting"
-    run_until(world, lambda: not policy.awaited)
-    assert str(policy.state) == "ready"
+    run_until(world, lambda: policy.wpg.state is WpgState.STARTING)
+    run_until(world, lambda: len(policy.wpg.starting_on) == 1)
+    assert str(policy.wpg.state) == "starting"
+    run_until(world, lambda: not policy.wpg.starting_on)
+    assert str(policy.wpg.state) == "ready"
 
 
 def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
@@ -183,12 +184,14 @@ def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
     policy = of(world, POLICY)
     run_until(world, lambda: policy.is_opening)
     assert sorted(told(world, OpenActivation, POLICY)) == ["t0", "t1"]
-    run_until(world, lambda: len(policy.awaited) == 1)
-    assert not policy.running
+    run_until(world, lambda: len(policy.activation.opening_on) == 1)
+    assert not policy.activation.running
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
-    why = explain.explain(step, policy, policy.operations[1])
-    assert why.waits_for == [f"its activation, which is not open yet on {policy.awaited[0]}"]
+    why = explain.explain(step, policy, policy.queue.operations[1])
+    assert why.waits_for == [
+        f"its activation, which is not open yet on {policy.activation.opening_on[0]}"
+    ]
     world.run()
     assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
     replays(world)
@@ -227,10 +230,10 @@ def test_state_that_one_node_must_give_up_stays_on_the_others() -> None:
     world.queue("b1", "policy", 1, "load_state")
     world.run()
     policy = of(world, POLICY)
-    assert policy.epoch == 0, "an activation ends whole"
+    assert policy.activation.epoch == 0, "an activation ends whole"
     nodes = world.core.state.nodes
-    assert nodes["t0"].devices[0].resident == [str(POLICY)]
-    assert nodes["t1"].devices[0].resident == ["t.b1.policy"]
+    assert nodes["t0"].devices[0].slots[0].resident == [str(POLICY)]
+    assert nodes["t1"].devices[0].slots[0].resident == ["t.b1.policy"]
     world.queue("a01", "policy", 2, "load_state")
     world.run()
     assert world.done["t.a01.policy.2"] is Outcome.COMPLETED
@@ -249,14 +252,14 @@ def test_one_refusal_aborts_the_activation_on_every_node() -> None:
     world.run()
     world.queue("a01", "policy", 1, "forward_backward")
     policy = of(world, POLICY)
-    run_until(world, lambda: len(policy.awaited) == 1)
-    refusing = policy.awaited[0]
+    run_until(world, lambda: len(policy.activation.opening_on) == 1)
+    refusing = policy.activation.opening_on[0]
     (command,) = [c for c in opens_of(world, POLICY) if c.node == refusing]
     world.refuse(command)
     others = [node for node in policy.nodes if node != refusing]
     assert told(world, CloseActivation, POLICY) == others
-    assert policy.epoch == 0
-    assert not any(d.running for n in world.core.state.nodes.values() for d in n.devices)
+    assert policy.activation.epoch == 0
+    assert not any(d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices)
     world.run()
     assert world.done["t.a01.policy.1"] is Outcome.COMPLETED
     assert len(opens_of(world, POLICY)) == 4
@@ -268,10 +271,10 @@ def test_late_word_of_an_aborted_activation_opens_nothing() -> None:
     world.queue("a01", "policy", 1, "forward_backward")
     policy = of(world, POLICY)
     run_until(world, lambda: policy.is_opening)
-    assert len(policy.awaited) == 2
+    assert len(policy.activation.opening_on) == 2
     world.refuse(opens_of(world, POLICY)[0])
     run_until(world, lambda: "t1" in world.ranks[POLICY].opened)
-    assert not policy.running
+    assert not policy.activation.running
     world.run()
     assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
 
@@ -297,14 +300,14 @@ def test_ranks_killed_on_one_node_end_the_life_on_all() -> None:
     train(world, "a01", 3)
     run_until(world, lambda: "t.a01.policy.4" in world.done)
     policy = of(world, POLICY)
-    incarnation = policy.incarnation
+    incarnation = policy.wpg.incarnation
     world.kill(POLICY, on=NodeId("t1"))
-    assert policy.state is WpgState.LOST
+    assert policy.wpg.state is WpgState.LOST
     assert told(world, StopWpg, POLICY) == ["t0"]
-    assert policy.awaited == ["t0"], "its death is to be confirmed"
-    assert policy.incarnation == incarnation
+    assert policy.wpg.dying_on == ["t0"], "its death is to be confirmed"
+    assert policy.wpg.incarnation == incarnation
     world.run()
-    assert policy.incarnation == incarnation + 1
+    assert policy.wpg.incarnation == incarnation + 1
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed("a01", 3).states()
     replays(world)
@@ -322,7 +325,7 @@ def test_lost_node_is_waited_for_and_the_whole_is_rebuilt(name: str) -> None:
     num_starts = len(told(world, StartWpg, POLICY))
     world.run()
     policy = of(world, POLICY)
-    assert (policy.state, policy.awaited) == (WpgState.LOST, [])
+    assert (policy.wpg.state, policy.wpg.dying_on) == (WpgState.LOST, [])
     assert len(told(world, StartWpg, POLICY)) == num_starts, "started without a node"
     world.bring_back(name)
     world.run()
@@ -338,20 +341,20 @@ def test_node_that_comes_back_waits_for_the_dead_on_the_others() -> None:
     num_starts = len(told(world, StartWpg, POLICY))
     world.bring_back("t1")
     policy = of(world, POLICY)
-    assert policy.awaited == ["t0"]
+    assert policy.wpg.dying_on == ["t0"]
     assert len(told(world, StartWpg, POLICY)) == num_starts
     world.run()
-    assert policy.state is WpgState.READY
+    assert policy.wpg.state is WpgState.READY
 
 
 def test_nodes_that_begin_with_other_states_are_not_taken_for_one() -> None:
     world = world_of("a01")
     world.kill(POLICY)
     policy = of(world, POLICY)
-    run_until(world, lambda: policy.state is WpgState.STARTING)
+    run_until(world, lambda: policy.wpg.state is WpgState.STARTING)
     world.drop(lambda event: isinstance(event, WpgStarted))
     for node, applied in (("t0", 0), ("t1", 3)):
-        started = WpgStarted(POLICY, policy.incarnation, NodeId(node), STATE_BYTES, applied)
+        started = WpgStarted(POLICY, policy.wpg.incarnation, NodeId(node), STATE_BYTES, applied)
         world.feed(started)
     job = world.core.state.jobs["t.a01"]
     assert job.state is JobState.FAILED
@@ -383,10 +386,10 @@ def test_seal_counts_once_every_node_has_committed_its_part() -> None:
     world = world_of("a01", seal_every=1)
     policy = sealed_once(world)
     assert told(world, SealState, POLICY) == ["t0", "t1"]
-    run_until(world, lambda: len(policy.seal_parts) == 1)
-    assert policy.seal_seq == 0
-    run_until(world, lambda: policy.seal_seq > 0)
-    assert policy.sealing == 0
+    run_until(world, lambda: len(policy.durability.seal_parts) == 1)
+    assert policy.durability.seal_seq == 0
+    run_until(world, lambda: policy.durability.seal_seq > 0)
+    assert policy.durability.sealing == 0
     world.run()
     replays(world)
 
@@ -394,7 +397,7 @@ def test_seal_counts_once_every_node_has_committed_its_part() -> None:
 def test_permit_names_the_seal_that_every_node_must_have_cut_before() -> None:
     """Commands to two nodes come in any order; a share must not overtake the cut of a seal."""
     world = world_of("a01", seal_every=1)
-    seq = sealed_once(world).sealing
+    seq = sealed_once(world).durability.sealing
     world.drop(lambda event: isinstance(event, SealCommitted))
     num_told = len(world.commands)
     train(world, "a01", 1, first=3)
@@ -408,12 +411,12 @@ def test_permit_names_the_seal_that_every_node_must_have_cut_before() -> None:
 def test_seal_that_failed_on_one_node_is_none() -> None:
     world = world_of("a01", seal_every=1)
     policy = sealed_once(world)
-    seq = policy.sealing
+    seq = policy.durability.sealing
     world.drop(lambda event: isinstance(event, SealCommitted))
     full = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
     world.feed(SealFailed(POLICY, seq, NodeId("t0"), full))
     world.feed(SealCommitted(POLICY, seq, NodeId("t1"), []))
-    assert (policy.seal_seq, policy.sealing) == (0, 0)
+    assert (policy.durability.seal_seq, policy.durability.sealing) == (0, 0)
     world.run()
 
 
@@ -422,16 +425,16 @@ def test_late_word_of_an_earlier_seal_that_failed_ends_no_other() -> None:
     then must wait for that on every node still."""
     world = world_of("a01", seal_every=1)
     policy = sealed_once(world)
-    first = policy.sealing
+    first = policy.durability.sealing
     full = ErrorInfo(Code.RESOURCE_EXHAUSTED, "the disk is full")
     world.drop(lambda event: isinstance(event, SealCommitted))
     world.feed(SealFailed(POLICY, first, NodeId("t0"), full))
-    run_until(world, lambda: bool(policy.sealing))
-    second = policy.sealing
+    run_until(world, lambda: bool(policy.durability.sealing))
+    second = policy.durability.sealing
     assert second > first
     world.feed(SealFailed(POLICY, first, NodeId("t1"), full))
-    assert policy.sealing == second
-    run_until(world, lambda: policy.seal_seq == second)
+    assert policy.durability.sealing == second
+    run_until(world, lambda: policy.durability.seal_seq == second)
     world.run()
     replays(world)
 
@@ -440,11 +443,11 @@ def test_part_that_is_committed_after_a_loss_completes_the_seal() -> None:
     """All parts are on disk: the seal is as good as any."""
     world = world_of("a01", seal_every=1)
     policy = sealed_once(world)
-    seq = policy.sealing
-    run_until(world, lambda: len(policy.seal_parts) == 1)
+    seq = policy.durability.sealing
+    run_until(world, lambda: len(policy.durability.seal_parts) == 1)
     world.kill(POLICY)
-    assert policy.sealing == 0
-    run_until(world, lambda: policy.seal_seq == seq)
+    assert policy.durability.sealing == 0
+    run_until(world, lambda: policy.durability.seal_seq == seq)
     world.run()
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed("a01", 2).states()
@@ -481,7 +484,10 @@ def test_deployment_moves_under_load_and_nothing_is_lost(
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed(job, 4).states()
     devices = [d for digit in job[1:] for d in world.core.state.nodes[f"t{digit}"].devices]
-    assert not any(d.placed or d.resident or d.ready or d.holder for d in devices)
+    assert not any(
+        d.slots[0].placed or d.slots[0].resident or d.slots[0].ready or d.slots[0].holder
+        for d in devices
+    )
     replays(world)
 
 
@@ -522,15 +528,15 @@ def test_what_runs_ends_and_what_comes_waits_and_is_told_why() -> None:
     world = world_of("a0")
     sampler = of(world, deployment("a0", "sampler"))
     world.queue("a0", "sampler", "rone", "generate")
-    run_until(world, lambda: bool(sampler.running))
+    run_until(world, lambda: bool(sampler.activation.running))
     move(world, "a0", "3")
     world.queue("a0", "sampler", "rtwo", "generate")
-    run_until(world, lambda: "rtwo" in sampler.unordered)
+    run_until(world, lambda: "rtwo" in sampler.queue.unordered)
     assert sampler.nodes == ["r0"], "what runs has not ended"
-    assert len(sampler.running) == 1, "it would have run beside the other"
+    assert len(sampler.activation.running) == 1, "it would have run beside the other"
     state = world.core.state
     step = Step(state, state.sequence, world.now_s)
-    why = explain.explain(step, sampler, sampler.unordered["rtwo"])
+    why = explain.explain(step, sampler, sampler.queue.unordered["rtwo"])
     assert why.waits_for == ["the move of its deployment to r3: once what runs has ended"]
     world.run()
     assert [op for _, _, op in world.runs] == ["t.a0.sampler.rone", "t.a0.sampler.rtwo"]
@@ -544,18 +550,18 @@ def test_old_node_keeps_the_seal_until_there_is_one_where_it_is_now() -> None:
     policy = of(world, POLICY)
     move(world, "a01", "23")
     world.run()
-    assert policy.left == ["t0", "t1"]
+    assert policy.move.stale_holders == ["t0", "t1"]
     world.kill(POLICY)
     world.run()
-    assert policy.state is WpgState.READY, "it is rebuilt from it once more"
+    assert policy.wpg.state is WpgState.READY, "it is rebuilt from it once more"
     train(world, "a01", 1, first=2)
     world.run()
     move(world, "a01", "40")
     world.run()
     stops = [c for c in world.commands if isinstance(c, StopWpg) and c.forget]
     assert [c.node for c in stops if c.deployment == POLICY] == ["t1"], "t0 is where it goes"
-    assert (policy.nodes, policy.left) == (["t0", "t4"], ["t2", "t3"])
-    assert policy.state is WpgState.READY
+    assert (policy.nodes, policy.move.stale_holders) == (["t0", "t4"], ["t2", "t3"])
+    assert policy.wpg.state is WpgState.READY
     assert world.core.state.stopping == {}
     world.feed(JobFinished(JobKey(TENANT, "a01"), "end"))
     world.run()
@@ -570,7 +576,7 @@ def test_seal_that_fails_does_not_keep_it() -> None:
     train(world, "a0", 1)
     world.run()
     move(world, "a0", "3")
-    assert policy.sealing == 3
+    assert policy.durability.sealing == 3
     world.drop(lambda event: isinstance(event, SealCommitted))
     world.feed(SealFailed(policy.key, 3, NodeId("t0"), ErrorInfo(Code.INTERNAL, "torn")))
     world.run()
@@ -588,7 +594,7 @@ def test_it_runs_on_where_it_is_while_a_node_that_it_is_to_go_to_is_down() -> No
     world.lose_node("t3")
     world.feed(NodeLost(NodeId("t3"), 1, "its lease ran out"))
     world.run()
-    assert policy.moving is not None
+    assert policy.move.relocation is not None
     assert policy.nodes == ["t0"]
     assert len(world.done) == 10
     world.bring_back("t3")
@@ -710,7 +716,7 @@ def disturb(world: World, what: str, chance: random.Random) -> None:
     elif what == "refuse":
         opening = [of(world, k) for k in alive if of(world, k).is_opening]
         for d in opening[:1]:
-            node = chance.choice(d.awaited)
+            node = chance.choice(d.activation.opening_on)
             (*_, command) = [c for c in opens_of(world, d.key) if c.node == node]
             world.refuse(command)
     elif what == "lose":
@@ -719,7 +725,7 @@ def disturb(world: World, what: str, chance: random.Random) -> None:
         world.bring_back(name)
     elif what == "move" and "t.d0" in world.core.state.cluster.placed:
         here = of(world, deployment("d0", "policy"))
-        if here.moving is None:
+        if here.move.relocation is None:
             move(world, "d0", "4" if here.nodes == ["t3"] else "3")
 
 
@@ -759,6 +765,6 @@ def test_nothing_deadlocks_and_nothing_is_lost_whatever_happens(
     assert world.states() == play(seed, []).states()
     state = world.core.state
     assert not any(node.claims for node in state.nodes.values())
-    assert not any(d.running for node in state.nodes.values() for d in node.devices)
+    assert not any(d.slots[0].running for node in state.nodes.values() for d in node.devices)
     assert state.moving == []
     replays(world)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.statemgr.core.arena import MAX_IDLE_PER_POOL, PAGE_BYTES, Arena
+from phaseloom.statemgr.memory.arena import MAX_IDLE_PER_POOL, PAGE_BYTES, Arena
 
 
 def test_refusal_has_the_numbers_and_changes_nothing() -> None:

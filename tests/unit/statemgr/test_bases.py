@@ -15,8 +15,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.statemgr.core.statefile import Section, seal_header
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import Section, seal_header
 
 KEY = DeploymentKey("acme", "sums", "policy")
 TAIL = 4096 + 5

@@ -20,15 +20,15 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
+from phaseloom.statemgr.disk.statefile import (
     Section,
     StateHeader,
     encode_header,
     seal_header,
 )
-from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
 
 KEY = DeploymentKey("acme", "sums", "policy")
 MiB = 1024 * 1024

@@ -16,23 +16,23 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import CutState, WriteCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.core.residency import Rank
+from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Rank
+from phaseloom.statemgr.tiering.tiering import Tiering
 
 SIZE = 64 * 1024
 KEY = DeploymentKey("acme", "job", "policy")
 
 
-async def _offloaded(node: Node, hierarchy: Hierarchy) -> Rank:
+async def _offloaded(node: Node, tiering: Tiering) -> Rank:
     """A deployment whose whole state, at 1, is in host memory."""
     node.residency.register(["token"], KEY, 1, [0], 0)
     (rank,) = node.residency.current(KEY, 1).ranks
-    extent = await hierarchy.reserve(SIZE, "state")
+    extent = await tiering.reserve(SIZE, "state")
     slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
     node.residency.register_heap(rank, SIZE, slots, extent)
     node.residency.fill(rank, 1, digest_of(node.memory[extent].view(SIZE)))
@@ -44,15 +44,15 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     """With a deployment to save."""
     node = Node(NodeId("n"), [SIZE], 8 * SIZE, 10.0)
     files = await asyncio.to_thread(StateDirectory, directory)
-    hierarchy = Hierarchy(node, files, 0)
+    tiering = Tiering(node, files, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
-    apart = Apart(node, hierarchy)
-    exporter = Exporter(node, hierarchy, files, checkpoints, apart, file_bytes=10**9)
+    apart = Staging(node, tiering)
+    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=10**9)
     async with asyncio.TaskGroup() as tasks:
-        hierarchy.start(tasks)
+        tiering.start(tasks)
         exporter.start(tasks)
-        yield node, exporter, await _offloaded(node, hierarchy)
-    node.keeper.close()
+        yield node, exporter, await _offloaded(node, tiering)
+    node.handles.close()
     node.memory.close()
 
 

@@ -35,7 +35,7 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
     node.ranks[rank] = peer
     extent = node.memory.reserve(4096, "a content")
     inode = os.fstat(node.memory[extent].read_only_fd).st_ino
-    async with node.keeper._lock:  # they are being kept
+    async with node.handles._lock:  # they are being kept
         asking = asyncio.create_task(
             node.ask(rank, CopyIn("0" * 32), [node.memory[extent].read_only_fd])
         )
@@ -46,5 +46,5 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
     assert inodes == [inode]
     await peer.close()
     await other.close()
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()

@@ -14,9 +14,9 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.held import Held
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
-from phaseloom.statemgr.core.cuts import Cut, CutPart
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
+from phaseloom.statemgr.checkpoints.stagedstate import StagedState
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory
 
 SIZE = 4096
@@ -28,18 +28,18 @@ def parts_of(root: Path, node: str) -> NodeParts:
     return NodeParts(Checkpoints(root, NodeId(node)), StateDirectory(root))
 
 
-def cut(rank: int, *, seq: int = 1, num_ranks: int = 2, incarnation: int = 1) -> Cut:
+def cut(rank: int, *, seq: int = 1, num_ranks: int = 2, incarnation: int = 1) -> Snapshot:
     """Of one rank a node."""
-    part = CutPart(1, SIZE, TensorTable.of(SLOTS))
-    return Cut(
+    part = SnapshotPart(1, SIZE, TensorTable.of(SLOTS))
+    return Snapshot(
         KEY, incarnation, "save", "step-1", seq, [part], rank_offset=rank, num_ranks=num_ranks
     )
 
 
-def held(rank: int, byte: int) -> Held:
+def held(rank: int, byte: int) -> StagedState:
     memory = memoryview(bytearray([byte]) * SIZE)
     assert SIZE <= BLOCK_BYTES
-    return Held(rank, SLOTS, memory, checksum(memory))
+    return StagedState(rank, SLOTS, memory, checksum(memory))
 
 
 @pytest.mark.parametrize("incarnation", [1, 2, 3])
@@ -69,7 +69,7 @@ def test_what_an_earlier_life_left_is_not_this_one_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [cut(1, seq=2), cut(1, num_ranks=4), cut(1, incarnation=2)])
-def test_part_of_another_cut_is_not_taken(tmp_path: Path, other: Cut) -> None:
+def test_part_of_another_cut_is_not_taken(tmp_path: Path, other: Snapshot) -> None:
     parts_of(tmp_path, "second").write(other, [held(1, 1)], NEVER)
     with pytest.raises(PhaseloomError, match="another") as refused:
         parts_of(tmp_path, "first").find(cut(0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.transport.tickets import is_genuine, signed
-from phaseloom.statemgr.core.residency import Residency, Wpg
 from phaseloom.statemgr.mesh.permission import Gate, check_reader
+from phaseloom.statemgr.residency.residency import Residency, Wpg
 
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")
@@ -95,3 +95,23 @@ def test_a_reader_shows_its_own_ticket_or_none() -> None:
             check_reader(_wpg(reader, incarnation), VERSION, GOOD)
     with pytest.raises(CallerError, match="of another job"):
         check_reader(_wpg(DeploymentKey("globex", "sums", "s"), 1), VERSION, None)
+
+
+def test_files_go_to_the_nodes_of_a_ticket_until_a_later_life_asks() -> None:
+    gate = Gate("secret")
+    good = signed(FilesTicket(POLICY, 3, ["a", "b"]), "secret")
+    gate.check_files(good, POLICY, "b")
+    later = signed(FilesTicket(POLICY, 4, ["a"]), "secret")
+    for ticket, deployment, node, says in (
+        (signed(good, "another"), POLICY, "a", "is not signed"),
+        (good, SAMPLER, "a", "a ticket for"),
+        (good, POLICY, "c", "shown by node 'c'"),
+    ):
+        with pytest.raises(CallerError, match=says) as caught:
+            gate.check_files(ticket, deployment, node)
+        assert caught.value.info.code is Code.PERMISSION_DENIED
+    gate.check_files(later, POLICY, "a")
+    with pytest.raises(CallerError, match="which is at 4"):
+        gate.check_files(good, POLICY, "a")
+    # Lives of readers are counted apart from lives of owners.
+    gate.check(GOOD, VERSION, "a")

@@ -15,10 +15,10 @@ from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts
 from phaseloom.common.tensors.versionparts import part_of
-from phaseloom.statemgr.core.residency import Wpg
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
@@ -66,11 +66,11 @@ async def world(directory: Path) -> AsyncIterator[World]:
     node = Node(NodeId("n"), [1], 2**20, 10.0)
     node.settled.set()
     files = StateDirectory(directory)
-    hierarchy = Hierarchy(node, files, 0)
-    weights = Weights(node, files, hierarchy, identity(), 10.0)
-    yield World(node, Publishing(node, hierarchy, weights))
+    tiering = Tiering(node, files, 0)
+    weights = Weights(node, files, tiering, identity(), 10.0)
+    yield World(node, Publishing(node, tiering, weights))
     node.validate()
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()
 
 

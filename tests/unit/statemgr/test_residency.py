@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.statemgr.core.arena import PAGE_BYTES, Arena
-from phaseloom.statemgr.core.residency import (
+from phaseloom.statemgr.memory.arena import PAGE_BYTES, Arena
+from phaseloom.statemgr.residency.residency import (
     ON_DEVICE,
     TRANSITIONS,
     InvalidTransition,

@@ -8,10 +8,12 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.seals.fileserving import StateFiles
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
+from phaseloom.statemgr.transfer.wire import KeepFiles
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
 
@@ -21,14 +23,19 @@ SITE = "west"
 BOX = (Box("w", [0], [64]), 64)
 
 
+async def _never(asked: KeepFiles) -> None:
+    raise AssertionError(f"nobody asks for {asked}")
+
+
 async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Path) -> None:
     """There may be hundreds of thousands of boxes in each."""
     node = Node(NodeId("n"), [1], 2**20, 10.0)
     node.settled.set()
     directory = StateDirectory(tmp_path)
-    hierarchy = Hierarchy(node, directory, 0)
+    hierarchy = Tiering(node, directory, 0)
     weights = Weights(node, directory, hierarchy, identity(), 10.0)
-    server = Server(Gate("secret"), 10.0, weights)
+    files = StateFiles(node, directory, 10.0, _never)
+    server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
 
     async def assignment(key: VersionKey) -> Assignment:
         async with weights.open_part(key) as part:
@@ -43,5 +50,5 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node.drop_version(node.versions.find(KEYS[0]))
     third = await assignment(KEYS[2])
     assert {id(each) for each in server._assignments.values()} == {id(second), id(third)}
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()

@@ -15,7 +15,7 @@ from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
@@ -26,8 +26,8 @@ KEY = DeploymentKey("acme", "job", "policy")
 async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -> None:
     node = Node(NodeId("n"), [0], 2**20, 10.0)
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
-    hierarchy = Hierarchy(node, directory, 0)
-    weights = Weights(node, directory, hierarchy, identity(), 10.0)
+    tiering = Tiering(node, directory, 0)
+    weights = Weights(node, directory, tiering, identity(), 10.0)
     slices = Slices(node, weights)
     node.residency.register(["token"], KEY, 1, [0], 0)
     wpg = node.residency.current(KEY, 1)
@@ -41,5 +41,5 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     assert not done, "it was looked through on the event loop"
     with pytest.raises(CallerError, match="is no box"):
         await opening
-    node.keeper.close()
+    node.handles.close()
     node.memory.close()

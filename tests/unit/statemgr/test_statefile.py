@@ -14,7 +14,9 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, digest_of
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.probing import PROBE_PREFIX
+from phaseloom.statemgr.disk.statefile import (
     DATA_ALIGNMENT_BYTES,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
@@ -28,8 +30,6 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)

@@ -9,8 +9,8 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.common.tensors.versionparts import manifest_slots, part_of
-from phaseloom.statemgr.core.layout import check_layout
-from phaseloom.statemgr.core.versions import Version, Versions
+from phaseloom.statemgr.memory.layouts import check_layout
+from phaseloom.statemgr.versions.versions import Version, Versions
 
 KEY = VersionKey(DeploymentKey("acme", "sums", "policy"), 7)
 

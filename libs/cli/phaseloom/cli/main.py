@@ -33,7 +33,7 @@ def application() -> App:
         version=_version,
         # No line of help here has any Markdown, and its renderer takes long to import.
         help_format="plaintext",
-        # Where a subcommand is called by a program it may be given a console.
+        # The parameter `console` is for programs that call a subcommand as a function.
         default_parameter=Parameter(parse=re.compile("^(?!console$)")),
     )
     for place, line in _COMMANDS.items():

@@ -205,7 +205,7 @@ def _draw_labels(
             va="center",
             fontsize=8,
             color="black" if LIGHTNESS.get(kind, 0.0) else "white",
-            # Its own ground, so that the lines between operations do not cross the letters.
+            # The label has a ground of its own, so that no line between operations crosses it.
             bbox={"facecolor": colour_of(run[0], colours), "edgecolor": "none", "pad": 1.0},
         )
 

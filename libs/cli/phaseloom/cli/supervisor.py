@@ -189,7 +189,7 @@ def child_specs(
     shared = {
         **_section("BUS", bus),
         **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
-        # One that is inherited would be everybody's.
+        # An inherited port would be the same for all services.
         **_section("METRICS", {"PORT": 0}),
         "OMP_NUM_THREADS": "1",
     }
@@ -274,7 +274,7 @@ def _node(
 def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
     """The specs with a free loopback port for each one's metrics, and these ports by name."""
     with ExitStack() as stack:
-        # Open until all are chosen, so that they differ.
+        # All listeners stay open until the last port is chosen, so that the ports differ.
         held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
         ports = {name: int(listener.getsockname()[1]) for name, listener in held.items()}
     settings = {name: _section("METRICS", {"PORT": port}) for name, port in ports.items()}
@@ -389,7 +389,7 @@ class Child:
         if self._stopping.is_set():  # it was told to stop while it was being started
             self.send(signal.SIGTERM)
         exit_code = await self.process.wait()
-        # It leads a process group: what it started and left behind must not meet its successor.
+        # The child leads a process group: what it left behind must not meet its successor.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None

@@ -72,7 +72,7 @@ class Hooks:
             try:
                 hook(event)
             except Exception:
-                # The controller's own code: it must not stop the completions behind this one.
+                # A hook is the controller's own code: its error must not stop later completions.
                 log.exception("a runtime hook failed at %r", event)
 
 

@@ -177,7 +177,7 @@ class MeshJob(Job):
         try:
             await self._declare(pool)
         except PhaseloomError as error:
-            # What went wrong within the phase matters more; the mesh's own bound closes it.
+            # An error within the phase matters more; the mesh closes the phase later anyway.
             log.warning("the end of phase %s of %s was not declared: %s", pool, self.name, error)
 
     async def _declare(self, pool: str) -> None:
@@ -271,7 +271,7 @@ class Mesh:
         await self._until(name, lambda status: status.state in _ENDED)
 
     async def create_deployment(self, request: CreateDeployment) -> DeploymentStatus:
-        """See `MeshJob.create_deployment`."""
+        """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
 
         def of(status: JobStatus) -> DeploymentStatus:
@@ -334,7 +334,7 @@ class Mesh:
         key = JobKey(self._tenant, name)
         told = Hooks(hooks.DECLARED.get())
         outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, told)
-        # Before any operation is published, so that no completion can be missed.
+        # Subscribe before any operation is published, so that no completion can be missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
         request = JobRequest(name)

@@ -67,7 +67,7 @@ class Part:
         self.is_stored = False
         self.stored_s = 0.0
         self.misses = 0
-        # An error is a value here: an outcome that nobody awaits is no unhandled exception.
+        # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
         )
@@ -461,8 +461,8 @@ class Outbox:
                     return answer
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):
-                    return None  # it was faster, and the word of it is on its way
-                # Stored, and still on its way to the scheduler; or nobody is there to answer.
+                    return None  # the operation was faster, and its outcome is on its way
+                # The operation has not reached the scheduler yet, or nobody is there to answer.
                 may_pass = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
                 if not may_pass or time.monotonic() + pause_s > deadline:
                     raise

@@ -109,7 +109,7 @@ class Controller:
         if attempt == self._attempt:
             action(*args)
 
-    # --- the job's life -------------------------------------------------------------------------
+    # --- the job --------------------------------------------------------------------------------
 
     def submit(self) -> None:
         self._attempt += 1

@@ -161,8 +161,8 @@ def period_s(job: SimJob, durations_s: list[float]) -> float:
     line_s = [d + phase.think_s for d, phase in zip(durations_s, job.phases, strict=True)]
     if not job.steps_ahead:
         return sum(line_s) + job.sync_s
-    # Iterations overlap: no pool can be asked for more than all of its time, and an iteration must
-    # be over before the one that comes so many after it.
+    # Iterations overlap. No pool can give more than all of its time, and an iteration must be over
+    # before the one that is `steps_ahead` + 1 after it.
     busiest_s = max(
         sum(d for d, phase in zip(durations_s, job.phases, strict=True) if phase.pool == pool)
         for pool in job.pools

@@ -19,7 +19,8 @@ _MAX_AT_ONCE = 32
 
 class Outbox:
     def __init__(self, send: Callable[[Emission], Coroutine[Any, Any, None]]) -> None:
-        """
+        """An outbox that is empty.
+
         Args: send: sends one emission, and tries until that is done; sending twice is harmless.
         """
         self._send = send

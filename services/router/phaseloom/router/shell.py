@@ -94,7 +94,7 @@ class Sessions:
                 self._newest.pop(change.key, None)
             else:
                 session = int(change.stored.payload)
-                # The watch may lag behind what this replica itself gave out or read.
+                # The watch may lag behind the sessions that this replica itself gave out or read.
                 self._newest[change.key] = max(session, self._newest.get(change.key, 0))
 
     async def newest(self, job: JobKey, claimed: int) -> int:
@@ -141,7 +141,8 @@ class Router:
         limits: Mapping[str, Limits] | None = None,
         session_ttl_s: float = DEFAULT_SESSION_TTL_S,
     ) -> None:
-        """
+        """A replica that does nothing yet.
+
         Args: limits: the bounds of each tenant; a tenant without any has the default ones.
               session_ttl_s: how long a controller that has sent a heartbeat counts as alive.
         """

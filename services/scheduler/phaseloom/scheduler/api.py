@@ -314,7 +314,9 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
     async def usage(tenant: str, _: UsageRequest) -> Usage:
         state = shell.core.state
         mine = [d for d in state.deployments.values() if d.key.tenant == tenant]
-        return Usage(sum(len(d.operations) + len(d.unordered) for d in mine), state.sequence)
+        return Usage(
+            sum(len(d.queue.operations) + len(d.queue.unordered) for d in mine), state.sequence
+        )
 
     return {
         "tenant.usage": (UsageRequest, usage),

@@ -76,7 +76,7 @@ class _Term:
         depths = {j.key: 0.0 for j in state.jobs.values() if j.state not in JOB_ENDED}
         for deployment in state.deployments.values():
             if deployment.key.job_key in depths:
-                num_open = len(deployment.operations) + len(deployment.unordered)
+                num_open = len(deployment.queue.operations) + len(deployment.queue.unordered)
                 depths[deployment.key.job_key] += num_open
         return metrics.per_job(depths)
 

@@ -17,23 +17,22 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
 from phaseloom.common.transport import framing
 from phaseloom.statemgr import capacity, observing
-from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
-from phaseloom.statemgr.core.contents import bases_of
+from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals import filewire
-from phaseloom.statemgr.seals.fileserving import FileServer, FilesGate
+from phaseloom.statemgr.seals.fileserving import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.sharing.sharedcopies import bases_of
+from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
-from phaseloom.statemgr.tiers.sharing import Sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.versions.publishing import Publishing
@@ -110,11 +109,11 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     sharing = Sharing(node)
     observing.register(node)
     parts, services = await _parts(config, node)
-    hierarchy, exporter = parts.hierarchy, parts.exporter
+    tiering, exporter = parts.tiering, parts.exporter
     server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
     addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
-    in_background = (hierarchy, exporter, sharing, node.digests)
+    in_background = (tiering, exporter, sharing, node.digests)
     try:
         async with asyncio.TaskGroup() as tasks:
             for part in in_background:
@@ -142,7 +141,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         local.close()
         addresses.close()
         node.device_copies.close()
-        node.keeper.close()
+        node.handles.close()
         node.memory.close()
 
 
@@ -163,38 +162,31 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
     nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
-    hierarchy = Hierarchy(node, directory, nvme_bytes, spare_bytes)
-    exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, hierarchy)
+    tiering = Tiering(node, directory, nvme_bytes, spare_bytes)
+    exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
-    weights = Weights(node, directory, hierarchy, identity, timeout_s, site=config.site)
+    weights = Weights(node, directory, tiering, identity, timeout_s, site=config.site)
 
     async def fetch_again(key: DeploymentKey, seq: int) -> None:
         await replicator.fetch_again(key, seq)
 
     sealer = Sealer(
-        *(node, directory, hierarchy), verify_version=weights.verify, fetch_again=fetch_again
+        *(node, directory, tiering), verify_version=weights.verify, fetch_again=fetch_again
     )
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
             weights.found(header)
         else:
             sealer.found(header, str(path))
-    publishing = Publishing(node, hierarchy, weights)
+    publishing = Publishing(node, tiering, weights)
     slices = Slices(node, weights)
-    replicator = Replicator(
-        node, directory, sealer, weights, identity=identity, timeout_s=timeout_s
-    )
+    replicator = Replicator(node, directory, sealer, weights)
+    files = StateFiles(node, directory, timeout_s, replicator.keep)
     gate = Gate(config.secret)
-    versions = Server(gate, timeout_s, weights, site=config.site)
-    files = FileServer(
-        node, directory, FilesGate(config.secret), timeout_s=timeout_s, keep=replicator.keep
-    )
-    services: dict[str, tls.Session] = {
-        wire.SERVICE: versions.session,
-        filewire.SERVICE: files.session,
-    }
+    server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
+    services: dict[str, tls.Session] = {wire.SERVICE: server.session}
     parts = Parts(
-        *(node, sealer, publishing, weights, slices, hierarchy),
+        *(node, sealer, publishing, weights, slices, tiering),
         *(exporter, loader, replicator, disk),
     )
     return parts, services
@@ -259,15 +251,15 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _checkpoints(
-    config: StateManagerConfig, node: Node, directory: StateDirectory, hierarchy: Hierarchy
+    config: StateManagerConfig, node: Node, directory: StateDirectory, tiering: Tiering
 ) -> tuple[Exporter, Loader]:
     root = Path(config.checkpoint_root) if config.checkpoint_root else None
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
-    apart = Apart(node, hierarchy)
+    apart = Staging(node, tiering)
     file_bytes = config.checkpoint_file_bytes
-    exporter = Exporter(node, hierarchy, files, checkpoints, apart, file_bytes=file_bytes)
+    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=file_bytes)
     return exporter, Loader(node, files.disk, checkpoints, apart)
 
 

@@ -8,16 +8,16 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.core.layout import check_identity
-from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.memory.layouts import check_identity
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Rank, State, Wpg
 from phaseloom.statemgr.seals.sealing import Sealer
-from phaseloom.statemgr.tiers import sharing
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
 
 
 async def register_heap(
-    node: Node, hierarchy: Hierarchy, sealer: Sealer, rank: Rank, request: RegisterHeap
+    node: Node, tiering: Tiering, sealer: Sealer, rank: Rank, request: RegisterHeap
 ) -> tuple[HeapRegistered, list[int]]:
     """Give a rank its extent, filled from the seal that its life begins from, if from one.
 
@@ -28,10 +28,10 @@ async def register_heap(
     node.residency.check_heap(rank, request.heap_bytes, tensors, request.host_bytes)
     check_identity(request)
     # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
-    with hierarchy.using(rank.wpg):
+    with tiering.using(rank.wpg):
         what = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        reserve = node.reserve_frozen if request.frozen else hierarchy.reserve
+        reserve = node.reserve_frozen if request.frozen else tiering.reserve
         extent = await reserve(num_bytes, what)
     try:
         node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
@@ -53,13 +53,11 @@ async def register_heap(
         sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
     if rank.state is State.FILLING:
-        hierarchy.touching.begin(rank)
+        tiering.touching.begin(rank)
     return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
 
-async def commit_initial(
-    node: Node, hierarchy: Hierarchy, rank: Rank, request: CommitInitial
-) -> None:
+async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: CommitInitial) -> None:
     """What a rank has filled its extent with is its state.
 
     Raises: CallerError: it awaits none. ResourceError: DATA_LOSS: it is not what the rank says.
@@ -70,7 +68,7 @@ async def commit_initial(
         raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
     if request.applied < 0:
         raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-    await hierarchy.touching.end(rank)
+    await tiering.touching.end(rank)
     require_alive(rank.wpg)
     assert rank.extent is not None
     extent = node.memory[rank.extent]

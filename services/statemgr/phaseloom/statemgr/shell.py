@@ -60,17 +60,17 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
-from phaseloom.statemgr.adoption import Adoption
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
-from phaseloom.statemgr.core.residency import Rank
+from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.registering import commit_initial, register_heap, require_alive
+from phaseloom.statemgr.residency.residency import Rank
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
-from phaseloom.statemgr.tiers import sharing
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
-from phaseloom.statemgr.tiers.switching import switch_in, switch_out
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.switching import switch_in, switch_out
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
@@ -106,7 +106,7 @@ class Parts:
     publishing: Publishing
     weights: Weights
     slices: Slices
-    hierarchy: Hierarchy
+    tiering: Tiering
     exporter: Exporter
     loader: Loader
     replicator: Replicator
@@ -129,7 +129,7 @@ class StateManager:
         self._publishing = parts.publishing
         self._weights = parts.weights
         self._slices = parts.slices
-        self._hierarchy = parts.hierarchy
+        self._tiering = parts.tiering
         self._exporter = parts.exporter
         self._loader = parts.loader
         self._replicator = parts.replicator
@@ -138,7 +138,7 @@ class StateManager:
         self._resume_timeout_s = resume_timeout_s
         self._serve_versions_at = serve_versions_at
         self._num_agents = 0
-        self._adoption: Adoption | None = None
+        self._adoption: Handover | None = None
         self._is_known_what_was = asyncio.Event()
         """The first agent has said whether there is something to take over, and handed it over."""
 
@@ -159,7 +159,7 @@ class StateManager:
                 # number be that of somebody else's memory.
                 kept += map(os.dup, its_own)
             finally:
-                await self._node.keeper.record()
+                await self._node.handles.record()
             # Whoever awaits this takes duplicates before the loop comes to the next call.
             asyncio.get_running_loop().call_soon(close_fds, kept)
             return reply, kept
@@ -180,7 +180,7 @@ class StateManager:
         await peer.finish()
 
     def _leave_agent(self, session: Session) -> None:
-        self._node.keeper.detach(session.peer)
+        self._node.handles.detach(session.peer)
         if session.is_handing_over:
             raise ResourceError("the agent left in the middle of handing over")
         self._num_agents -= 1
@@ -229,18 +229,18 @@ class StateManager:
         session.greet()
         is_first = self._adoption is None and not self._is_known_what_was.is_set()
         if hello.index and is_first:
-            self._adoption = Adoption(self._node, self._hierarchy, hello.index)
+            self._adoption = Handover(self._node, self._tiering, hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(adopts=True)
-        self._node.keeper.attach(session.peer)
+        self._node.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
             # Before anything can go down to where something is removed.
-            self._hierarchy.sweep().add_done_callback(lambda _: self._node.settled.set())
+            self._tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
         return Welcome(adopts=False)
 
-    async def _adopt(self, session: Session, adoption: Adoption) -> Adopted:
+    async def _adopt(self, session: Session, adoption: Handover) -> Adopted:
         endpoint = await adoption.restore(session.peer)
         if endpoint not in {"", self._node.endpoint}:
             # Other nodes know that one.
@@ -250,7 +250,7 @@ class StateManager:
         session.is_handing_over = False
         session.peer.max_fds = 0
         # Before anything can go down to where something is removed.
-        await self._hierarchy.sweep()
+        await self._tiering.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
         return Adopted(lost)
@@ -294,9 +294,9 @@ class StateManager:
             case RegisterWpg():
                 self._register_wpg(body)
             case SwitchIn():
-                return await switch_in(self._node, self._hierarchy, body)
+                return await switch_in(self._node, self._tiering, body)
             case SwitchOut():
-                return await switch_out(self._node, self._hierarchy, body)
+                return await switch_out(self._node, self._tiering, body)
             case PrepareSeal():
                 await self._sealer.prepare(body)
             case WriteSeal():
@@ -310,7 +310,7 @@ class StateManager:
                 await self._drop_wpg(body)
             case Prefetch():
                 wpg = self._node.residency.current(body.deployment, body.incarnation)
-                self._hierarchy.hint(wpg, body)
+                self._tiering.hint(wpg, body)
             case DropVersions():
                 await self._weights.drop(body.versions)
             case StatusRequest():
@@ -322,9 +322,9 @@ class StateManager:
     async def _handle_rank(self, rank: Rank, body: StateMessage) -> Answer:
         match body:
             case RegisterHeap():
-                return await register_heap(self._node, self._hierarchy, self._sealer, rank, body)
+                return await register_heap(self._node, self._tiering, self._sealer, rank, body)
             case CommitInitial():
-                await commit_initial(self._node, self._hierarchy, rank, body)
+                await commit_initial(self._node, self._tiering, rank, body)
             case (
                 CreateVersion()
                 | CommitVersion()
@@ -460,7 +460,7 @@ class StateManager:
             versions=node.versions.committed(),
             endpoint=node.endpoint,
             disk=self._disk,
-            nvme_budget_bytes=self._hierarchy.nvme_budget_bytes,
+            nvme_budget_bytes=self._tiering.nvme_budget_bytes,
             nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
             contents=node.contents.states(),

@@ -105,8 +105,8 @@ def test_every_byte_of_a_rank_comes_once(
             written = bytearray(len(heap))
             for number in range(writers):
                 name = part_name(number, writers)
-                if name in needed.wholes:
-                    runs = from_part(tables[number], needed.wholes[name], reader)
+                if name in needed.whole_parts:
+                    runs = from_part(tables[number], needed.whole_parts[name], reader)
                     copy(runs, memories[number], heap, written)
             copy(from_slices(needed.slices, needed.fetches, reader), came, heap, written)
             assert heap == memory_of(slots)
@@ -135,10 +135,10 @@ def test_who_needs_all_of_a_part_takes_it_whole_and_who_needs_half_takes_slices(
     manifest = manifest_of(Layout(dp=2), 2, 2)
     target = Sharding(Layout(dp=4), 1, fsdp=4)
     all_here = needs(manifest, Reader(target, 0, range(4), WHOLE, rows(0, 4)))
-    assert list(all_here.wholes) == ["0of2", "1of2"]
+    assert list(all_here.whole_parts) == ["0of2", "1of2"]
     assert all_here.slices == []
     alone = needs(manifest, Reader(target, 0, [0], WHOLE, rows(0, 4)))
-    assert alone.wholes == {}
+    assert alone.whole_parts == {}
     assert {each.part for each in alone.slices} <= {"0of2", "1of2"}
 
 
@@ -149,7 +149,7 @@ def test_parts_of_another_model_are_refused() -> None:
         needs(manifest_of(Layout(dp=3), 3, 2), reader)
     assert caught.value.info.code is Code.FAILED_PRECONDITION
     manifest = manifest_of(Layout(dp=2), 2, 2)
-    fetches = needs(manifest, reader).wholes["0of2"]
+    fetches = needs(manifest, reader).whole_parts["0of2"]
     for wrong in (rows(0, 2)[:1], rows(0, 6)):
         with pytest.raises(CallerError, match="of another model"):
             from_part(packed(wrong)[0], fetches, reader)

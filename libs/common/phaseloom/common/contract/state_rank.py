@@ -145,9 +145,9 @@ class OpenVersion(Message, frozen=True):
     """Of the permit; the sources ask for it."""
     digest: str = ""
     """What it must have to be fetched; empty: whatever it has there."""
-    doubted: bool = False
-    """What came before does not match its digest: the state manager verifies its own memory first,
-    and where that is bad it brings the version anew, from its disk or from `sources`."""
+    is_suspect: bool = False
+    """Whether what came before did not match its digest: the state manager verifies its memory
+    first, drops it where it is bad, and gets the version again, from its disk or from `sources`."""
 
 
 class OpenSlices(Message, frozen=True):
@@ -163,7 +163,7 @@ class OpenSlices(Message, frozen=True):
     sources: list[PartSources]
     """Of parts that are on the node, too: should they prove bad there."""
     ticket: Ticket | None = None
-    doubted: bool = False
+    is_suspect: bool = False
     """As in OpenVersion."""
 
 

@@ -186,7 +186,7 @@ NODE_LOSSES = Metric(
     "{node}",
     ("node",),
     "profiler",
-    "Lives of a node that ended",
+    "Times that a node was lost",
 )
 SEALS = Metric(
     "phaseloom.seals",

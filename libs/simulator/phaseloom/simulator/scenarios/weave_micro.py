@@ -95,7 +95,7 @@ def _case(group: str, policy: str) -> tuple[Record, list[Span]]:
     result, wall_s = run(shared, nodes, settings, 0, records_spans=True)
     rates = [3600.0 / job.mean_iteration_s for job in result.jobs]
     alone = [3600.0 / job.solo_s for job in jobs]
-    # While all are there: afterwards nodes are given back.
+    # The rent while all jobs are there: afterwards nodes are given back.
     rent = max(price for _, price, _ in result.cost_steps)
     longest = min(range(len(jobs)), key=alone.__getitem__)
     optimum = cheapest_partition(map(planned, jobs), Terms(host_bytes=HOST_BYTES))

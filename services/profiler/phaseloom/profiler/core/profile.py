@@ -77,7 +77,7 @@ class _Kind:
     def ran(self, duration_s: float, num_tokens: int, limit: int) -> None:
         self.count += 1
         self.durations_s.append(duration_s)
-        # Work grows with tokens; what it costs beside them makes this an upper estimate.
+        # Work grows with tokens; the fixed cost beside them makes this an upper estimate.
         share = max(1.0, limit / num_tokens) if num_tokens > 0 else 1.0
         self.worst_s.append(duration_s * share)
 

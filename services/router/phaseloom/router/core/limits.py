@@ -136,7 +136,7 @@ class Meter:
         self._last_sequence = max(sequence, self._last_sequence)
         self._last_s = max(time_s, self._last_s)
         if self._level + num_new > limits.burst:
-            # Those between are taken for refused too: refused operations fill no bucket.
+            # Those between are taken for refused too, and refused operations fill nothing.
             raise _exceeded(
                 "rate",
                 "operations came in a burst",

@@ -12,6 +12,7 @@ on the devices that the event touches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -50,12 +51,11 @@ from phaseloom.common.contract.events import (
 )
 from phaseloom.scheduler.core.dispatch import dispatch, hints
 from phaseloom.scheduler.core.durability import replicas, seals
-from phaseloom.scheduler.core.jobs import cancel, jobs, outcomes, sessions
+from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation, repack
-from phaseloom.scheduler.core.state.outputs import Output, PutView
-from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.state.outputs import Output
+from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
 from phaseloom.scheduler.core.state.tree import (
     CORE_VERSION,
     Snapshot,
@@ -66,13 +66,55 @@ from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-REFUSAL_PAUSE_S = 0.5
-"""Before an activation that was refused is tried again."""
-MAX_REFUSALS = 3
-_FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
-"""Codes of refused switch-ins that will be refused again."""
-RETRY_PAUSE_S = 0.5
-"""Before an operation whose permit came back unused is permitted again."""
+
+Do = Callable[[Step, Asked], None]
+
+
+def _once(do: Callable[[Step], None]) -> Do:
+    return lambda step, asked: do(step)
+
+
+def _each(do: Callable[[Step, str], None]) -> Do:
+    """Do it for each subject, by name."""
+
+    def run(step: Step, asked: Asked) -> None:
+        for name in sorted(asked):
+            do(step, name)
+
+    return run
+
+
+def _each_failed(do: Callable[[Step, str, ErrorInfo], None]) -> Do:
+    """Do it for each subject, by name, with the error that is its reason."""
+
+    def run(step: Step, asked: Asked) -> None:
+        for name, error in sorted(asked.items()):
+            assert error is not None, name
+            do(step, name, error)
+
+    return run
+
+
+AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
+    (FollowUp.WAKE, operations.wake),
+    (FollowUp.FALL_BACK, _each_failed(jobs.fall_back)),
+    (FollowUp.FAIL_JOB, _each_failed(jobs.fail)),
+    (FollowUp.END_DEPLOYMENT, _each_failed(deployments.end_alone)),
+    (FollowUp.REVIEW_JOB, _each(jobs.review)),
+    (FollowUp.PLACE, _once(jobs.place_waiting)),
+    (FollowUp.REPLAN, _once(repack.ask)),
+    (FollowUp.MOVE, _once(wpgs.move_on)),
+)
+"""What is done after an event where it was asked for, in this order, and by which function."""
+PASSES = 2
+"""The second pass does what a follow-up has asked of an earlier one. Room that this makes in turn
+is looked at when a later event makes some: no event costs more than two looks at what waits."""
+AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
+    (FollowUp.DISPATCH, _once(dispatch.dispatch)),
+    (FollowUp.HINT, _each(hints.tell)),
+    (FollowUp.SHOW_JOB, _each(jobs.show)),
+)
+"""What is done once, at the end of the step, whether its entry was one event or several."""
 
 
 class Core:
@@ -95,17 +137,9 @@ class Core:
         step = Step(self.state, sequence, self.state.now_s)
         for part in parts(event):
             _take(step, part)
-            operations.wake_all(step)
-            jobs.settle(step)
-            repack.ask(step)
-            wpgs.move_on(step)
-            jobs.place_waiting(step)
-            operations.wake_all(step)
-        dispatch.dispatch(step)
-        hints.tell(step)
-        for name in sorted(step.changed_jobs):
-            job = self.state.jobs[name]
-            step.emit(PutView(job.key, jobs.status(step, job)))
+            _follow_up(step)
+        for what, do in AT_THE_END:
+            do(step, step.asked.pop(what, {}))
         return step.outputs
 
     def snapshot(self) -> bytes:
@@ -136,6 +170,16 @@ def _decode(payload: bytes, kind: type[S]) -> S:
         raise ResourceError(f"snapshot unreadable: {error}", code=Code.DATA_LOSS) from None
 
 
+def _follow_up(step: Step) -> None:
+    """Do what an event has asked for. Moves may go on after any."""
+    step.follow(FollowUp.MOVE)
+    for _ in range(PASSES):
+        for what, do in AFTER_EACH_EVENT:
+            asked = step.asked.pop(what, None)
+            if asked is not None:
+                do(step, asked)
+
+
 def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
     match event:
         case SchedulerConfigured():
@@ -154,11 +198,11 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
         case OperationFinished():
             outcomes.finish(step, event)
         case ActivationOpened():
-            _opened(step, event)
+            dispatch.opened(step, event)
         case ActivationRefused():
-            _refused(step, event)
+            dispatch.refused(step, event)
         case PermitReturned():
-            _returned(step, event)
+            dispatch.returned(step, event)
         case StateCut():
             outcomes.cut(step, event)
         case TimerFired():
@@ -218,64 +262,10 @@ def _timer(step: Step, event: TimerFired) -> None:
         case ["away" | "gone" as what, node, revision]:
             evacuation.missed(step, what, node, int(revision))
         case ["copies", _]:
-            step.has_new_room = True
+            step.follow(FollowUp.PLACE)
         case ["retry", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:
                 step.touch(deployment)
         case [_, node, device, *_]:
             step.dirty.add((node, int(device)))
-
-
-def _opened(step: Step, event: ActivationOpened) -> None:
-    dispatch.opened(step, event)
-    deployment = step.deployment(event.deployment)
-    if deployment is not None and deployment.state is not WpgState.STOPPED:
-        step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
-
-
-def _refused(step: Step, event: ActivationRefused) -> None:
-    ops = dispatch.refused(step, event)
-    deployment = step.deployment(event.deployment)
-    if deployment is None:
-        return
-    step.tell("activation refused", event.error.message, deployment.name)
-    for op in ops:
-        if op.state is OpState.PERMITTED:
-            step.move_op(op, OpState.QUEUED)
-        op.refusals += 1
-        if op.refusals >= MAX_REFUSALS:
-            operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
-        else:
-            operations.end_unwanted(step, deployment, op)
-    if deployment.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
-        deployment.refusals += 1
-        if deployment.refusals >= MAX_REFUSALS:
-            job = deployment.job_name
-            step.doomed[job] = _given_up(event.error, deployment.refusals)
-    deployment.retry_at_s = step.now_s + REFUSAL_PAUSE_S
-    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
-
-
-def _returned(step: Step, event: PermitReturned) -> None:
-    """As often as it takes: a node that is away may come back, and others use the device."""
-    deployment = step.deployment(event.key.deployment_key)
-    if deployment is None or event.incarnation != deployment.incarnation:
-        return
-    if event.key not in deployment.running:
-        return
-    step.tell("permit returned", event.error.message, str(event.key))
-    step.free(deployment, event.key, "")
-    op = deployment.open_operation(event.key)
-    if op is not None and op.state is OpState.PERMITTED:
-        step.move_op(op, OpState.QUEUED)
-        operations.end_unwanted(step, deployment, op)
-    deployment.retry_at_s = step.now_s + RETRY_PAUSE_S
-    step.set_timer(f"retry/{deployment.name}/{step.sequence}", deployment.retry_at_s)
-    step.touch(deployment)
-
-
-def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
-    return msgspec.structs.replace(
-        error, message=f"its state could not be switched in ({refusals} times): {error.message}"
-    )

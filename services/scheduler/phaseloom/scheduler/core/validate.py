@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Device, Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
 from phaseloom.scheduler.core.state.tree import State
@@ -15,7 +16,9 @@ def validate(state: State) -> None:
     """Raises: AssertionError: names the invariant and the entity."""
     for node in state.nodes.values():
         for index, device in enumerate(node.devices):
-            _check_device(state, device, f"device {index} of {node.node}")
+            where = f"device {index} of {node.node}"
+            assert len(device.slots) == 1, f"{where}: {len(device.slots)} slots"
+            _check_device(state, device, where)
         _check_claims(state, node)
     waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
     known = [member.job for member in state.cluster.waiting]
@@ -38,9 +41,9 @@ def _check_hosts(state: State) -> None:
 
 
 def _nodes_left(deployment: Deployment) -> set[NodeId]:
-    if deployment.moving is None:
+    if deployment.move.relocation is None:
         return set()
-    return set(deployment.nodes) - {span.node for span in deployment.moving.spans}
+    return set(deployment.nodes) - {span.node for span in deployment.move.relocation.spans}
 
 
 def _check_pins(state: State) -> None:
@@ -50,10 +53,10 @@ def _check_pins(state: State) -> None:
     assert sorted(placed) == sorted(state.cluster.placed), "jobs have other places than groups say"
     for deployment in state.deployments.values():
         job = str(deployment.key.job_key)
-        if job in state.cluster.placed and deployment.state is not WpgState.STOPPED:
+        if job in state.cluster.placed and deployment.wpg.state is not WpgState.STOPPED:
             pins = groups.group_of(state.cluster, job).members[job].nodes[deployment.spec.pool]
-            moving = deployment.moving
-            spans = deployment.spans if moving is None else moving.spans
+            moving = deployment.move.relocation
+            spans = deployment.wpg.spans if moving is None else moving.spans
             nodes = {span.node for span in spans}
             assert nodes <= set(pins), f"{deployment.name}: is or goes to {nodes}, beside {pins}"
             is_known = deployment.name in state.moving
@@ -61,21 +64,22 @@ def _check_pins(state: State) -> None:
 
 
 def _check_device(state: State, device: Device, where: str) -> None:
-    active = [name for name in device.resident if state.deployments[name].epoch]
-    used = sum(state.deployments[name].state_bytes for name in active)
+    slot = device.slots[0]
+    active = [name for name in slot.resident if state.deployments[name].activation.epoch]
+    used = sum(state.deployments[name].wpg.state_bytes for name in active)
     assert used <= device.memory_bytes, f"I3 {where}: {used} of {device.memory_bytes} bytes claimed"
-    assert len(set(device.resident)) == len(device.resident), f"{where}: resident twice"
-    assert set(device.resident) <= set(device.placed), f"{where}: resident but not placed"
-    assert set(device.ready) <= set(device.placed), f"{where}: ready but not placed"
-    jobs = {str(state.deployments[name].key.job_key) for name in device.placed}
-    for seen in (device.served, device.rounds):
+    assert len(set(slot.resident)) == len(slot.resident), f"{where}: resident twice"
+    assert set(slot.resident) <= set(slot.placed), f"{where}: resident but not placed"
+    assert set(slot.ready) <= set(slot.placed), f"{where}: ready but not placed"
+    jobs = {str(state.deployments[name].key.job_key) for name in slot.placed}
+    for seen in (slot.served, slot.rounds):
         assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
-    if device.running:
-        deployment = state.deployments[device.running]
-        has_turn = deployment.running or deployment.is_opening
-        assert has_turn, f"{where}: {device.running} runs nothing"
-        assert deployment.epoch, f"{where}: {device.running} runs without an activation"
-        assert deployment.name in device.resident, f"{where}: {device.running} is not resident"
+    if slot.running:
+        deployment = state.deployments[slot.running]
+        has_turn = deployment.activation.running or deployment.is_opening
+        assert has_turn, f"{where}: {slot.running} runs nothing"
+        assert deployment.activation.epoch, f"{where}: {slot.running} runs without an activation"
+        assert deployment.name in slot.resident, f"{where}: {slot.running} is not resident"
 
 
 def _check_claims(state: State, node: Node) -> None:
@@ -85,49 +89,35 @@ def _check_claims(state: State, node: Node) -> None:
         assert node.node in deployment.nodes, f"{node.node}: claimed by {name} of another node"
         for other in deployment.nodes:
             assert name in state.nodes[other].claims, f"I3 {name}: claims a part of its devices"
-        assert not deployment.running, f"{name}: runs, and waits for its devices"
+        assert not deployment.activation.running, f"{name}: runs, and waits for its devices"
 
 
 def _check_deployment(state: State, deployment: Deployment) -> None:
     name = deployment.name
+    deployment.validate()
     _check_running(state, deployment)
-    assert all(seq >= deployment.next_seq for seq in deployment.operations), f"{name}: stale op"
-    for seq in range(deployment.next_seq, deployment.head_seq):
-        passed = deployment.operations[seq]
-        assert passed.has_ended or passed.is_cut, f"I1 {name}: {seq} is not behind it yet"
-    seqs = [mutation.seq for mutation in deployment.history]
-    assert seqs == sorted(set(seqs)), f"I2 {name}: history out of order {seqs}"
-    assert set(deployment.queued_syncs) <= set(deployment.operations), f"{name}: a sync that ended"
-    if deployment.epoch:
-        up = deployment.state in (WpgState.READY, WpgState.RECOVERING)
-        assert up, f"{name}: an activation of a WPG that is {deployment.state}"
-        for device in _devices(state, deployment):
-            assert name in device.resident, f"I3 {name}: active on a part of its devices"
-    if deployment.hinted_s >= 0:
-        assert not deployment.epoch, f"{name}: active, and state managers wait for it"
-        assert deployment.spans, f"{name}: a hint for nothing"
-    if deployment.state is WpgState.READY:
-        assert not deployment.replay, f"{name}: ready with mutations still to replay"
+    if deployment.activation.epoch:
+        for slot in _slots(state, deployment):
+            assert name in slot.resident, f"I3 {name}: active on a part of its devices"
 
 
 def _check_running(state: State, deployment: Deployment) -> None:
     name = deployment.name
-    every = [*deployment.operations.values(), *deployment.unordered.values()]
-    permitted = [op for op in every if op.state is OpState.PERMITTED and not op.is_cut]
-    cuts = [op.key.seq for op in every if op.is_cut and op.key.seq is not None]
-    assert sorted(cuts) == deployment.cuts, f"{name}: saves {cuts}, known as {deployment.cuts}"
-    if deployment.state is WpgState.RECOVERING:
-        assert len(deployment.running) <= 1, f"I1 {name}: two replayed at once"
+    permitted = [
+        op for op in deployment.queue.every if op.state is OpState.PERMITTED and not op.is_cut
+    ]
+    if deployment.wpg.state is WpgState.RECOVERING:
+        assert len(deployment.activation.running) <= 1, f"I1 {name}: two replayed at once"
     else:
-        running = sorted(deployment.running)
+        running = sorted(deployment.activation.running)
         assert sorted(op.key for op in permitted) == running, f"{name}: permitted, not running"
     if any(op.is_mutating for op in permitted):
         assert len(permitted) == 1, f"I1 {name}: a mutating operation beside others"
     for op in permitted:
         _check_order(deployment, op)
-    if deployment.running:
-        for device in _devices(state, deployment):
-            assert device.running == name, f"I3 {name}: runs on a part of its devices"
+    if deployment.activation.running:
+        for slot in _slots(state, deployment):
+            assert slot.running == name, f"I3 {name}: runs on a part of its devices"
 
 
 def _check_order(deployment: Deployment, op: Op) -> None:
@@ -135,14 +125,14 @@ def _check_order(deployment: Deployment, op: Op) -> None:
     if seq is None:
         return
     if op.is_mutating:
-        assert seq == deployment.head_seq, f"I1 {op.key}: runs out of order"
-    for lower in range(deployment.next_seq, seq):
-        before = deployment.operations.get(lower)
+        assert seq == deployment.queue.head_seq, f"I1 {op.key}: runs out of order"
+    for lower in range(deployment.queue.next_seq, seq):
+        before = deployment.queue.operations.get(lower)
         assert before is not None, f"I1 {op.key}: runs behind a gap"
         has_passed = before.has_ended or before.is_cut
         assert has_passed or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
 
 
-def _devices(state: State, deployment: Deployment) -> list[Device]:
-    assert deployment.spans, f"{deployment.name}: active nowhere"
-    return [state.nodes[node].devices[index] for node, index in deployment.places]
+def _slots(state: State, deployment: Deployment) -> list[Slot]:
+    assert deployment.wpg.spans, f"{deployment.name}: active nowhere"
+    return [devices.slot(state.nodes[node], index) for node, index in deployment.places]

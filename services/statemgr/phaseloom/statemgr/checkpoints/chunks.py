@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from phaseloom.statemgr.core.marker import BLOCK_BYTES, FileSums
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 
 MODEL, TRAINING = "model", "training"
 """What the names of files begin with."""

@@ -25,16 +25,16 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
-from phaseloom.statemgr.checkpoints.apart import Apart
-from phaseloom.statemgr.checkpoints.cutfiles import CutFiles
-from phaseloom.statemgr.checkpoints.cutting import cut_of, cut_state
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken
-from phaseloom.statemgr.checkpoints.held import CutSums
-from phaseloom.statemgr.core.cuts import Cut
-from phaseloom.statemgr.core.residency import Rank, Wpg
+from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot
+from phaseloom.statemgr.checkpoints.snapshotting import cut_of, cut_state
+from phaseloom.statemgr.checkpoints.stagedstate import SnapshotSums
+from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Rank, Wpg
+from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ MAX_OPERATION_CHARS = 200
 class _Write:
     """A cut on its way to disk."""
 
-    cut: Cut
+    cut: Snapshot
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: asyncio.Future[CheckpointWritten] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -59,22 +59,22 @@ class Exporter:
     def __init__(
         self,
         node: Node,
-        hierarchy: Hierarchy,
+        tiering: Tiering,
         directory: StateDirectory,
         checkpoints: Checkpoints,
-        apart: Apart,
+        apart: Staging,
         *,
         file_bytes: int,
     ) -> None:
         """Args: directory: the checkpoint root's. file_bytes: no file of a checkpoint is larger,
         unless one tensor is."""
         self._node = node
-        self._hierarchy = hierarchy
+        self._tiering = tiering
         self._checkpoints = checkpoints
-        self._apart = apart
-        self._sums = CutSums(node)
-        self._files = CutFiles(
-            node, hierarchy, directory, checkpoints, self._sums, file_bytes=file_bytes
+        self._staging = apart
+        self._sums = SnapshotSums(node)
+        self._files = SnapshotFiles(
+            node, tiering, directory, checkpoints, self._sums, file_bytes=file_bytes
         )
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -112,8 +112,8 @@ class Exporter:
                 raise name_taken(request.name)
             for old in self._node.cuts.of(key):
                 if (key, old.operation) not in self._writes:
-                    self._apart.free(old)
-            cut = await cut_state(self._node, self._hierarchy, self._apart, rank.wpg, request)
+                    self._staging.free(old)
+            cut = await cut_state(self._node, self._tiering, self._staging, rank.wpg, request)
             self._sums.begin(cut)
         return CutTaken()
 
@@ -183,8 +183,8 @@ class Exporter:
             log.warning("%s is not written: %s", cut, error)
             failure = error
         del self._writes[(cut.key, cut.operation)]
-        self._apart.free(cut)
-        await self._node.keeper.record()
+        self._staging.free(cut)
+        await self._node.handles.record()
         if failure is None:
             log.info("checkpoint %r of %s at %d is written", cut.name, cut.key, cut.seq)
             write.done.set_result(CheckpointWritten(sha256))
@@ -212,7 +212,7 @@ class Exporter:
         """The agent is gone: nobody will ask for what is cut and not being written."""
         for cut in self._node.cuts.every():
             if (cut.key, cut.operation) not in self._writes:
-                self._apart.free(cut)
+                self._staging.free(cut)
 
     async def forget(self, key: DeploymentKey) -> None:
         """Its job has ended: what is not durable is dropped. Returns when nothing is written."""
@@ -221,6 +221,6 @@ class Exporter:
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
         for cut in self._node.cuts.of(key):
-            self._apart.free(cut)
+            self._staging.free(cut)
         self._locks.pop(key, None)
         await self._files.forget(key)

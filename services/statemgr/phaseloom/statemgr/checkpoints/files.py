@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_name
-from phaseloom.statemgr.core.marker import MARKER_FILE, Marker, decode_marker, superseded
+from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker, superseded
 from phaseloom.statemgr.disk.files import sync_directory
 
 _OPERATION_DIGITS = 16

@@ -11,26 +11,26 @@ import logging
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.state_rank import CheckpointRead, CopyFrom, ReadCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.checkpoints.apart import Apart
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.savedstate import SavedState
-from phaseloom.statemgr.core.residency import Rank, State, Wpg
+from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers import sharing
-from phaseloom.statemgr.tiers.switching import on_each_device
+from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.switching import on_each_device
 
 log = logging.getLogger(__name__)
 
 
 class Loader:
-    def __init__(self, node: Node, disk: Disk, checkpoints: Checkpoints, apart: Apart) -> None:
+    def __init__(self, node: Node, disk: Disk, checkpoints: Checkpoints, apart: Staging) -> None:
         """Args: disk: the checkpoint root's."""
         self._node = node
         self._disk = disk
         self._checkpoints = checkpoints
-        self._apart = apart
+        self._staging = apart
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
         """Raises: as `ReadCheckpoint` says."""
@@ -45,9 +45,9 @@ class Loader:
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
-        async with self._apart.room(wpg) as extents:
+        async with self._staging.room(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
-            memories = {each: self._apart.view(each, extent) for each, extent in both}
+            memories = {each: self._staging.view(each, extent) for each, extent in both}
             digests = await _filled(saved, memories)
             memories.clear()
             await self._load(wpg, extents, digests)
@@ -59,7 +59,7 @@ class Loader:
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
-        memory = self._apart.view(rank, rank.extent)
+        memory = self._staging.view(rank, rank.extent)
         (digest,) = await _filled(saved, {rank: memory})
         return digest
 

@@ -19,16 +19,16 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.held import Held
-from phaseloom.statemgr.core.cuts import Cut
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot
+from phaseloom.statemgr.checkpoints.stagedstate import StagedState
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
     data_loss,
     seal_header,
 )
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 
 
 class NodeParts:
@@ -36,12 +36,14 @@ class NodeParts:
         self._checkpoints = checkpoints
         self._directory = directory
 
-    def is_written(self, cut: Cut) -> bool:
+    def is_written(self, cut: Snapshot) -> bool:
         """Whether this node's is there, of the same life."""
         header = _header_of(self._own(cut))
         return header is not None and header.incarnation == cut.incarnation
 
-    def write(self, cut: Cut, ranks: Sequence[Held], cancelled: threading.Event) -> None:
+    def write(
+        self, cut: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
+    ) -> None:
         """This node's.
 
         Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
@@ -54,7 +56,7 @@ class NodeParts:
         memories = [each.memory for each in ranks]
         self._directory.write(self._own(cut), header, memories, cancelled)
 
-    def find(self, cut: Cut) -> list[Place]:
+    def find(self, cut: Snapshot) -> list[Place]:
         """The ranks' of the other nodes.
 
         Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
@@ -80,7 +82,7 @@ class NodeParts:
         """Verified. Raises: ResourceError: DATA_LOSS."""
         self._directory.read(place, memory)
 
-    def discard(self, cut: Cut) -> None:
+    def discard(self, cut: Snapshot) -> None:
         """Nobody needs the others' any more."""
         self._directory.discard(*(path for _, paths in self._others(cut) for path in paths))
 
@@ -88,10 +90,10 @@ class NodeParts:
         """Of a deployment that is here no more: what this node has left, if nobody took it."""
         self._directory.discard(*self._checkpoints.parts_left(key))
 
-    def _own(self, cut: Cut) -> Path:
+    def _own(self, cut: Snapshot) -> Path:
         return self._checkpoints.part(cut.key, cut.name, cut.operation, cut.rank_offset)
 
-    def _others(self, cut: Cut) -> list[tuple[int, list[Path]]]:
+    def _others(self, cut: Snapshot) -> list[tuple[int, list[Path]]]:
         """By the first of their ranks: as many are on each node."""
         return [
             (rank, self._checkpoints.parts_of(cut.key, cut.name, cut.operation, rank))
@@ -117,7 +119,7 @@ def _header_of(path: Path) -> StateHeader | None:
         return None
 
 
-def _is_of(header: StateHeader, cut: Cut, rank: int) -> bool:
+def _is_of(header: StateHeader, cut: Snapshot, rank: int) -> bool:
     """Whether it is the part from this rank on of the state that was cut."""
     is_at = (header.deployment, header.incarnation, header.seq) == (
         cut.key,

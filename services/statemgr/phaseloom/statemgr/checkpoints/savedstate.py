@@ -20,6 +20,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.chunks import (
     CHUNK_BYTES,
     DEPTH,
@@ -32,8 +33,8 @@ from phaseloom.statemgr.checkpoints.chunks import (
     sums_of,
 )
 from phaseloom.statemgr.checkpoints.files import marker_of
-from phaseloom.statemgr.core.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
-from phaseloom.statemgr.core.safetensors import (
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
+from phaseloom.statemgr.checkpoints.safetensors import (
     LENGTH_BYTES,
     Entry,
     Index,
@@ -41,7 +42,6 @@ from phaseloom.statemgr.core.safetensors import (
     header_bytes,
     index_name,
 )
-from phaseloom.statemgr.core.wholes import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 

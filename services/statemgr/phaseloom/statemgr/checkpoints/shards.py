@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.statemgr.checkpoints.assembly import Whole, wholes
 from phaseloom.statemgr.checkpoints.chunks import (
     CHUNK_BYTES,
     DEPTH,
@@ -37,9 +38,15 @@ from phaseloom.statemgr.checkpoints.chunks import (
     sums_of,
 )
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
-from phaseloom.statemgr.core.marker import BLOCK_BYTES, FileSums
-from phaseloom.statemgr.core.safetensors import Entry, Index, file_names, index_name, lay_out, split
-from phaseloom.statemgr.core.wholes import Whole, wholes
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
+from phaseloom.statemgr.checkpoints.safetensors import (
+    Entry,
+    Index,
+    file_names,
+    index_name,
+    lay_out,
+    split,
+)
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 

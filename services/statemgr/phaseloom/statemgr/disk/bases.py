@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
-from phaseloom.statemgr.core.statefile import PREFIX_BYTES, Section, StateHeader, num_blocks
+from phaseloom.statemgr.disk.statefile import PREFIX_BYTES, Section, StateHeader, num_blocks
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.core.statefile import Place, check_blocks
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.probing import opener, probe
+from phaseloom.statemgr.disk.statefile import Place, check_blocks
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -25,7 +25,11 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.tensors.versionparts import check_part
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.bases import BASE_SUFFIX, Base, worth_referring
+from phaseloom.statemgr.disk.blockfile import BlockFile
+from phaseloom.statemgr.disk.disk import Disk, Files
+from phaseloom.statemgr.disk.probing import PROBE_PREFIX
+from phaseloom.statemgr.disk.statefile import (
     PREFIX_BYTES,
     Place,
     StateHeader,
@@ -37,10 +41,6 @@ from phaseloom.statemgr.core.statefile import (
     num_blocks,
     part_offsets,
 )
-from phaseloom.statemgr.disk.bases import BASE_SUFFIX, Base, worth_referring
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import Disk, Files
-from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.blockfile import BlockFile
+from phaseloom.statemgr.disk.files import StateDirectory, bases_named, sync_directory, unwritable
+from phaseloom.statemgr.disk.statefile import (
     PREFIX_BYTES,
     StateHeader,
     encode_header,
     num_blocks,
     part_offsets,
 )
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.files import StateDirectory, bases_named, sync_directory, unwritable
 
 
 def page_buffer(num_bytes: int) -> memoryview:

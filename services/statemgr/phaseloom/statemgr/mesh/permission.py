@@ -1,26 +1,30 @@
-"""Who of other nodes may have which weights version: whoever a permit's ticket names."""
+"""Who of other nodes may have which weights version, and which state files: whoever a ticket of the
+scheduler names."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from phaseloom.common.contract.commands import Ticket
+from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.transport.tickets import is_genuine
-from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.residency.residency import Wpg
 
-_MAX_READERS = 4096
+_MAX_DEPLOYMENTS = 4096
 _REMEDY = "send the sync_weights again: its permit brings a ticket for this version and node"
+_FILES_REMEDY = "the scheduler's next command brings another one"
 
 
 class Gate:
-    """Checks tickets. One is good for as long as no later life of its reader has come here."""
+    """Checks tickets. One is good until a ticket of a later life of its deployment comes here."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
-        self._lives: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The newest incarnation that was seen of each reader; those seen longest ago go."""
+        self._readers: OrderedDict[DeploymentKey, int] = OrderedDict()
+        """The newest incarnation that was seen of each reader of versions, the latest seen last."""
+        self._owners: OrderedDict[DeploymentKey, int] = OrderedDict()
+        """The same of each deployment whose files were asked for."""
 
     def check(self, ticket: Ticket | None, version: VersionKey, node: str) -> None:
         """Args:   node: of who asks, by its certificate.
@@ -28,24 +32,29 @@ class Gate:
         """
         if ticket is None:
             raise _denied(f"node {node!r} asks for version {version} without a ticket")
-        if not is_genuine(ticket, self._secret):
-            raise _denied(f"the ticket of node {node!r} is not signed by this mesh's scheduler")
+        self._check_genuine(ticket, node, _REMEDY)
         if ticket.version != version:
             raise _denied(f"a ticket for version {ticket.version}, not {version}")
         if ticket.reader.job_key != version.policy.job_key:
             raise _denied(f"{ticket.reader} is of another job than version {version}")
-        if node not in ticket.nodes:
-            raise _denied(f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}")
-        newest = self._lives.get(ticket.reader, 0)
-        if ticket.incarnation < newest:
+        _check_node(ticket, node, _REMEDY)
+        _check_life(self._readers, ticket.reader, ticket.incarnation, _REMEDY)
+
+    def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
+        """Args:   node: that is to get the files.
+        Raises: CallerError: PERMISSION_DENIED, and why.
+        """
+        self._check_genuine(ticket, node, _FILES_REMEDY)
+        if ticket.deployment != deployment:
+            raise _denied(f"a ticket for {ticket.deployment}, not {deployment}", _FILES_REMEDY)
+        _check_node(ticket, node, _FILES_REMEDY)
+        _check_life(self._owners, deployment, ticket.incarnation, _FILES_REMEDY)
+
+    def _check_genuine(self, ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
+        if not is_genuine(ticket, self._secret):
             raise _denied(
-                f"a ticket of incarnation {ticket.incarnation} of {ticket.reader}, "
-                f"which is at {newest}"
+                f"the ticket of node {node!r} is not signed by this mesh's scheduler", remedy
             )
-        self._lives[ticket.reader] = ticket.incarnation
-        self._lives.move_to_end(ticket.reader)
-        while len(self._lives) > _MAX_READERS:
-            self._lives.popitem(last=False)
 
 
 def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
@@ -68,5 +77,25 @@ def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
         )
 
 
-def _denied(why: str) -> CallerError:
-    return CallerError(why, code=Code.PERMISSION_DENIED, field="ticket", remedy=_REMEDY)
+def _check_node(ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
+    if node not in ticket.nodes:
+        raise _denied(
+            f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}", remedy
+        )
+
+
+def _check_life(
+    newest: OrderedDict[DeploymentKey, int], key: DeploymentKey, incarnation: int, remedy: str
+) -> None:
+    if incarnation < newest.get(key, 0):
+        raise _denied(
+            f"a ticket of incarnation {incarnation} of {key}, which is at {newest[key]}", remedy
+        )
+    newest[key] = incarnation
+    newest.move_to_end(key)
+    while len(newest) > _MAX_DEPLOYMENTS:
+        newest.popitem(last=False)
+
+
+def _denied(why: str, remedy: str = _REMEDY) -> CallerError:
+    return CallerError(why, code=Code.PERMISSION_DENIED, field="ticket", remedy=remedy)

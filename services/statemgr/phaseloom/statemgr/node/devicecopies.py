@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.transport.framing import close_fds
-from phaseloom.statemgr.core.residency import Rank, Residency
 from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.residency.residency import Rank, Residency
 
 log = logging.getLogger(__name__)
 

@@ -25,17 +25,18 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.statemgr.core.books import books_of
-from phaseloom.statemgr.core.contents import Content, Contents
-from phaseloom.statemgr.core.cuts import Cuts
-from phaseloom.statemgr.core.hostseals import HostSeals
-from phaseloom.statemgr.core.layout import Layouts
-from phaseloom.statemgr.core.residency import Rank, Residency, Wpg
-from phaseloom.statemgr.core.versions import Version, Versions
+from phaseloom.statemgr.checkpoints.snapshots import Snapshots
+from phaseloom.statemgr.handover.manifest import manifest_of
+from phaseloom.statemgr.memory.extents import HostMemory
+from phaseloom.statemgr.memory.layouts import Layouts
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
-from phaseloom.statemgr.node.digesting import Digests
-from phaseloom.statemgr.node.keeping import Keeper
-from phaseloom.statemgr.node.memory import HostMemory
+from phaseloom.statemgr.node.digests import Digests
+from phaseloom.statemgr.node.handles import HandleRegistry
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import Rank, Residency, Wpg
+from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
+from phaseloom.statemgr.versions.versions import Version, Versions
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +60,15 @@ class Node:
         self.versions = Versions()
         self.layouts = Layouts()
         self.device_copies = DeviceCopies(self.residency)
-        self.contents = Contents(frozen_bases or {})
-        self.cuts = Cuts()
+        self.contents = SharedCopies(frozen_bases or {})
+        self.cuts = Snapshots()
         self.seals = HostSeals()
         self.memory = HostMemory(host_budget_bytes)
         self.endpoint = ""
         """host:port where this daemon serves weights versions."""
-        self.keeper = Keeper(
+        self.handles = HandleRegistry(
             self.memory,
-            lambda: books_of(
+            lambda: manifest_of(
                 self.residency,
                 self.versions,
                 self.contents,
@@ -76,7 +77,7 @@ class Node:
                 self.endpoint,
             ),
         )
-        self.digests = Digests(self.residency, self.memory, self.keeper.record)
+        self.digests = Digests(self.residency, self.memory, self.handles.record)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One switch at a time a device."""
@@ -86,9 +87,9 @@ class Node:
         """Called as a life ends, maybe more than once."""
         self.reserve_frozen: Callable[[int, str], Awaitable[int]]
         """As `Hierarchy.reserve`, memory that can be made immutable."""
-        self.on_content: Callable[[Content], None] = lambda content: None
+        self.on_content: Callable[[SharedCopy], None] = lambda content: None
         """Called with a content that is new, or in host memory again."""
-        self.on_content_gone: Callable[[Content], None] = lambda content: None
+        self.on_content_gone: Callable[[SharedCopy], None] = lambda content: None
         """Called as a content's last user leaves."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
@@ -111,7 +112,7 @@ class Node:
                 # another's.
                 for fd in fds:
                     kept.append(os.dup(fd))
-                await self.keeper.record()
+                await self.handles.record()
                 return await self._ask(rank, message, kept)
         finally:
             close_fds(kept)
@@ -229,7 +230,7 @@ class Node:
         assert rank.extent is not None
         return self.memory[rank.extent].view(rank.extent_bytes)
 
-    def content_memory(self, content: Content) -> memoryview:
+    def content_memory(self, content: SharedCopy) -> memoryview:
         """The bytes of a content that is in host memory; to read only."""
         assert content.extent is not None
         return self.memory[content.extent].readable(content.num_bytes)
@@ -240,18 +241,18 @@ class Node:
         if content is not None:
             self.free_content(content)
 
-    def free_content(self, content: Content) -> None:
+    def free_content(self, content: SharedCopy) -> None:
         """What it held, now that it is gone from the books."""
         self.vacate_content(content)
         self.on_content_gone(content)
 
-    def vacate_content(self, content: Content) -> None:
+    def vacate_content(self, content: SharedCopy) -> None:
         """It is in host memory no more."""
         if content.extent is not None:
             extent, content.extent = content.extent, None
             self.memory.free(extent)
 
-    def lose_content(self, content: Content, why: str) -> None:
+    def lose_content(self, content: SharedCopy, why: str) -> None:
         """What nobody has whole any more takes all who refer to it with it."""
         for wpg in content.wpgs:
             self.retire(wpg, why)
@@ -334,7 +335,7 @@ class Node:
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
         return owned, owned - twice
 
-    def _num_owners(self, content: Content) -> int:
+    def _num_owners(self, content: SharedCopy) -> int:
         version = self.versions.find(content.version) if content.version else None
         is_here = version is not None and version.extent == content.extent is not None
         return len(content.users) + is_here

@@ -15,7 +15,7 @@ from phaseloom.common.tensors.blockhash import (
     combined,
     each_part,
 )
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.statefile import (
     PREFIX_BYTES,
     Place,
     StateHeader,
@@ -26,7 +26,7 @@ from phaseloom.statemgr.core.statefile import (
     num_blocks,
     part_offsets,
 )
-from phaseloom.statemgr.node.memory import copy
+from phaseloom.statemgr.memory.extents import copy
 
 
 def image_bytes(header: StateHeader) -> int:

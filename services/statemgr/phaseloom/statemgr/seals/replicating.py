@@ -19,27 +19,18 @@ from phaseloom.common.contract.errors import (
     Code,
     PhaseloomError,
     ResourceError,
-    to_exception,
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import BringState, WriteSeal
-from phaseloom.statemgr.core.statefile import StateHeader
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.filefetching import FileFetching, PartListing
+from phaseloom.statemgr.seals.filefetching import RemoteFile
 from phaseloom.statemgr.seals.fileserving import path_of
-from phaseloom.statemgr.seals.filewire import (
-    MAX_REPLY_BYTES,
-    SERVICE,
-    FileName,
-    FileRefused,
-    FilesKept,
-    KeepFiles,
-    Kept,
-)
 from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.fetching import ask_once
+from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -52,16 +43,11 @@ class Replicator:
         directory: StateDirectory,
         sealer: Sealer,
         weights: Weights,
-        *,
-        identity: Identity,
-        timeout_s: float,
     ) -> None:
         self._node = node
         self._directory = directory
         self._sealer = sealer
         self._weights = weights
-        self._identity = identity
-        self._timeout_s = timeout_s
         self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, BringState] = {}
         """Where each deployment's files may be had, as was said last."""
@@ -69,7 +55,7 @@ class Replicator:
     async def bring(self, request: BringState) -> None:
         """Have what is asked for here: on this disk, or in host memory where it is kept there.
 
-        Raises: ResourceError: as `FileFetching.bring`.
+        Raises: ResourceError: as `RemoteFile.fetch`.
         """
         _check_key(request.deployment)
         await self._bring_files(self._lacking(request))
@@ -112,8 +98,9 @@ class Replicator:
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
-            listing = PartListing(name, request.ticket, self._identity, self._timeout_s)
-            for part in await listing.ask(request.sources):
+            home = self._weights.fetcher.home
+            remote = RemoteFile(name, request.ticket, request.sources, home)
+            for part in await remote.parts():
                 await self._have(msgspec.structs.replace(name, part=part), request)
         await self._have(name, request)
 
@@ -141,17 +128,9 @@ class Replicator:
     async def _fetch(self, name: FileName, request: BringState, before: Path | None = None) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
-        fetching = FileFetching(
-            name,
-            request.ticket,
-            self._directory,
-            self._identity,
-            self._timeout_s,
-            (request.rank_offset, request.num_ranks),
-            before,
-        )
-        header = await fetching.bring(request.sources)
-        log.info("%s came: %d bytes", name, fetching.num_bytes)
+        remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
+        ranks = (request.rank_offset, request.num_ranks)
+        header = await remote.fetch(self._directory, ranks=ranks, before=before)
         self._found(name, header)
 
     def _found(self, name: FileName, header: StateHeader) -> None:
@@ -225,22 +204,7 @@ class Replicator:
             wpg.rank_offset,
             wpg.num_ranks,
         )
-        stream = await tls.connect(endpoint, SERVICE, self._identity, self._timeout_s)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await stream.send(asked)
-            while True:
-                async with asyncio.timeout(self._timeout_s):
-                    payload = await stream.receive(MAX_REPLY_BYTES)
-                answer: Kept = msgspec.msgpack.decode(payload, type=Kept)
-                if isinstance(answer, FileRefused):
-                    raise to_exception(answer.error)
-                if isinstance(answer, FilesKept):
-                    return
-        except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise tls.explained(error, endpoint, self._timeout_s) from error
-        finally:
-            stream.close()
+        await ask_once(endpoint, asked, wire.FilesKept, self._weights.fetcher.home)
 
 
 def _check_key(key: DeploymentKey) -> None:

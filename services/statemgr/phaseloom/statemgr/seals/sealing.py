@@ -14,9 +14,8 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.statemgr.core.hostseals import HostSeal
-from phaseloom.statemgr.core.residency import Rank, State, Wpg
-from phaseloom.statemgr.core.statefile import (
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
@@ -24,14 +23,15 @@ from phaseloom.statemgr.core.statefile import (
     seal_header,
     superseded_seals,
 )
-from phaseloom.statemgr.core.versions import Version
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.node.memory import copy, joined
+from phaseloom.statemgr.memory.extents import copy, joined
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.seals.imaging import find_image_parts, image_bytes, read_image, write_image
-from phaseloom.statemgr.tiers import sharing
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
-from phaseloom.statemgr.tiers.switching import on_each_device
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.switching import on_each_device
+from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Sealer:
         self,
         node: Node,
         directory: StateDirectory,
-        hierarchy: Hierarchy,
+        tiering: Tiering,
         *,
         verify_version: Callable[[VersionKey], Awaitable[None]],
         fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
@@ -54,7 +54,7 @@ class Sealer:
         self._node = node
         self._verify_version = verify_version
         self._fetch_again = fetch_again
-        self._hierarchy = hierarchy
+        self._tiering = tiering
         self._directory = directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
@@ -72,7 +72,7 @@ class Sealer:
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
-        async with self._hierarchy.in_host(wpg), node.holding(lambda: set(wpg.devices)):
+        async with self._tiering.in_host(wpg), node.holding(lambda: set(wpg.devices)):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
@@ -107,7 +107,7 @@ class Sealer:
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
-        snapshot = await self._hierarchy.reserve(rank.host_bytes, what)
+        snapshot = await self._tiering.reserve(rank.host_bytes, what)
         if rank.extent is None:
             self._node.memory.free(snapshot)
             raise ResourceError(f"{rank} is lost")
@@ -234,7 +234,7 @@ class Sealer:
         sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
         header = _header(wpg, seq, sections)
         num_bytes = image_bytes(header)
-        extent = await self._hierarchy.reserve(num_bytes, f"seal {seq} of {wpg.key}")
+        extent = await self._tiering.reserve(num_bytes, f"seal {seq} of {wpg.key}")
         kept = HostSeal(wpg.key, seq, extent, num_bytes)
         node.seals.begin(extent)
         try:
@@ -281,7 +281,7 @@ class Sealer:
 
     async def _persist(self, piece: Version) -> None:
         try:
-            await self._hierarchy.versions.persist(piece)
+            await self._tiering.versions.persist(piece)
         except ResourceError as error:
             if error.info.code is Code.DATA_LOSS:
                 await self._verify_version(piece.key)

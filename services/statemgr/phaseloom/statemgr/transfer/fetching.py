@@ -154,7 +154,7 @@ class Fetch:
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _broken: set[Peer] = field(default_factory=set, init=False)
     """Peers that failed."""
-    _failure: PhaseloomError | None = field(default=None, init=False)
+    _failure: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Everything has come, or nothing more will."""
@@ -167,7 +167,7 @@ class Fetch:
 
         Args:   sources: the endpoints of each part.
         Raises: PhaseloomError: nobody can bring them all. ResourceError: DATA_LOSS: what came is
-                bad as a whole.
+                bad as a whole. LocalError: the sink cannot take them.
         """
         parts_of: dict[str, set[str]] = {}
         for batch in batches:
@@ -255,7 +255,7 @@ class Fetch:
                     if batch is not None:
                         await self._bring(stream, source, batch)
                 except LocalError as failure:
-                    self._end(failure.error)
+                    self._end(failure)
                 except _FAILURES as error:
                     if stream is not None:
                         stream.close()
@@ -383,7 +383,7 @@ class Fetch:
             if queue and part not in reachable:
                 self._end(undelivered(f"part {part or 'all'} of {self.what}", self.errors.values()))
 
-    def _end(self, error: PhaseloomError) -> None:
+    def _end(self, error: Exception) -> None:
         self._failure = error
         self._over.set()
         self._announce()

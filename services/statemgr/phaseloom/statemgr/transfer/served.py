@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Slice, TensorSlot
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.transfer.tensorslices import (
     Batch,
     Box,
@@ -23,6 +22,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     runs,
     slot_of,
 )
+from phaseloom.statemgr.versions.versions import Version
 
 _FEW_BYTES = 64 * 1024
 """Runs shorter than this are copied together before they are sent."""

@@ -20,7 +20,7 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.core.versions import Version
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.transfer import wire
@@ -33,6 +33,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Fragment,
     in_requests,
 )
+from phaseloom.statemgr.versions.versions import Version
 
 _MAX_PARTS = 4096
 _MAX_ASSIGNMENTS = 256
@@ -60,6 +61,19 @@ class Versions(Protocol):
         """Verify what is here of a version or part, because a reader found it bad."""
 
 
+class Files(Protocol):
+    """What is served of state files. All raise PhaseloomError."""
+
+    async def open_file(self, name: wire.FileName) -> tuple[StateHeader, Content]:
+        """A file that is here: its header, and its blocks."""
+
+    async def parts_of(self, name: wire.FileName) -> list[str]:
+        """The parts of a weights version that are on this node's disk."""
+
+    async def keep(self, asked: wire.KeepFiles) -> None:
+        """Fetch what is asked for onto this node's disk."""
+
+
 class Server:
     """Answers streams of the service `transfer` whose tickets permit what they ask for."""
 
@@ -68,12 +82,16 @@ class Server:
         gate: Gate,
         timeout_s: float,
         versions: Versions,
+        files: Files,
         *,
+        node: str,
         site: str = "",
     ) -> None:
         self._gate = gate
         self._timeout_s = timeout_s
         self._versions = versions
+        self._files = files
+        self._node = node
         self._site = site
         self._assignments: OrderedDict[tuple[Version, str], Assignment] = OrderedDict()
         """By part and site; the oldest go, which costs at worst another copy."""
@@ -92,6 +110,15 @@ class Server:
                     self._gate.check(first.ticket, first.version.whole, stream.node)
                     async with self._versions.open_part(first.version) as part:
                         await self._send(stream, _described(part.version))
+                case wire.DescribeFile() | wire.OpenFile() | wire.ListFileParts():
+                    self._gate.check_files(first.ticket, first.name.deployment, stream.node)
+                    await self._serve_file(stream, first)
+                case wire.KeepFiles():
+                    self._gate.check_files(first.ticket, first.deployment, self._node)
+                    keeping = self._files.keep(first)
+                    # A client that has left asks again, or does not need it.
+                    await self._while_waiting(stream, keeping, may_cancel=True)
+                    await self._send(stream, wire.FilesKept())
         except PhaseloomError as error:
             await self._send(stream, wire.Refusal(error.info))
 
@@ -121,6 +148,19 @@ class Server:
             far = parts.items() if is_far else ()
             assignments = {name: self._assignment(part, asked.site) for name, part in far}
             await self._answer_all(stream, parts, assignments, asked.peer)
+
+    async def _serve_file(
+        self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile | wire.ListFileParts
+    ) -> None:
+        if isinstance(asked, wire.ListFileParts):
+            await self._send(stream, wire.FileParts(await self._files.parts_of(asked.name)))
+            return
+        header, content = await self._files.open_file(asked.name)
+        if isinstance(asked, wire.DescribeFile):
+            await self._send(stream, wire.FileDescription(header.alone()))
+            return
+        await self._send(stream, wire.Opened({"": header.digest}))
+        await self._answer_all(stream, content, {}, Peer("", ""))
 
     def _assignment(self, part: OpenPart, site: str) -> Assignment:
         key, known = (part.version, site), self._assignments

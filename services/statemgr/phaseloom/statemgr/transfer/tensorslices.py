@@ -20,10 +20,12 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
 from phaseloom.common.tensors.resharding import item_bytes
-from phaseloom.statemgr.core.layout import check_layout
+from phaseloom.statemgr.memory.layouts import check_layout
 
-MAX_BATCH_BYTES = 4 * 1024 * 1024
-"""The most bytes of tensors that one request may ask for."""
+MAX_BATCH_BYTES = 8 * 1024 * 1024
+"""The most bytes that one request may ask for: a block of a state file."""
+_BATCH_BYTES = 4 * 1024 * 1024
+"""The largest size of a batch of tensor slices."""
 MAX_BATCH_BOXES = 256
 _MIN_BATCHES = 64
 """A transfer has at least so many batches where it is large enough, so that several streams and
@@ -209,7 +211,7 @@ def batch_bytes(num_bytes: int) -> int:
     """The size of a batch of a transfer of so many bytes."""
     wanted = -(-num_bytes // _MIN_BATCHES)
     steps = -(-wanted // _STEP_BYTES)
-    return min(MAX_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
+    return min(_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
 
 
 def batches(slices: Sequence[Slice]) -> list[Batch]:

@@ -14,18 +14,18 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.core.layout import check_layout
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once, undelivered
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches
 from phaseloom.statemgr.versions.suspects import Suspects, lost
+from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VersionFetcher:
         self,
         node: Node,
         directory: StateDirectory,
-        hierarchy: Hierarchy,
+        tiering: Tiering,
         identity: Identity,
         peer_timeout_s: float,
         *,
@@ -60,7 +60,7 @@ class VersionFetcher:
     ) -> None:
         self._node = node
         self._directory = directory
-        self._hierarchy = hierarchy
+        self._tiering = tiering
         self._identity = identity
         self._peer_timeout_s = peer_timeout_s
         self._site = site
@@ -144,7 +144,7 @@ class VersionFetcher:
         """From disk into an extent."""
         node, key = self._node, version.key
         path = self._directory.version(key)
-        extent = await self._hierarchy.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        extent = await self._tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
         if version.is_dropped:
             node.memory.free(extent)
             raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
@@ -207,7 +207,7 @@ class VersionFetcher:
         Raises: ResourceError: RESOURCE_EXHAUSTED. CallerError: ALREADY_EXISTS.
         """
         node = self._node
-        extent = await self._hierarchy.reserve(num_bytes, what, str(key.policy))
+        extent = await self._tiering.reserve(num_bytes, what, str(key.policy))
         try:
             version = node.versions.begin(key, num_bytes, tensors, extent)
         except CallerError:

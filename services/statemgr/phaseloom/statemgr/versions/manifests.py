@@ -18,12 +18,12 @@ from phaseloom.common.tensors.versionparts import (
     manifest_slots,
     part_of,
 )
-from phaseloom.statemgr.core.residency import Wpg
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Home, ask_once
+from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 class Manifests:
     """Reads and writes manifests; the caller holds the version's lock."""
 
-    def __init__(self, node: Node, hierarchy: Hierarchy) -> None:
+    def __init__(self, node: Node, tiering: Tiering) -> None:
         self._node = node
-        self._hierarchy = hierarchy
+        self._tiering = tiering
 
     def check(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
         """Raises: CallerError: FAILED_PRECONDITION: it has written another part here."""
@@ -54,7 +54,7 @@ class Manifests:
         Raises: ResourceError: no room; its life is over.
         """
         node, size = self._node, len(content)
-        extent = await self._hierarchy.reserve(size, f"version {key}")
+        extent = await self._tiering.reserve(size, f"version {key}")
         node.memory[extent].view(size)[:] = content
         if wpg.is_lost:
             node.memory.free(extent)

@@ -19,10 +19,10 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.versionparts import check_part, encode_manifest
-from phaseloom.statemgr.core.layout import check_layout
-from phaseloom.statemgr.core.residency import Wpg
+from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.manifests import Manifests
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
@@ -31,11 +31,11 @@ MAX_VERSIONS_OF_A_RANK = 128
 
 
 class Publishing:
-    def __init__(self, node: Node, hierarchy: Hierarchy, weights: Weights) -> None:
+    def __init__(self, node: Node, tiering: Tiering, weights: Weights) -> None:
         self._node = node
-        self._hierarchy = hierarchy
+        self._tiering = tiering
         self._weights = weights
-        self._manifests = Manifests(node, hierarchy)
+        self._manifests = Manifests(node, tiering)
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
         """An extent to write a version into, or word that it exists.
@@ -63,7 +63,7 @@ class Publishing:
         if version is not None:
             return description_of(version, tensors=b""), []
         self._check_number(wpg)
-        extent = await self._hierarchy.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
+        extent = await self._tiering.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
         try:
             if wpg.is_lost:
                 raise ResourceError(f"{wpg} is over", code=Code.ABORTED)

@@ -21,14 +21,14 @@ from phaseloom.common.contract.state_rank import OpenSlices, VersionExtent
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_of
-from phaseloom.statemgr.core.residency import Wpg
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
 from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
 from phaseloom.statemgr.versions.fetch import Coming
+from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Slices:
         lock = self._locks.setdefault(mine, asyncio.Lock())
         async with lock:
             version = self._node.versions.find(mine)
-            if version is not None and request.doubted:
+            if version is not None and request.is_suspect:
                 is_bad = await self._fetcher.suspects.drop_if_bad(version)
                 version = None if is_bad else version
             if version is None:

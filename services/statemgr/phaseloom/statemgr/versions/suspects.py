@@ -15,9 +15,9 @@ import logging
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 

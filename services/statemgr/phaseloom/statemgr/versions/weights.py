@@ -17,17 +17,17 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_rank import OpenVersion, VersionExtent
 from phaseloom.common.tensors.versionparts import part_of
-from phaseloom.statemgr.core.residency import Wpg
-from phaseloom.statemgr.core.statefile import StateHeader
-from phaseloom.statemgr.core.versions import Version
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiers.hierarchy import Hierarchy
+from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.served import Content, Fetched, OpenPart, OpenParts
 from phaseloom.statemgr.versions.fetch import VersionFetcher, not_here
 from phaseloom.statemgr.versions.manifests import Manifests
+from phaseloom.statemgr.versions.versions import Version
 
 
 class Weights:
@@ -35,7 +35,7 @@ class Weights:
         self,
         node: Node,
         directory: StateDirectory,
-        hierarchy: Hierarchy,
+        tiering: Tiering,
         identity: Identity,
         peer_timeout_s: float,
         *,
@@ -43,11 +43,9 @@ class Weights:
     ) -> None:
         self._node = node
         self._directory = directory
-        self._hierarchy = hierarchy
-        self._manifests = Manifests(node, hierarchy)
-        self.fetcher = VersionFetcher(
-            node, directory, hierarchy, identity, peer_timeout_s, site=site
-        )
+        self._tiering = tiering
+        self._manifests = Manifests(node, tiering)
+        self.fetcher = VersionFetcher(node, directory, tiering, identity, peer_timeout_s, site=site)
         self._peer_timeout_s = peer_timeout_s
 
     def found(self, header: StateHeader) -> None:
@@ -67,7 +65,7 @@ class Weights:
         check_reader(wpg, key, request.ticket)
         self._check_readable(key)
         version = await self.fetcher.get(
-            key, request.sources, request.ticket, request.digest, is_suspect=request.doubted
+            key, request.sources, request.ticket, request.digest, is_suspect=request.is_suspect
         )
         extent = version.extent
         assert extent is not None
@@ -94,7 +92,7 @@ class Weights:
         try:
             await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
         finally:
-            await self._node.keeper.record()
+            await self._node.handles.record()
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
         """Have a version in host memory, with all of its parts. Raises: as `open`."""
@@ -156,7 +154,7 @@ class Weights:
         # The manifest last: what has one on disk has its parts there.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
-                await self._hierarchy.versions.persist(version)
+                await self._tiering.versions.persist(version)
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:

@@ -212,7 +212,7 @@ class Parts:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """As much of the answer as is there."""
+        """The part's answer, as much of it as is there."""
         self._num_ended = max(self._num_ended, request.num_ended)
         for number in [number for number in self._parts if number <= self._num_ended]:
             del self._parts[number]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class FairReadWriteLock:
-    """Nobody overtakes: a reader waits behind a writer that came first."""
+    """A lock whose holders never overtake: a reader waits behind a writer that came first."""
 
     def __init__(self) -> None:
         self._num_readers = 0
@@ -19,7 +19,7 @@ class FairReadWriteLock:
 
     @property
     def is_unused(self) -> bool:
-        """Nobody has the lock or waits for it."""
+        """Whether nobody has the lock or waits for it."""
         return not (self._has_writer or self._num_readers or self._waiting)
 
     @asynccontextmanager

@@ -232,7 +232,8 @@ class FsdpBackend:
         return bytes(digest.tolist()).hex()
 
     def weights_changed(self) -> None:
-        """Nothing is derived from the weights: FSDP2 re-shards after every pass."""
+        """Nothing: nothing is derived from the weights, which FSDP2 shards again after
+        every pass."""
 
     def close(self) -> None:
         self._group.close()

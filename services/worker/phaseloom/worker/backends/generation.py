@@ -1,7 +1,7 @@
-"""The tokens of a batch of rows while they are drawn: when each row ends, and why.
+"""Tokens of a batch of rows while they are drawn: when each row ends, and why.
 
-Rows of several requests decode together. What a row draws, and when it ends, follows from its own
-request only; which rows are still in the decoder's batch changes nothing but the cost.
+Rows of several requests decode together. A row's draws and its end follow from its own request
+only; which rows are still in the decoder's batch changes nothing but the cost.
 
 Shapes: R rows asked for, B ≤ R rows still in the decoder's batch, I positions of new tokens,
 V vocabulary, Q requests of the call.

@@ -33,7 +33,7 @@ class Moments:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
-    """One float32."""
+    """Number of steps taken, one float32."""
 
 
 def take_step(

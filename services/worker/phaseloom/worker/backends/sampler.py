@@ -166,7 +166,7 @@ class SamplerBackend:
         """Nothing: nothing is derived from the weights; every call reads them from the heap."""
 
     def close(self) -> None:
-        """Nothing to end: no process group, no thread."""
+        """Nothing: there is no process group and no thread."""
 
     def _check_lengths(self, lengths: list[int], max_tokens: int) -> None:
         for i, num_tokens in enumerate(lengths):
@@ -204,7 +204,7 @@ class SamplerBackend:
             call.sequences[each.request] += sequences
 
     def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
-        """One entry a request; a request's prompts follow one another."""
+        """Parameters of each request of the wave; a request's prompts follow one another."""
         asked: list[Sampling] = []
         for request in dict.fromkeys(prompt.request for prompt in wave):
             args = call.requests[request]
@@ -224,7 +224,8 @@ class SamplerBackend:
         return asked
 
     def _prompt_logprobs(self, args: Generate) -> list[Float32s]:
-        """What `forward` says of each prompt, behind a 0 for its first token."""
+        """Log-probabilities of each prompt, as `forward` gives them, behind a 0 for its first
+        token."""
         if not args.prompt_logprobs:
             return []
         tokens = [int32s(prompt.tokens) for prompt in args.prompts]

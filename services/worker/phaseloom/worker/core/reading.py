@@ -59,7 +59,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Needs:
-    wholes: Mapping[str, list[Fetch]]
+    whole_parts: Mapping[str, list[Fetch]]
     """Parts that are fetched whole, and the tensor slices of each that are used."""
     slices: list[Slice]
     fetches: list[Fetch]
@@ -85,20 +85,20 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
     _check(manifest, made)
     names = [part.part for part in manifest.parts]
     sizes = part_bytes(made)
-    wholes: dict[str, list[Fetch]] = {}
+    whole_parts: dict[str, list[Fetch]] = {}
     slices: list[Slice] = []
     sliced: list[Fetch] = []
     end = 0
     for part, group in groupby(node_fetches(made, reader.here), attrgetter("part")):
         mine = list(group)
         if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * sizes[part]:
-            wholes[names[part]] = mine
+            whole_parts[names[part]] = mine
             continue
         for fetch in mine:
             slices.append(_slice(fetch, names[part], reader.whole[fetch.parameter], end))
             sliced.append(fetch)
             end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Needs(wholes, slices, sliced)
+    return Needs(whole_parts, slices, sliced)
 
 
 def fetches_of_whole(reader: Reader) -> list[Fetch]:
@@ -147,7 +147,10 @@ def _uses(fetches: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
 def _runs(
     fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
-    """Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor."""
+    """Byte runs of one use of a fetch.
+
+    Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor.
+    """
     for slot, at in ((there, start), (here, use.start)):
         inside = len(slot.shape) == len(at) and all(
             begin >= 0 and begin + size <= length

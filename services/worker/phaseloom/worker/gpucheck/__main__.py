@@ -37,7 +37,7 @@ MiB = 1024 * 1024
 DEFAULT_SIZES_MIB = "64,1024,8192"
 DEFAULT_LIMIT_S = 150.0
 KILLED_WITHIN_S = 10.0
-"""What hangs in the driver may not end when it is killed; nobody waits for it any longer."""
+"""Longest wait for a killed process: what hangs in the driver may not end when it is killed."""
 
 
 class Verdict(StrEnum):
@@ -75,7 +75,7 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
 
 
 def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
-    """Whatever goes wrong in it is its outcome."""
+    """Outcome of a proof in this process, whatever goes wrong in it."""
     from phaseloom.worker.gpucheck.proofs import Disproved, Skipped
 
     started_s = time.perf_counter()
@@ -118,7 +118,8 @@ def run_isolated(name: str, command: Sequence[str], limit_s: float) -> Outcome:
 
 
 def _read_outcome(written: Path) -> Outcome:
-    """Raises: OSError, ValueError, KeyError: it is not there, or not whole."""
+    """Outcome that a process wrote. Raises: OSError, ValueError, KeyError: it is missing or not
+    whole."""
     values = json.loads(written.read_text())
     return Outcome(**{**values, "verdict": Verdict(values["verdict"])})
 
@@ -135,7 +136,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """In Markdown: what holds, then every figure."""
+    """Markdown table of the verdicts, then of every figure."""
     lines = ["| proof | | seconds | found |", "| --- | --- | --- | --- |"]
     lines += [
         f"| {each.name} | {each.verdict} | {each.duration_s:.1f} | {each.detail} |"
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _prove(driver: Driver, options: argparse.Namespace) -> int:
-    """In this process, for `run_isolated`."""
+    """Run one proof in this process, for `run_isolated`."""
     import torch
 
     # Patterns in host memory are looked through by all cores, whatever one rank would take.
@@ -195,7 +196,7 @@ def _command(options: argparse.Namespace, name: str) -> list[str]:
 
 
 def _found(device: int) -> tuple[Driver, dict[str, str]]:
-    """Raises: CudaUnavailable: what is missing."""
+    """Driver and description of this machine. Raises: CudaUnavailable: what is missing."""
     try:
         import torch
     except ImportError as error:

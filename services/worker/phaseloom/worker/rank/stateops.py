@@ -100,8 +100,10 @@ class StateOperations:
         return PublishWeightsResult(seq, copy.digest, copy.num_bytes)
 
     async def _write_version(self, call: Call, version: VersionKey) -> VersionCopy:
-        """Raises: PhaseloomError: nothing was written. Broken: only some of the ranks
-        know of it."""
+        """Write this deployment's weights as a version.
+
+        Raises: PhaseloomError: nothing was written. Broken: only some of the ranks know of it.
+        """
         weights = self.weights
         if self.ranks.is_alone:
             return await self.state.versions.create(version, self.executor.weight_slots)

@@ -173,7 +173,7 @@ class RankWeights:
         # Who else has the parts that are here is not known: should one be bad, all are asked.
         wanted = [
             (known[part], fetches, sources.get(part, permit.sources))
-            for part, fetches in needed.wholes.items()
+            for part, fetches in needed.whole_parts.items()
         ]
 
         async def fetch_part(number: int) -> tuple[memoryview, Runs]:
@@ -227,10 +227,10 @@ async def or_failed(work: Awaitable[T]) -> T | Failed:
 
 async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
     """Results of all, a few at a time. Raises: the first failure, after all have ended."""
-    turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+    limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def one(work: Awaitable[T]) -> T:
-        async with turns:
+        async with limit:
             return await work
 
     ended = await asyncio.gather(*map(one, works), return_exceptions=True)

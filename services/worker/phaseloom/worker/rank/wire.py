@@ -19,7 +19,7 @@ from phaseloom.common.contract.state_rank import Done, Failed
 
 
 class RankConfig(msgspec.Struct, frozen=True):
-    """Everything that a rank is started with, as JSON on its only argument."""
+    """Parameters of a rank process, as JSON on its only argument."""
 
     token: str
     """Secret of this spawn, bound to this rank of this deployment and incarnation."""
@@ -120,7 +120,7 @@ class CancelRun(Message, frozen=True):
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An operation as its controller sent it."""
+    """An operation, in the bytes in which its controller sent it."""
 
     operation: OperationKey
     payload: bytes

@@ -254,7 +254,7 @@ class RankStateClient:
         if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
             return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
         if isinstance(body, CopyAside | CopyFrom):
-            return await self._run(lambda: self._copies.copy_apart(body, fds)), ()
+            return await self._run(lambda: self._copies.copy_staged(body, fds)), ()
         close_fds(fds)
         match body:
             case Unmap():

@@ -97,27 +97,27 @@ class HostCopies:
             self.extent = None
             extent.close()
 
-    def copy_apart(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
+    def copy_staged(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
         """Copy the state to, or from, memory of the order's own, mapped for this copy only."""
         heap = self.registered_heap()
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one copy")
         started = time.monotonic()
-        apart = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
+        staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
             digest = ""
             if isinstance(order, CopyAside):
-                apart.make_huge()
-                devicememory.copy_out(heap, apart.buffer)
+                staged.make_huge()
+                devicememory.copy_out(heap, staged.buffer)
                 if self.host_bytes:
-                    copy(self.host_memory, apart.buffer[host_start(heap.num_bytes) :])
+                    copy(self.host_memory, staged.buffer[host_start(heap.num_bytes) :])
             else:
-                digest = self._replace(heap, apart.buffer, order.digest)
+                digest = self._replace(heap, staged.buffer, order.digest)
             left = devicememory.resident_bytes(heap)
             return Copied(digest, self._applied(), left, time.monotonic() - started)
         finally:
-            apart.close()
+            staged.close()
 
     def _replace(self, heap: DeviceMemory, source: memoryview, expected: str) -> str:
         digest = devicememory.copy_in(source, heap)

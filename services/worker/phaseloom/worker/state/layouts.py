@@ -1,9 +1,8 @@
 """Layouts of tensors in memory, and a cache of what follows from them.
 
-A deployment has the same few layouts in every step.
-
-With tens of thousands of tensors it takes tens of milliseconds to pack a table, to read one, and to
-find for each tensor of one layout its place in the other.
+A deployment has the same few layouts in every step. With tens of thousands of tensors it takes tens
+of milliseconds to pack a table, to read one, and to find for each tensor of one layout its place in
+the other.
 """
 
 from __future__ import annotations

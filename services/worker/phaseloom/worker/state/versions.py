@@ -87,7 +87,7 @@ class RankVersions:
         run: Runner,
         on_loaded: Callable[[], None],
     ) -> None:
-        """Args: on_loaded: as `RankStateClient.connect`."""
+        """Start without a version. Args: on_loaded: as `RankStateClient.connect`."""
         self._link = link
         self._copies = copies
         self._layouts = layouts
@@ -213,11 +213,11 @@ class RankVersions:
         return await self._using(opened, lambda now: verify(now.memory, now.described))
 
     async def _using(self, opened: Opened, use: Callable[[Opened], None]) -> Opened:
-        doubting = msgspec.structs.replace(opened.asked, doubted=True)
-        return await self._until_sound(opened, use, lambda: self._open(doubting))
+        suspecting = msgspec.structs.replace(opened.asked, is_suspect=True)
+        return await self._until_sound(opened, use, lambda: self._open(suspecting))
 
     async def _until_sound(
-        self, opened: Kind, use: Callable[[Kind], None], doubt: Callable[[], Awaitable[Kind]]
+        self, opened: Kind, use: Callable[[Kind], None], open_again: Callable[[], Awaitable[Kind]]
     ) -> Kind:
         """Do something that verifies before it changes anything; returns what it was done with.
 
@@ -230,7 +230,7 @@ class RankVersions:
             if error.info.code is not Code.DATA_LOSS:
                 raise
             log.warning("%s: it is opened again", error)
-        again = await doubt()
+        again = await open_again()
         await self._run(lambda: use(again))
         return again
 
@@ -289,10 +289,10 @@ class RankVersions:
         """
         num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
         asked = OpenSlices(key, num_bytes, slices, sources, ticket)
-        doubting = msgspec.structs.replace(asked, doubted=True)
+        suspecting = msgspec.structs.replace(asked, is_suspect=True)
         opened = await self._opened_slices(asked)
         return await self._until_sound(
-            opened, lambda now: verify(*now), lambda: self._opened_slices(doubting)
+            opened, lambda now: verify(*now), lambda: self._opened_slices(suspecting)
         )
 
     async def _opened_slices(self, asked: OpenSlices) -> tuple[memoryview, VersionExtent]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.step import Step
@@ -20,5 +21,5 @@ def weigh(step: Step, deployment: Deployment) -> None:
 
 def is_crowded(step: Step, node: Node) -> bool:
     deployments = step.state.deployments
-    placed = [deployments[name] for device in node.devices for name in device.placed]
-    return ROOM * sum(deployment.state_bytes for deployment in placed) > node.host_memory_bytes
+    placed = [deployments[name] for name in devices.placed_on(node)]
+    return ROOM * sum(deployment.wpg.state_bytes for deployment in placed) > node.host_memory_bytes

@@ -16,41 +16,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from phaseloom.scheduler.core.devices.devices import slots_of
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.tree import State
 
 NOWHERE = -1
 
 
-def in_order(state: State, device: Device, jobs: Iterable[str]) -> list[str]:
+def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
     """Jobs of the device by the turns of their next phases on it."""
     places = _places(state, jobs)
-    last = _last(device, places)
-    return sorted(places, key=lambda job: (_round(state, device, job, places, last), places[job]))
+    last = _last(slot, places)
+    return sorted(places, key=lambda job: (_round(state, slot, job, places, last), places[job]))
 
 
-def began(step: Step, deployment: Deployment, here: list[Device]) -> None:
+def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
     """A phase of its job begins on its devices: they all serve the latest of its turns on them."""
     state, name = step.state, deployment.job_name
     job = state.jobs[name]
     number = job.round
-    for device in here:
-        if device.rounds.keys() <= {name}:
-            number = max(number, device.rounds.get(name, NOWHERE) + 1)
+    for slot in here:
+        if slot.rounds.keys() <= {name}:
+            number = max(number, slot.rounds.get(name, NOWHERE) + 1)
             continue
-        places = _places(state, [name, *device.rounds])
-        number = max(number, _round(state, device, name, places, _last(device, places)))
-    if number > job.round and all(device.rounds.get(name) != job.round for device in here):
+        places = _places(state, [name, *slot.rounds])
+        number = max(number, _round(state, slot, name, places, _last(slot, places)))
+    if number > job.round and all(slot.rounds.get(name) != job.round for slot in here):
         # It goes on with a round on these devices, and that has become a later one.
         for other in step.deployments_of(job.key):
-            for device in step.devices_of(other):
-                if device.rounds.get(name) == job.round:
-                    device.rounds[name] = number
+            for slot in slots_of(step, other):
+                if slot.rounds.get(name) == job.round:
+                    slot.rounds[name] = number
     job.round = number
-    for device in here:
-        device.rounds[name] = number
+    for slot in here:
+        slot.rounds[name] = number
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
@@ -66,20 +67,20 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _last(device: Device, places: Mapping[str, int]) -> tuple[int, int] | None:
+def _last(slot: Slot, places: Mapping[str, int]) -> tuple[int, int] | None:
     """The latest turn that it served of those jobs; None: it has served none."""
-    served = [(number, places.get(job, NOWHERE)) for job, number in device.rounds.items()]
+    served = [(number, places.get(job, NOWHERE)) for job, number in slot.rounds.items()]
     return max(served, default=None)
 
 
 def _round(
     state: State,
-    device: Device,
+    slot: Slot,
     job: str,
     places: Mapping[str, int],
     last: tuple[int, int] | None,
 ) -> int:
-    number = max(state.jobs[job].round, device.rounds.get(job, NOWHERE) + 1)
+    number = max(state.jobs[job].round, slot.rounds.get(job, NOWHERE) + 1)
     if last is None:
         return number
     running, place = last

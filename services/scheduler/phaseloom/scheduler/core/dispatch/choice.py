@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phaseloom.scheduler.core.devices import estimates
+from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready
 from phaseloom.scheduler.core.dispatch.device_views import Option
 from phaseloom.scheduler.core.policies.device_view import Ordering, Wait
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
@@ -53,7 +53,7 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
     Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
     event).
     """
-    turn = turn_on(step, node.devices[index])
+    turn = turn_on(step, devices.slot(node, index))
     again_s, may_wait = turn.lets_in_s, turn.may_wait
     for group in (turn.options, turn.rest):
         options = group
@@ -74,48 +74,48 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
     return None, again_s
 
 
-def turn_on(step: Step, device: Device) -> Turn:
+def turn_on(step: Step, slot: Slot) -> Turn:
     """The operations among which the policy chooses: for a quantum the holder's, then others'.
 
     A policy that may wait says itself when the holder's turn ends: for it the quantum is only how
     long that lasts at least.
     """
-    if not device.ready:
+    if not slot.ready:
         return NOBODYS
     quantum_s = step.config.quantum_s
-    of_holder = list(ready.on(step, device, of_job=device.holder))
-    if of_holder and not device.early and not idle_hold.is_quantum_over(step, device.held_since_s):
-        is_alone = len(of_holder) == len(device.ready)
-        lets_in_s = NEVER_S if is_alone else device.held_since_s + quantum_s
-        return Turn(_after_turn(step, device, of_holder), [], lets_in_s, may_wait=False)
-    others = list(ready.on(step, device, but_job=device.holder))
+    of_holder = list(ready.on(step, slot, of_job=slot.holder))
+    if of_holder and not slot.early and not idle_hold.is_quantum_over(step, slot.held_since_s):
+        is_alone = len(of_holder) == len(slot.ready)
+        lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
+        return Turn(_after_turn(step, slot, of_holder), [], lets_in_s, may_wait=False)
+    others = list(ready.on(step, slot, but_job=slot.holder))
     if not others:
-        return Turn(_after_turn(step, device, of_holder), [], NEVER_S)
-    if device.early or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
+        return Turn(_after_turn(step, slot, of_holder), [], NEVER_S)
+    if slot.early or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
         return Turn([*of_holder, *others], [], NEVER_S)
-    lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, device)
+    lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, slot)
     if lets_in_s > step.now_s:
         return Turn([], [], lets_in_s)
     return Turn(others, of_holder, NEVER_S)
 
 
-def _after_turn(step: Step, device: Device, options: list[Option]) -> list[Option]:
+def _after_turn(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
     """Within a job too, the deployment whose quantum is over goes after its siblings."""
-    if step.config.quantum_s and idle_hold.is_quantum_over(step, device.used_since_s):
-        return [o for o in options if o[0].name != device.used_by] or options
+    if step.config.quantum_s and idle_hold.is_quantum_over(step, slot.used_since_s):
+        return [o for o in options if o[0].name != slot.used_by] or options
     return options
 
 
 def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
     """From when on it may claim its other devices; a past time: now."""
-    if len(deployment.spans) == 1 and len(deployment.spans[0].devices) == 1:
+    if len(deployment.wpg.spans) == 1 and len(deployment.wpg.spans[0].devices) == 1:
         return 0.0
     patience_s = _patience_s(step, deployment)
-    until_s = max(op.ready_s, deployment.idle_since_s) + patience_s
+    until_s = max(op.ready_s, deployment.activation.idle_since_s) + patience_s
     for place, other in step.places_of(deployment):
         if until_s <= step.now_s or (place is node and other == index):
             continue
-        turn = turn_on(step, place.devices[other])
+        turn = turn_on(step, devices.slot(place, other))
         if not turn.options:
             return min(until_s, turn.lets_in_s)
         preferred = prefer(step, place, other, turn.options, may_wait=turn.may_wait)
@@ -140,10 +140,8 @@ def prefer(
 ) -> Option | Wait:
     """What the ordering policy says of a free device."""
     policy = policy_of(step)
-    device, is_lone = node.devices[index], len(options) == 1
-    if is_lone and not (
-        may_wait and device_views.has_alternative(step, device, options[0], policy)
-    ):
+    slot, is_lone = devices.slot(node, index), len(options) == 1
+    if is_lone and not (may_wait and device_views.has_alternative(step, slot, options[0], policy)):
         return options[0]
     view = device_views.view_of(step, node, index, options, policy, may_wait=may_wait)
     chosen = policy.choose(view)

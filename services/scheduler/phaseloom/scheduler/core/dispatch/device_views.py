@@ -18,7 +18,7 @@ from phaseloom.scheduler.core.policies.device_view import (
 )
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
@@ -43,19 +43,19 @@ def view_of(
 ) -> DeviceView:
     """Args: options: at least one. may_wait: whether the policy may, where it ever does.
     is_plan: whether what the options take is asked for though the policy does not weigh it."""
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     present = candidate if policy.weighs or is_plan else _unweighed
     return DeviceView(
         now_s=step.now_s,
         candidates=[present(step, node, index, d, op) for d, op in options],
-        resident=_resident(step, device) if policy.may_wait else None,
-        members=_members(step, device, options, may_wait) if policy.is_strict else (),
+        resident=_resident(step, slot) if policy.may_wait else None,
+        members=_members(step, slot, options, may_wait) if policy.is_strict else (),
         may_wait=may_wait and policy.may_wait,
     )
 
 
 def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
-    device, job = node.devices[index], job_of(deployment)
+    slot, job = devices.slot(node, index), job_of(deployment)
     setup_s = estimates.switch_s(step.state, deployment)
     return Candidate(
         operation=str(op.key),
@@ -64,19 +64,19 @@ def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op
         arrival_s=op.ready_s,
         arrival=op.arrival,
         duration_s=estimates.duration_s(step.state, deployment, op.kind),
-        switch_s=0.0 if deployment.epoch else setup_s,
+        switch_s=0.0 if deployment.activation.epoch else setup_s,
         setup_s=setup_s,
         phase_s=estimates.phase_s(step.state, deployment),
         back_s=_back_s(step, node, index, deployment),
         slack_s=phases.slack_s(step, deployment, op),
-        served=device.served.get(job, 0),
-        continues=phases.is_continued(step, device, deployment, op),
+        served=slot.served.get(job, 0),
+        continues=phases.is_continued(step, slot, deployment, op),
     )
 
 
 def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
     """Without what it takes and may wait."""
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     return Candidate(
         operation=str(op.key),
         deployment=deployment.name,
@@ -85,8 +85,8 @@ def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: O
         arrival=op.arrival,
         duration_s=0.0,
         switch_s=0.0,
-        served=device.served.get(deployment.job_name, 0),
-        continues=phases.is_continued(step, device, deployment, op),
+        served=slot.served.get(deployment.job_name, 0),
+        continues=phases.is_continued(step, slot, deployment, op),
     )
 
 
@@ -96,8 +96,8 @@ def job_of(deployment: Deployment) -> str:
 
 def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
     """The dearest of what the newcomer displaces of the job that used the device last."""
-    holder = node.devices[index].holder
-    if newcomer.epoch or job_of(newcomer) == holder:
+    holder = devices.slot(node, index).holder
+    if newcomer.activation.epoch or job_of(newcomer) == holder:
         return 0.0
     leaving = devices.victims(step, node, index, newcomer)
     return max(
@@ -105,18 +105,18 @@ def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
     )
 
 
-def _resident(step: Step, device: Device) -> Resident | None:
-    job = step.state.jobs.get(device.holder)
+def _resident(step: Step, slot: Slot) -> Resident | None:
+    job = step.state.jobs.get(slot.holder)
     if job is None or not _is_alive(job):
         return None
-    expected = None if device.is_let_go else device.expected.get(device.holder)
+    expected = None if slot.is_let_go else slot.expected.get(slot.holder)
     return Resident(
-        job=device.holder,
-        since_s=device.held_since_s,
-        idle_since_s=device.idle_since_s,
+        job=slot.holder,
+        since_s=slot.held_since_s,
+        idle_since_s=slot.idle_since_s,
         at_s=expected.at_s if expected else NEVER_S,
         late_s=expected.late_s if expected else NEVER_S,
-        phase_until_s=phases.goes_on_until_s(step, device),
+        phase_until_s=phases.goes_on_until_s(step, slot),
     )
 
 
@@ -128,34 +128,34 @@ def _is_alive(job: Job) -> bool:
     )
 
 
-def has_alternative(step: Step, device: Device, option: Option, policy: Ordering) -> bool:
+def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -> bool:
     """Whether a policy could leave the device idle rather than run the only option."""
     if not policy.may_wait:
         return False
     if policy.is_strict:
         deployments, own = step.state.deployments, job_of(option[0])
-        return any(deployments[name].job_name != own for name in device.placed)
-    holder = device.holder
+        return any(deployments[name].job_name != own for name in slot.placed)
+    holder = slot.holder
     if holder in ("", job_of(option[0])):
         return False
     job = step.state.jobs.get(holder)
-    return holder in device.expected or (job is not None and bool(job.phases))
+    return holder in slot.expected or (job is not None and bool(job.phases))
 
 
-def _members(step: Step, device: Device, options: Sequence[Option], may_wait: bool) -> list[Member]:
+def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:
     """The jobs of the device by their next turns on it.
 
     Where the policy may wait, up to the first that has an option: it looks at none behind it.
     """
     here: dict[str, list[Deployment]] = {}
-    for name in device.placed:
+    for name in slot.placed:
         deployment = step.state.deployments[name]
         here.setdefault(job_of(deployment), []).append(deployment)
-    turned = round_robin.in_order(step.state, device, here)
+    turned = round_robin.in_order(step.state, slot, here)
     if not may_wait:
         return [Member(job, 0.0) for job in turned]
     ready_jobs = {job_of(deployment) for deployment, _ in options}
-    since_s = max(device.idle_since_s, min(op.ready_s for _, op in options))
+    since_s = max(slot.idle_since_s, min(op.ready_s for _, op in options))
     members = []
     for job in turned:
         if job in ready_jobs:
@@ -176,13 +176,13 @@ def _awaited_until_s(
     Args: here: the deployments of each job of the device. since_s: when the waiting began.
     """
     job = step.state.jobs[name]
-    if not _is_alive(job) or all(d.state is not WpgState.READY for d in here[name]):
+    if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
         return 0.0
     unknown_s = PATIENCE * step.config.quantum_s
     every = step.deployments_of(job.key)
-    if any(d.running or ready.first(step, d) is not None for d in every):
+    if any(d.activation.running or ready.first(step, d) is not None for d in every):
         jobs = [step.state.jobs[member] for member in here]
         round_s = sum(estimates.worst_period_s(step.state, member) for member in jobs)
         return since_s + (round_s or unknown_s)
-    last_s = max(d.idle_since_s for d in every)
+    last_s = max(d.activation.idle_since_s for d in every)
     return last_s + (estimates.worst_period_s(step.state, job) or unknown_s) if last_s else 0.0

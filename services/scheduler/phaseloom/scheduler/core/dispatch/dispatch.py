@@ -20,18 +20,28 @@ Cost of a step: linear in the deployments that have something ready on the touch
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
-from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import choice, hints, idle_hold, phases, ready, speculative
+from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative
 from phaseloom.scheduler.core.durability import seals
-from phaseloom.scheduler.core.operations import gradients
+from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
+REFUSAL_PAUSE_S = 0.5
+"""Before an activation that was refused is tried again."""
+MAX_REFUSALS = 3
+_FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
+"""Codes of refused switch-ins that will be refused again."""
+RETRY_PAUSE_S = 0.5
+"""Before an operation whose permit came back unused is permitted again."""
 BUSY = 4
 """Times the usual number of mutations, after which a state is sealed between two operations."""
 
@@ -49,9 +59,9 @@ def dispatch(step: Step) -> None:
 
 
 def _dispatch(step: Step, node: Node, index: int) -> None:
-    device = node.devices[index]
-    if device.running:
-        _go_on(step, step.state.deployments[device.running])
+    slot = devices.slot(node, index)
+    if slot.running:
+        _go_on(step, step.state.deployments[slot.running])
         return
     deployment = _claimant(step, node, index)
     if deployment is not None:
@@ -62,8 +72,8 @@ def _dispatch(step: Step, node: Node, index: int) -> None:
         _begin(step, deployment)
     elif again_s < choice.NEVER_S:
         _wake_at(step, node, index, again_s)
-    elif not ready.is_any_on(step, device):
-        _seal_idle(step, device)
+    elif not ready.is_any_on(step, slot):
+        _seal_idle(step, slot)
         _open_early(step, node, index)
 
 
@@ -82,17 +92,17 @@ def _begin(step: Step, deployment: Deployment) -> None:
     """Run what it has, or claim its devices where not all of them are free."""
     for node, index in step.places_of(deployment):
         claimant = devices.claimant(step, node, index)
-        if node.devices[index].running or claimant not in (None, deployment):
+        if devices.slot(node, index).running or claimant not in (None, deployment):
             devices.claim(step, deployment)
             return
     devices.unclaim(step, deployment)
     ops = _batch(step, deployment)
-    if not deployment.epoch:
+    if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY):
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
-    if deployment.awaited:
+    if deployment.activation.opening_on:
         devices.use(step, deployment)
         return
     for op in ops:
@@ -105,9 +115,9 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
 
 def _go_on(step: Step, deployment: Deployment) -> None:
     """A deployment whose turn it is has more to run, or was waited for by its permits."""
-    if deployment.running:
+    if deployment.activation.running:
         _join(step, deployment)
-    elif not deployment.awaited:
+    elif not deployment.activation.opening_on:
         _begin_opened(step, deployment)
 
 
@@ -118,17 +128,16 @@ def _begin_opened(step: Step, deployment: Deployment) -> None:
     for op in ops:
         _permit(step, deployment, op)
     if not ops:
-        for device in step.devices_of(deployment):
-            device.running = ""
+        devices.release(step, deployment)
         step.dirty.update(deployment.places)
 
 
 def _join(step: Step, deployment: Deployment) -> None:
     """Reading operations may begin beside those of their deployment that run."""
-    room = step.config.max_reading - len(deployment.running)
+    room = step.config.max_reading - len(deployment.activation.running)
     places = step.places_of(deployment)
     first, index = places[0]
-    if room <= 0 or deployment.name not in first.devices[index].ready:
+    if room <= 0 or deployment.name not in devices.slot(first, index).ready:
         return
     ops = ready.joiners(step, deployment, room)
     if not ops or any(_is_closed(step, node, index, deployment) for node, index in places):
@@ -139,24 +148,24 @@ def _join(step: Step, deployment: Deployment) -> None:
 
 def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
     """Whether what runs there must drain, because it is others' turn."""
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     if devices.claimant(step, node, index) is not None:
         return True
-    if not idle_hold.is_quantum_over(step, device.used_since_s):
+    if not idle_hold.is_quantum_over(step, slot.used_since_s):
         return False
-    job = device.holder
-    is_over = idle_hold.is_quantum_over(step, device.held_since_s)
-    if is_over and ready.is_any_on(step, device, but_job=job):
+    job = slot.holder
+    is_over = idle_hold.is_quantum_over(step, slot.held_since_s)
+    if is_over and ready.is_any_on(step, slot, but_job=job):
         return True
-    return any(d is not deployment for d, _ in ready.on(step, device, of_job=job))
+    return any(d is not deployment for d, _ in ready.on(step, slot, of_job=job))
 
 
 def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
-    device = node.devices[index]
+    slot = devices.slot(node, index)
     timer = f"grace/{node.node}/{index}/{step.sequence}"
-    if step.state.timers.get(device.timer, -1.0) == due_s:
+    if step.state.timers.get(slot.timer, -1.0) == due_s:
         return
-    device.timer = timer
+    devices.note_timer(slot, timer)
     step.set_timer(timer, due_s)
 
 
@@ -173,12 +182,10 @@ def _open_early(step: Step, node: Node, index: int) -> None:
 
 def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
-    deployment.epoch = step.sequence
-    deployment.opening_s = step.now_s
-    deployment.hinted_s = hints.NOT_TOLD_S
-    deployment.awaited = deployment.nodes if len(deployment.spans) > 1 else []
+    opening_on = deployment.nodes if len(deployment.wpg.spans) > 1 else []
+    deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
-    for span in deployment.spans:
+    for span in deployment.wpg.spans:
         node = step.node(span.node)
         leaving: list[Deployment] = []
         for index in span.devices:
@@ -186,16 +193,13 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
             leaving += [victim for victim in found if victim not in leaving]
         for victim in leaving:
             _displace(step, victim, node)
-        for index in span.devices:
-            device = node.devices[index]
-            if deployment.name not in device.resident:
-                device.resident.append(deployment.name)
+        devices.switch_in(node, span.devices, deployment)
         step.send(
             OpenActivation,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
-            epoch=deployment.epoch,
+            incarnation=deployment.wpg.incarnation,
+            epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             early=is_early,
         )
@@ -207,27 +211,21 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
 
 def _displace(step: Step, victim: Deployment, node: Node) -> None:
     """Its activation ends; its state leaves this node, and stays on others until it must go."""
-    if victim.epoch:
-        victim.epoch = 0
-        victim.awaited = []
+    victim.activation.close()
     speculative.displaced(step, victim)
-    for span in victim.spans:
-        if span.node != node.node:
-            continue
-        for index in span.devices:
-            resident = node.devices[index].resident
-            if victim.name in resident:
-                resident.remove(victim.name)
+    for span in victim.wpg.spans:
+        if span.node == node.node:
+            devices.switch_out(node, span.devices, victim)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
-    replay = deployment.state is WpgState.RECOVERING
+    replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.move_op(op, OpState.PERMITTED)
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
-    deployment.running.append(op.key)
+    deployment.activation.began(op.key)
     devices.use(step, deployment)
     step.send(
         Permit,
@@ -235,14 +233,14 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         operation=op.key,
         operation_id=op.id,
         kind=op.kind,
-        incarnation=deployment.incarnation,
-        epoch=deployment.epoch,
-        prev=deployment.applied,
+        incarnation=deployment.wpg.incarnation,
+        epoch=deployment.activation.epoch,
+        prev=deployment.durability.applied,
         replay=replay or (op.uncertain and op.is_mutating),
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
-        sealing=deployment.sealing if len(deployment.spans) > 1 else 0,
+        sealing=deployment.durability.sealing if len(deployment.wpg.spans) > 1 else 0,
     )
 
 
@@ -260,37 +258,96 @@ def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
     if op.version is None:
         return None
     nodes = [str(node.node) for node in step.nodes_of(deployment)]
-    return Ticket(op.version, deployment.key, deployment.incarnation, nodes)
+    return Ticket(op.version, deployment.key, deployment.wpg.incarnation, nodes)
 
 
-def _seal_idle(step: Step, device: Device) -> None:
+def _seal_idle(step: Step, slot: Slot) -> None:
     """A deployment that nobody displaces is sealed when it has nothing to do."""
-    for name in device.resident:
+    for name in slot.resident:
         deployment = step.state.deployments[name]
-        if deployment.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+        if deployment.wpg.state is WpgState.READY and seals.is_due(step, deployment, times=2):
             seals.seal(step, deployment)
 
 
 def opened(step: Step, event: ActivationOpened) -> None:
     """A node has switched its part in; after the last one of several the permits follow."""
     deployment = step.deployment(event.deployment)
-    if deployment is None or not deployment.epoch or deployment.epoch != event.epoch:
+    if deployment is None:
         return
-    if event.node in deployment.awaited:
-        deployment.awaited.remove(event.node)
+    if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
+        _opened_part(step, deployment, event)
+    if deployment.wpg.state is not WpgState.STOPPED:
+        step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
+
+
+def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
+    if deployment.activation.opened_on(event.node):
         step.touch(deployment)
-    if not deployment.awaited:
+    if not deployment.activation.opening_on:
         speculative.took(step, deployment)
 
 
-def refused(step: Step, event: ActivationRefused) -> list[Op]:
-    """An activation did not open; returns the operations that it was opened for.
+def refused(step: Step, event: ActivationRefused) -> None:
+    """An activation did not open: what it was opened for is tried again a while later, or given up
+    where that has failed too often."""
+    ops = _closed(step, event)
+    deployment = step.deployment(event.deployment)
+    if deployment is None:
+        return
+    step.tell("activation refused", event.error.message, deployment.name)
+    for op in ops:
+        if op.state is OpState.PERMITTED:
+            step.move_op(op, OpState.QUEUED)
+        op.refusals += 1
+        if op.refusals >= MAX_REFUSALS:
+            operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
+        else:
+            operations.end_unwanted(step, deployment, op)
+    if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+        deployment.wpg.count_refusal()
+        if deployment.wpg.refusals >= MAX_REFUSALS:
+            error = _given_up(event.error, deployment.wpg.refusals)
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
+    _retry_at(step, deployment, step.now_s + REFUSAL_PAUSE_S)
+
+
+def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
+    return replace(
+        error, message=f"its state could not be switched in ({refusals} times): {error.message}"
+    )
+
+
+def returned(step: Step, event: PermitReturned) -> None:
+    """A permit came back unused: it is given again, as often as it takes, since a node that is away
+    may come back, and others use the device meanwhile."""
+    deployment = step.deployment(event.key.deployment_key)
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
+        return
+    if event.key not in deployment.activation.running:
+        return
+    step.tell("permit returned", event.error.message, str(event.key))
+    devices.free(step, deployment, event.key, "")
+    op = deployment.open_operation(event.key)
+    if op is not None and op.state is OpState.PERMITTED:
+        step.move_op(op, OpState.QUEUED)
+        operations.end_unwanted(step, deployment, op)
+    _retry_at(step, deployment, step.now_s + RETRY_PAUSE_S)
+    step.touch(deployment)
+
+
+def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
+    deployment.activation.retry_at(retry_at_s)
+    step.set_timer(f"retry/{deployment.name}/{step.sequence}", retry_at_s)
+
+
+def _closed(step: Step, event: ActivationRefused) -> list[Op]:
+    """Close an activation that one of its nodes has refused; returns what it was opened for.
 
     What it should have displaced may be on the devices still: it stays booked there, without an
     activation, so that the next one displaces it again (harmless where it is gone).
     """
     deployment = step.deployment(event.deployment)
-    if deployment is None or deployment.epoch != event.epoch:
+    if deployment is None or deployment.activation.epoch != event.epoch:
         return []
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
@@ -299,30 +356,24 @@ def refused(step: Step, event: ActivationRefused) -> list[Op]:
                 CloseActivation,
                 node,
                 deployment=deployment.key,
-                incarnation=deployment.incarnation,
-                epoch=deployment.epoch,
+                incarnation=deployment.wpg.incarnation,
+                epoch=deployment.activation.epoch,
             )
-    step.vacate(deployment)
-    for device in step.devices_of(deployment):
-        for name in device.placed:
+    devices.vacate(step, deployment)
+    for slot in devices.slots_of(step, deployment):
+        for name in slot.placed:
             other = step.state.deployments[name]
-            if other.incarnation and other is not deployment:
-                _rebook(step, other)
+            if other.wpg.incarnation and other is not deployment:
+                devices.book_again(step, other)
     return ops
 
 
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
     """What has a permit, or would have had one once all of its nodes were ready."""
-    if deployment.running:
-        ops = [deployment.open_operation(key) for key in deployment.running]
+    if deployment.activation.running:
+        ops = [deployment.open_operation(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]
-    is_reserved = step.devices_of(deployment)[0].running == deployment.name
-    if not is_reserved or deployment.state is WpgState.RECOVERING:
+    is_reserved = devices.slots_of(step, deployment)[0].running == deployment.name
+    if not is_reserved or deployment.wpg.state is WpgState.RECOVERING:
         return []
     return _batch(step, deployment)
-
-
-def _rebook(step: Step, deployment: Deployment) -> None:
-    for device in step.devices_of(deployment):
-        if deployment.name not in device.resident:
-            device.resident.insert(0, deployment.name)

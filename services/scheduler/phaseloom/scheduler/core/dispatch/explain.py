@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
@@ -80,8 +80,8 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if other is not None and not other.is_done(after.seq):
             lines.append(f"{_name(other, after.seq)}, which `after` names")
-    if deployment.state is not WpgState.READY:
-        lines.append(f"the workers of {deployment.key.deployment}: {deployment.state}")
+    if deployment.wpg.state is not WpgState.READY:
+        lines.append(f"the workers of {deployment.key.deployment}: {deployment.wpg.state}")
     return lines
 
 
@@ -99,8 +99,8 @@ def _of_job(step: Step, deployment: Deployment) -> list[str]:
 
 def _comes_first(deployment: Deployment, op: Op) -> int | None:
     """The lowest seq of the same deployment that must end before it."""
-    for seq in range(deployment.next_seq, op.key.seq or 0):
-        other = deployment.operations.get(seq)
+    for seq in range(deployment.queue.next_seq, op.key.seq or 0):
+        other = deployment.queue.operations.get(seq)
         is_cut = other is not None and other.is_cut
         is_together = other is not None and not (op.is_mutating or other.is_mutating)
         if not (deployment.is_done(seq) or is_together or is_cut):
@@ -109,7 +109,7 @@ def _comes_first(deployment: Deployment, op: Op) -> int | None:
 
 
 def _name(deployment: Deployment, seq: int) -> str:
-    op = deployment.operations.get(seq)
+    op = deployment.queue.operations.get(seq)
     state = f"{op.kind}, {op.state}" if op else "not published yet"
     return f"{deployment.key.deployment} {seq} ({state})"
 
@@ -130,7 +130,9 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
     ahead = _index_in(queue, deployment)
     if ahead < 0:
         return 0, -1.0
-    busy_s = max((_remaining_s(step, device) for device in step.devices_of(deployment)), default=0)
+    busy_s = max(
+        (_remaining_s(step, slot) for slot in devices.slots_of(step, deployment)), default=0
+    )
     wait_s = max(busy_s, _let_in_s(step, deployment) - step.now_s)
     plan = choice.policy_of(step).timeline([c for c, _ in queue], 0.0)
     wait_s += plan[ahead].start_s
@@ -141,17 +143,18 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
 
 def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """What an operation waits for that waits for no other of its job; one line each."""
-    if deployment.retry_at_s > step.now_s:
-        pause_s = deployment.retry_at_s - step.now_s
+    if deployment.activation.retry_at_s > step.now_s:
+        pause_s = deployment.activation.retry_at_s - step.now_s
         return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
     if not ready.is_reachable(step, deployment, op):
         return [f"weights version {op.version}, which is being rebuilt"]
-    if deployment.running and op.is_mutating:
+    if deployment.activation.running and op.is_mutating:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
     if moves.is_held(deployment) or moves.holds_back(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
     if deployment.is_opening:
-        return [f"its activation, which is not open yet on {', '.join(deployment.awaited)}"]
+        nodes = ", ".join(deployment.activation.opening_on)
+        return [f"its activation, which is not open yet on {nodes}"]
     lines = []
     for node, index in step.places_of(deployment):
         lines += _of_device(step, deployment, node, index)
@@ -159,25 +162,23 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
 
 
 def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> list[str]:
-    device, where = node.devices[index], f"device {index} of {node.node}"
+    slot, where = devices.slot(node, index), f"device {index} of {node.node}"
     lines = []
-    if device.running:
-        lines.append(f"{where}, which runs {_running(step, deployment, device.running)}")
+    if slot.running:
+        lines.append(f"{where}, which runs {_running(step, deployment, slot.running)}")
     claimant = devices.claimant(step, node, index)
     if claimant is not None and claimant is not deployment:
         lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
-    until_s = _held_s(step, device, deployment)
-    if until_s > step.now_s and not device.running:
+    until_s = _held_s(step, slot, deployment)
+    if until_s > step.now_s and not slot.running:
         left_s = until_s - step.now_s
-        lines.append(
-            f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, device)}"
-        )
+        lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, slot)}")
     wait = _wait_on(step, node, index)
     if wait is not None and wait.job != device_views.job_of(deployment):
         left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
         lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
-    for name in device.resident:
-        if step.state.deployments[name].sealing:
+    for name in slot.resident:
+        if step.state.deployments[name].durability.sealing:
             lines.append(f"{where}, while {_named(deployment, name)} is being sealed")
     return lines
 
@@ -195,53 +196,53 @@ def _job(asker: Deployment, name: str) -> str:
 
 def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
     """What the ordering policy leaves the device idle for."""
-    device = node.devices[index]
-    if device.running or devices.claimant(step, node, index) is not None:
+    slot = devices.slot(node, index)
+    if slot.running or devices.claimant(step, node, index) is not None:
         return None
-    turn = choice.turn_on(step, device)
+    turn = choice.turn_on(step, slot)
     if not turn.options:
         return None
     preferred = choice.prefer(step, node, index, turn.options, may_wait=turn.may_wait)
     return preferred if isinstance(preferred, Wait) else None
 
 
-def _holder(step: Step, asker: Deployment, device: Device) -> str:
-    job = step.state.jobs[device.holder]
-    whom = _job(asker, device.holder)
-    if ready.is_any_on(step, device, of_job=device.holder):
+def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
+    job = step.state.jobs[slot.holder]
+    whom = _job(asker, slot.holder)
+    if ready.is_any_on(step, slot, of_job=slot.holder):
         return f"{whom}, whose quantum is not over"
-    if idle_hold.has_phase(step, job, device):
+    if idle_hold.has_phase(step, job, slot):
         return f"{whom}, which has declared a phase"
     return f"{whom}, whose next operation may come"
 
 
-def _held_s(step: Step, device: Device, deployment: Deployment) -> float:
+def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
     """Until when the device is kept for another job than this deployment's."""
-    if device.holder in ("", device_views.job_of(deployment)) or device.early:
+    if slot.holder in ("", device_views.job_of(deployment)) or slot.early:
         return 0.0
-    if ready.is_any_on(step, device, of_job=device.holder):
-        return device.held_since_s + step.config.quantum_s
-    return idle_hold.held_until_s(step, device)
+    if ready.is_any_on(step, slot, of_job=slot.holder):
+        return slot.held_since_s + step.config.quantum_s
+    return idle_hold.held_until_s(step, slot)
 
 
 def _let_in_s(step: Step, deployment: Deployment) -> float:
     until_s = 0.0
     for node, index in step.places_of(deployment):
-        device = node.devices[index]
-        if not device.running and not _has_own(step, device):
-            until_s = max(until_s, _held_s(step, device, deployment))
+        slot = devices.slot(node, index)
+        if not slot.running and not _has_own(step, slot):
+            until_s = max(until_s, _held_s(step, slot, deployment))
         wait = _wait_on(step, node, index)
         if wait is not None:
             until_s = max(until_s, wait.until_s)
     return until_s
 
 
-def _has_own(step: Step, device: Device) -> bool:
-    return ready.is_any_on(step, device, of_job=device.holder)
+def _has_own(step: Step, slot: Slot) -> bool:
+    return ready.is_any_on(step, slot, of_job=slot.holder)
 
 
 def _running(step: Step, asker: Deployment, name: str) -> str:
-    keys = step.state.deployments[name].running
+    keys = step.state.deployments[name].activation.running
     if not keys:
         return f"{_named(asker, name)}, which is being switched in"
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -249,9 +250,9 @@ def _running(step: Step, asker: Deployment, name: str) -> str:
 
 
 def _queue_on(step: Step, node: Node, index: int) -> Queue:
-    device = node.devices[index]
-    turn = choice.turn_on(step, device)
-    every = list(ready.on(step, device))
+    slot = devices.slot(node, index)
+    turn = choice.turn_on(step, slot)
+    every = list(ready.on(step, slot))
     first = [*turn.options, *turn.rest]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
     claimed = devices.claimant(step, node, index)
@@ -294,10 +295,14 @@ def _batches_before(step: Step, deployment: Deployment, own: list[Op], op: Op) -
     return mutating + reading[size - 1 :: size]
 
 
-def _remaining_s(step: Step, device: Device) -> float:
-    if not device.running:
+def _remaining_s(step: Step, slot: Slot) -> float:
+    if not slot.running:
         return 0.0
-    deployment = step.state.deployments[device.running]
-    ops = [op for key in deployment.running if (op := deployment.open_operation(key)) is not None]
+    deployment = step.state.deployments[slot.running]
+    ops = [
+        op
+        for key in deployment.activation.running
+        if (op := deployment.open_operation(key)) is not None
+    ]
     ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
     return max(0.0, max(ends_s, default=step.now_s) - step.now_s)

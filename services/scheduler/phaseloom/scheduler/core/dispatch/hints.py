@@ -15,28 +15,26 @@ Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 from __future__ import annotations
 
 from phaseloom.common.contract.commands import PrefetchState
-from phaseloom.scheduler.core.devices import host_memory
+from phaseloom.scheduler.core.devices import devices, host_memory
 from phaseloom.scheduler.core.dispatch import speculative
+from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 
-NOT_TOLD_S = -1.0
 
-
-def tell(step: Step) -> None:
-    """Send and withdraw what this step has changed."""
-    for name in sorted(step.foreseen):
-        job = step.state.jobs.get(name)
-        for deployment in step.deployments_of(job.key) if job is not None else []:
-            _tell(step, deployment)
+def tell(step: Step, name: str) -> None:
+    """Send and withdraw the hints of one job that this step has changed."""
+    job = step.state.jobs.get(name)
+    for deployment in step.deployments_of(job.key) if job is not None else []:
+        _tell(step, deployment)
 
 
 def _tell(step: Step, deployment: Deployment) -> None:
-    if not deployment.spans or _is_resident(step, deployment):
+    if not deployment.wpg.spans or _is_resident(step, deployment):
         return
-    is_told = deployment.hinted_s != NOT_TOLD_S
+    is_told = deployment.activation.hinted_s != NOT_TOLD_S
     if _is_waiting(step, deployment):
         if not is_told:
             _send(step, deployment, step.now_s)
@@ -53,25 +51,25 @@ def _tell(step: Step, deployment: Deployment) -> None:
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:
-    return all(deployment.name in device.resident for device in step.devices_of(deployment))
+    return all(deployment.name in slot.resident for slot in devices.slots_of(step, deployment))
 
 
 def _is_waiting(step: Step, deployment: Deployment) -> bool:
-    return any(deployment.name in device.ready for device in step.devices_of(deployment))
+    return any(deployment.name in slot.ready for slot in devices.slots_of(step, deployment))
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
     """By which the deployment is what its job runs next on a device."""
     job = deployment.job_name
     found = []
-    if deployment.state is not WpgState.READY or deployment.moving is not None:
+    if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:
         return []
-    for device in step.devices_of(deployment):
-        running = step.state.deployments.get(device.running)
-        expected = device.expected.get(job)
+    for slot in devices.slots_of(step, deployment):
+        running = step.state.deployments.get(slot.running)
+        expected = slot.expected.get(job)
         if expected is None or (running is not None and running.job_name == job):
             continue
-        if speculative.next_of(step, device, job, expected) is deployment:
+        if speculative.next_of(step, slot, job, expected) is deployment:
             found.append(expected)
     return found
 
@@ -82,12 +80,12 @@ def _send(step: Step, deployment: Deployment, use_s: float) -> None:
         for node in crowded:
             step.state.crowded.remove(node.node)
         return
-    deployment.hinted_s = use_s
+    deployment.activation.hint(use_s)
     _command(step, deployment, max(0.0, use_s - step.now_s))
 
 
 def _withdraw(step: Step, deployment: Deployment) -> None:
-    deployment.hinted_s = NOT_TOLD_S
+    deployment.activation.hint(NOT_TOLD_S)
     _command(step, deployment, None)
 
 
@@ -97,6 +95,6 @@ def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
             PrefetchState,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.wpg.incarnation,
             in_s=in_s,
         )

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from phaseloom.common.contract.events import PhaseDeclared
 from phaseloom.common.contract.ids import JobKey
-from phaseloom.scheduler.core.devices import estimates
+from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import ready
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Device, Phase
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
@@ -39,40 +39,40 @@ def is_quantum_over(step: Step, since_s: float) -> bool:
     return step.now_s >= since_s + step.config.quantum_s
 
 
-def held_until_s(step: Step, device: Device) -> float:
+def held_until_s(step: Step, slot: Slot) -> float:
     """Until when the device is kept for its holder, which has nothing ready; 0: it is not."""
-    job = step.state.jobs.get(device.holder)
-    if job is None or job.state in JOB_ENDED or not job.has_controller or device.is_let_go:
+    job = step.state.jobs.get(slot.holder)
+    if job is None or job.state in JOB_ENDED or not job.has_controller or slot.is_let_go:
         return 0.0
-    phase_s = _phase_until_s(step, device) if has_phase(step, job, device) else 0.0
-    return max(phase_s, _grace_until_s(step, device, job))
+    phase_s = _phase_until_s(step, slot) if has_phase(step, job, slot) else 0.0
+    return max(phase_s, _grace_until_s(step, slot, job))
 
 
-def _grace_until_s(step: Step, device: Device, job: Job) -> float:
+def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
     grace_s = step.config.idle_grace_s
-    gap_s = estimates.next_gap_s(step.state, job.key, device.last)
-    until_s = device.idle_since_s + max(grace_s, OVERDUE * gap_s)
+    gap_s = estimates.next_gap_s(step.state, job.key, slot.last)
+    until_s = slot.idle_since_s + max(grace_s, OVERDUE * gap_s)
     if gap_s > SOON * grace_s or until_s <= step.now_s:
         return 0.0
-    pool = _pool(step, device)
+    pool = _pool(step, slot)
     if any(ready.waits_elsewhere(d) for d in step.deployments_of(job.key) if d.spec.pool == pool):
         return 0.0
     return until_s
 
 
-def _phase_until_s(step: Step, device: Device) -> float:
-    until_s = device.idle_since_s + step.config.phase_hold_s
+def _phase_until_s(step: Step, slot: Slot) -> float:
+    until_s = slot.idle_since_s + step.config.phase_hold_s
     quantum_s = step.config.quantum_s
-    return min(until_s, device.held_since_s + quantum_s) if quantum_s else until_s
+    return min(until_s, slot.held_since_s + quantum_s) if quantum_s else until_s
 
 
-def has_phase(step: Step, job: Job, device: Device) -> bool:
+def has_phase(step: Step, job: Job, slot: Slot) -> bool:
     """Whether the job's present controller has a phase open on the device's pool."""
-    return job.phases.get(_pool(step, device)) == job.session
+    return job.phases.get(_pool(step, slot)) == job.session
 
 
-def _pool(step: Step, device: Device) -> str:
-    used_by = step.state.deployments.get(device.used_by)
+def _pool(step: Step, slot: Slot) -> str:
+    used_by = step.state.deployments.get(slot.used_by)
     return used_by.spec.pool if used_by is not None else ""
 
 
@@ -94,9 +94,7 @@ def _mark(step: Step, job: JobKey, pool: str, *, is_let_go: bool) -> None:
         if deployment.spec.pool != pool:
             continue
         for node, index in step.places_of(deployment):
-            device = node.devices[index]
-            if device.holder == str(job):
-                device.is_let_go = is_let_go
-                if is_let_go:
-                    device.phase = Phase()
+            slot = devices.slot(node, index)
+            if slot.holder == str(job):
+                devices.let_go(slot, is_let_go)
                 step.dirty.add((node.node, index))

@@ -8,11 +8,11 @@ Ordering policies that serve phases go by it. Nothing is decided here.
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core.devices import estimates, round_robin
+from phaseloom.scheduler.core.devices import devices, estimates, round_robin
 from phaseloom.scheduler.core.dispatch import idle_hold
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Phase
+from phaseloom.scheduler.core.state.node import Phase, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
@@ -22,76 +22,76 @@ SOON = 0.05
 
 def began(step: Step, deployment: Deployment, op: Op) -> None:
     """An operation is about to be permitted: it goes on with a phase, or begins one."""
-    if deployment.running:
+    if deployment.activation.running:
         return  # It joins others.
     job = step.job_of(deployment)
     name, kind = str(job.key), kind_of(deployment, op)
-    here = step.devices_of(deployment)
+    here = devices.slots_of(step, deployment)
     is_new = False
-    for device in here:
-        if not is_continued(step, device, deployment, op):
-            device.phase = Phase(name, [kind], step.now_s)
+    for slot in here:
+        if not is_continued(step, slot, deployment, op):
+            devices.note_phase(slot, Phase(name, [kind], step.now_s))
             is_new = True
-        elif kind not in device.phase.kinds:
-            device.phase.kinds.append(kind)
-        device.served[name] = step.sequence
+        else:
+            devices.note_kind(slot, kind)
+        devices.note_served(slot, name, step.sequence)
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
     if job.began_s < 0:
         job.began_s = op.ready_s
     job.lag_s += waited_s(step, deployment, op)
-    if deployment.epoch == step.sequence:
+    if deployment.activation.epoch == step.sequence:
         job.lag_s += estimates.switch_s(step.state, deployment)
 
 
-def is_continued(step: Step, device: Device, deployment: Deployment, op: Op) -> bool:
+def is_continued(step: Step, slot: Slot, deployment: Deployment, op: Op) -> bool:
     """Whether the operation belongs to the phase that the device is in."""
-    if device.phase.job != deployment.job_name:
+    if slot.phase.job != deployment.job_name:
         return False
-    if kind_of(deployment, op) not in device.phase.kinds:
+    if kind_of(deployment, op) not in slot.phase.kinds:
         return True
     job = step.job_of(deployment)
-    if not idle_hold.has_phase(step, job, device):
+    if not idle_hold.has_phase(step, job, slot):
         return False
     config = step.config
     longest_s = estimates.worst_period_s(step.state, job)
     longest_s = longest_s or max(config.quantum_s, config.phase_hold_s)
-    return step.now_s < device.phase.began_s + longest_s
+    return step.now_s < slot.phase.began_s + longest_s
 
 
 def kind_of(deployment: Deployment, op: Op) -> str:
     return f"{deployment.key.deployment}.{op.kind}"
 
 
-def goes_on_until_s(step: Step, device: Device) -> float:
+def goes_on_until_s(step: Step, slot: Slot) -> float:
     """Until when the phase of a device with nothing of it ready may go on; 0: it is over."""
-    job = step.state.jobs.get(device.phase.job)
-    if job is None or device.is_let_go:
+    job = step.state.jobs.get(slot.phase.job)
+    if job is None or slot.is_let_go:
         return 0.0
-    if idle_hold.has_phase(step, job, device):
-        return device.idle_since_s + step.config.phase_hold_s
-    expected = device.expected.get(device.phase.job)
+    if idle_hold.has_phase(step, job, slot):
+        return slot.idle_since_s + step.config.phase_hold_s
+    expected = slot.expected.get(slot.phase.job)
     soon_s = SOON * estimates.period_s(step.state, job)
     is_soon = expected is not None and expected.at_s - expected.ended_s <= soon_s
-    if expected is None or not is_soon or _is_complete(step, device):
+    if expected is None or not is_soon or _is_complete(step, slot):
         return 0.0
     return max(expected.late_s, expected.ended_s + soon_s)
 
 
-def _is_complete(step: Step, device: Device) -> bool:
+def _is_complete(step: Step, slot: Slot) -> bool:
     """Whether every kind of operation that the job is known to run here has come."""
-    trace = step.state.traces.get(device.phase.job)
+    trace = step.state.traces.get(slot.phase.job)
     if trace is None:
         return True
-    here = {step.state.deployments[name].key for name in device.placed}
-    names = {key.deployment for key in here if str(key.job_key) == device.phase.job}
+    here = {step.state.deployments[name].key for name in slot.placed}
+    names = {key.deployment for key in here if str(key.job_key) == slot.phase.job}
     usual = {f"{e.deployment}.{e.kind}" for e in trace.estimates if e.deployment in names}
-    return usual <= set(device.phase.kinds)
+    return usual <= set(slot.phase.kinds)
 
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
     """For how long something else kept it from running."""
-    return max(0.0, step.now_s - max(op.ready_s, deployment.idle_since_s))
+    return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:

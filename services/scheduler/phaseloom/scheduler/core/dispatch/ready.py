@@ -12,8 +12,9 @@ import heapq
 from collections.abc import Iterator
 
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Mutation, Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
@@ -31,21 +32,17 @@ def note(step: Step) -> None:
             continue
         step.foresee(deployment)
         is_ready = next(operations(step, deployment), None) is not None
-        for device in step.devices_of(deployment):
-            if is_ready:
-                device.ready[name] = deployment.job_name
-            else:
-                device.ready.pop(name, None)
+        devices.note_ready(step, deployment, is_ready=is_ready)
 
 
 def on(
-    step: Step, device: Device, *, of_job: str | None = None, but_job: str = ""
+    step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = ""
 ) -> Iterator[tuple[Deployment, Op]]:
     """Deployments with something to run on the device, each with what it would begin with.
 
     Args: of_job: only this job's. but_job: all but this one's.
     """
-    for name, job in device.ready.items():
+    for name, job in slot.ready.items():
         if job != but_job and of_job in (None, job):
             deployment = step.state.deployments[name]
             op = first(step, deployment)
@@ -53,22 +50,22 @@ def on(
                 yield deployment, op
 
 
-def is_any_on(step: Step, device: Device, *, of_job: str | None = None, but_job: str = "") -> bool:
-    return next(on(step, device, of_job=of_job, but_job=but_job), None) is not None
+def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = "") -> bool:
+    return next(on(step, slot, of_job=of_job, but_job=but_job), None) is not None
 
 
 def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
     """Ready ones by arrival, whether or not their weights version can be had."""
-    if deployment.retry_at_s > step.now_s:
+    if deployment.activation.retry_at_s > step.now_s:
         return iter(())
-    if deployment.replay and deployment.state is WpgState.RECOVERING:
-        return iter(() if deployment.running else (_replay_op(step, deployment),))
-    if deployment.state is not WpgState.READY or moves.is_held(deployment):
+    if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
+        return iter(() if deployment.activation.running else (_replay_op(step, deployment),))
+    if deployment.wpg.state is not WpgState.READY or moves.is_held(deployment):
         return iter(())
-    unordered = (op for op in deployment.unordered.values() if _may_begin(deployment, op))
-    if deployment.head_seq not in deployment.operations:
+    unordered = (op for op in deployment.queue.unordered.values() if _may_begin(deployment, op))
+    if deployment.queue.head_seq not in deployment.queue.operations:
         return unordered
-    if not deployment.unordered:
+    if not deployment.queue.unordered:
         return _ordered(deployment)
     return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
 
@@ -99,7 +96,7 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
     """Reading operations that may begin beside those that run: none from behind a mutating one."""
-    running = deployment.open_operation(deployment.running[0])
+    running = deployment.open_operation(deployment.activation.running[0])
     if running is None or running.is_mutating or running.uncertain:
         return []
     chosen = batch(step, deployment, room)
@@ -108,7 +105,7 @@ def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def waits_elsewhere(deployment: Deployment) -> bool:
     """Whether its next ordered operation is known and comes after others'."""
-    head = deployment.operations.get(deployment.head_seq)
+    head = deployment.queue.operations.get(deployment.queue.head_seq)
     return head is not None and head.state is OpState.QUEUED and head.eligible_s < 0
 
 
@@ -118,9 +115,9 @@ def waits_for_device(op: Op) -> bool:
 
 
 def _ordered(deployment: Deployment) -> Iterator[Op]:
-    head = deployment.head_seq
+    head = deployment.queue.head_seq
     for seq in range(head, head + READ_AHEAD):
-        op = deployment.operations.get(seq)
+        op = deployment.queue.operations.get(seq)
         if op is None:
             return
         if op.is_mutating and not op.has_ended:
@@ -142,21 +139,25 @@ def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     when the policy is rebuilt, unless it is on disk.
     """
     policy = step.deployment(op.version.policy) if op.version else None
-    if policy is None or op.version is None or op.version.seq < policy.first_seq:
+    if policy is None or op.version is None or op.version.seq < policy.queue.first_seq:
         return True
-    if policy.state is WpgState.LOST:
+    if policy.wpg.state is WpgState.LOST:
         return False
-    is_rebuilding = policy.state is WpgState.STARTING or op.version.seq in policy.replay
-    return not is_rebuilding or op.version.seq in policy.durable_versions
+    is_rebuilding = (
+        policy.wpg.state is WpgState.STARTING or op.version.seq in policy.durability.replay
+    )
+    return not is_rebuilding or op.version.seq in policy.durability.durable_versions
 
 
 def _replay_op(step: Step, deployment: Deployment) -> Op:
-    seq = deployment.replay[0]
+    seq = deployment.durability.replay[0]
     key = deployment.key
-    mutation = next((m for m in deployment.history if m.seq == seq), Mutation(seq, "save_state"))
+    mutation = next(
+        (m for m in deployment.durability.history if m.seq == seq), Mutation(seq, "save_state")
+    )
     # As old as the oldest that waits for it: whatever comes to the others, it has its turn.
-    waiting = [op for op in deployment.operations.values() if not op.has_ended]
-    waiting += [op for op in deployment.unordered.values() if not op.has_ended]
+    waiting = [op for op in deployment.queue.operations.values() if not op.has_ended]
+    waiting += [op for op in deployment.queue.unordered.values() if not op.has_ended]
     since_s = min((op.queued_s for op in waiting), default=step.now_s)
     return Op(
         key=OperationKey(key.tenant, key.job, key.deployment, str(seq)),

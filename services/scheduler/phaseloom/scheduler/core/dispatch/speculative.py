@@ -17,7 +17,7 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import idle_hold, ready
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Expected, Node
+from phaseloom.scheduler.core.state.node import Expected, Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
@@ -34,20 +34,21 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
     job = deployment.key.job_key
     last = f"{deployment.key.deployment}.{kind}"
     estimate = estimates.after(step.state, job, last)
-    for device in step.devices_of(deployment):
+    for slot in devices.slots_of(step, deployment):
         if estimate is None or estimate.next_gap_s < 0:
-            device.expected.pop(deployment.job_name, None)
+            devices.expect(slot, deployment.job_name, None)
             continue
         gap_s = estimate.next_gap_s
         early_s = gap_s if estimate.gap_p10_s < 0 else min(estimate.gap_p10_s, gap_s)
         late_s = max(idle_hold.OVERDUE * gap_s, estimate.gap_p90_s, step.config.idle_grace_s)
-        device.expected[deployment.job_name] = Expected(
+        expected = Expected(
             after=last,
             ended_s=step.now_s,
             soonest_s=step.now_s + early_s,
             at_s=step.now_s + gap_s,
             late_s=step.now_s + late_s,
         )
+        devices.expect(slot, deployment.job_name, expected)
 
 
 def came(step: Step, deployment: Deployment, op: Op) -> None:
@@ -55,21 +56,20 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     name = deployment.name
     job = step.job_of(deployment)
     step.foresee(deployment)
-    for device in step.devices_of(deployment):
-        expected = device.expected.pop(deployment.job_name, None)
+    for slot in devices.slots_of(step, deployment):
+        if slot.early == name:
+            job.early_misses = 0
+        expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
             job.follows[expected.after] = key_of(deployment)
-        if device.early == name:
-            job.early_misses = 0
-        device.early = ""
 
 
 def displaced(step: Step, victim: Deployment) -> None:
     """An activation leaves the device; had it been opened for nothing?"""
     step.foresee(victim)
-    guessed = [device for device in step.devices_of(victim) if device.early == victim.name]
-    for device in guessed:
-        device.early = ""
+    guessed = [slot for slot in devices.slots_of(step, victim) if slot.early == victim.name]
+    for slot in guessed:
+        devices.note_early(slot, "")
     if guessed:
         job = step.job(victim.key.job_key)
         job.early_misses = min(job.early_misses + 1, MAX_MISSES)
@@ -82,11 +82,11 @@ def key_of(deployment: Deployment) -> str:
 
 def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
     """The activation to open early on a device with nothing ready, and when; `NEVER_S`: none."""
-    device = node.devices[index]
-    if not step.config.early_switch or device.early:
+    slot = devices.slot(node, index)
+    if not step.config.early_switch or slot.early:
         return None, NEVER_S
-    for name, expected in sorted(device.expected.items(), key=lambda item: item[1].at_s):
-        target = None if expected.is_tried else _target(step, device, name, expected)
+    for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
+        target = None if expected.is_tried else _target(step, slot, name, expected)
         if target is None:
             continue
         places = step.places_of(target)
@@ -98,45 +98,47 @@ def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
     return None, NEVER_S
 
 
-def next_of(step: Step, device: Device, name: str, expected: Expected) -> Deployment | None:
+def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
     """What a job is predicted to need next on a device."""
     if expected.late_s <= step.now_s:
         return None
     job = step.state.jobs[name]
-    here = [d for d in step.deployments_of(job.key) if d.name in device.placed]
+    here = [d for d in step.deployments_of(job.key) if d.name in slot.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
     usual = [d for d in here if key_of(d) == job.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
 
 
-def _target(step: Step, device: Device, name: str, expected: Expected) -> Deployment | None:
+def _target(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
     """The same, if that is not resident and could be switched in."""
-    deployment = next_of(step, device, name, expected)
+    deployment = next_of(step, slot, name, expected)
     if deployment is None:
         return None
-    is_up = deployment.state is WpgState.READY and deployment.retry_at_s <= step.now_s
-    is_here = deployment.moving is None and not deployment.epoch
+    is_up = (
+        deployment.wpg.state is WpgState.READY and deployment.activation.retry_at_s <= step.now_s
+    )
+    is_here = deployment.move.relocation is None and not deployment.activation.epoch
     return deployment if is_up and is_here else None
 
 
 def _free_s(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> float:
     """From when on nothing that is likely sooner would be displaced on this device."""
-    device = node.devices[index]
-    if device.running or device.ready or devices.claimant(step, node, index):
+    slot = devices.slot(node, index)
+    if slot.running or slot.ready or devices.claimant(step, node, index):
         return NEVER_S
     own = target.key.job_key
     free_s = 0.0
-    if device.holder != str(own):
-        free_s = idle_hold.held_until_s(step, device)
+    if slot.holder != str(own):
+        free_s = idle_hold.held_until_s(step, slot)
     for victim in devices.victims(step, node, index, target):
         if victim.key.job_key != own:
-            free_s = max(free_s, _gone_s(step, device, victim.key.job_key, expected))
+            free_s = max(free_s, _gone_s(step, slot, victim.key.job_key, expected))
     return free_s
 
 
-def _gone_s(step: Step, device: Device, resident: JobKey, expected: Expected) -> float:
+def _gone_s(step: Step, slot: Slot, resident: JobKey, expected: Expected) -> float:
     """From when on a resident job is not likely to come before the one that is expected."""
-    its = device.expected.get(str(resident))
+    its = slot.expected.get(str(resident))
     if its is None:
         return NEVER_S
     return its.late_s if its.at_s <= expected.at_s else 0.0
@@ -144,7 +146,7 @@ def _gone_s(step: Step, device: Device, resident: JobKey, expected: Expected) ->
 
 def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> bool:
     """Whether nothing that it would displace is likely to come before the job that is expected."""
-    known = node.devices[index].expected
+    known = devices.slot(node, index).expected
     others = [v.job_name for v in devices.victims(step, node, index, target)]
     return all(
         name == target.job_name or (name in known and known[name].soonest_s > expected.at_s)
@@ -154,20 +156,20 @@ def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: 
 
 def _lead_s(step: Step, target: Deployment) -> float:
     """From the decision to open an activation until that is open."""
-    return max(target.lead_s, estimates.switch_s(step.state, target))
+    return max(target.activation.lead_s, estimates.switch_s(step.state, target))
 
 
 def took(step: Step, deployment: Deployment) -> None:
     """Its activation is open: the longest of late counts, for what is begun too late is in vain."""
-    taken_s = step.now_s - deployment.opening_s
-    deployment.lead_s = max(taken_s, MEMORY * deployment.lead_s)
+    taken_s = step.now_s - deployment.activation.opening_s
+    deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
 
 
 def opened(step: Step, deployment: Deployment) -> None:
     """An activation was opened for an operation that is only predicted."""
-    for device in step.devices_of(deployment):
-        device.early = deployment.name
-        expected = device.expected.get(deployment.job_name)
+    for slot in devices.slots_of(step, deployment):
+        devices.note_early(slot, deployment.name)
+        expected = slot.expected.get(deployment.job_name)
         if expected is not None:
             expected.is_tried = True
 
@@ -178,8 +180,8 @@ def try_skip(step: Step, deployment: Deployment) -> bool:
     if job.early_skips == 0:
         return False
     job.early_skips -= 1
-    for device in step.devices_of(deployment):
-        expected = device.expected.get(str(job.key))
+    for slot in devices.slots_of(step, deployment):
+        expected = slot.expected.get(str(job.key))
         if expected is not None:
             expected.is_tried = True
     return True

@@ -19,9 +19,11 @@ from phaseloom.common.contract.events import StateMirrored
 from phaseloom.common.contract.ids import NodeId, VersionKey, parse_operation_key
 from phaseloom.common.contract.specs import Durability
 from phaseloom.scheduler.core.durability import seals
-from phaseloom.scheduler.core.state.deployment import Copying, Deployment, MoveStage
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.move import MoveStage
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 
 RETRY_PAUSE_S = 5.0
@@ -49,17 +51,17 @@ def go_on(step: Step) -> None:
 
 def _has_rest(deployment: Deployment) -> bool:
     """Whether no other copies of it are being made."""
-    move = deployment.moving
-    return not deployment.sealing and (move is None or move.stage is MoveStage.WAITING)
+    move = deployment.move.relocation
+    return not deployment.durability.sealing and (move is None or move.stage is MoveStage.WAITING)
 
 
 def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
     """Of its seal, by the place of their nodes."""
-    if deployment.state is WpgState.STOPPED or not deployment.seal_seq:
+    if deployment.wpg.state is WpgState.STOPPED or not deployment.durability.seal_seq:
         return
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
         return  # what it is rebuilt from is where it is, and moves with it
-    for part in range(len(deployment.spans)):
+    for part in range(len(deployment.wpg.spans)):
         if len(_staying(step, seals.holders(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
@@ -90,13 +92,15 @@ def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
 def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
     """Copies that nobody needs any more, as where a node is to stay after all: another part may
     need their nodes."""
-    for copying in [c for c in deployment.copying if c.is_failed and c.part not in at_risk]:
-        deployment.copying.remove(copying)
+    for copying in [
+        c for c in deployment.durability.copying if c.has_failed and c.part not in at_risk
+    ]:
+        deployment.durability.end_copying(copying)
         seals.give_up_copy(step, deployment, copying.node)
 
 
 def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
-    before = next((c for c in deployment.copying if c.part == part), None)
+    before = next((c for c in deployment.durability.copying if c.part == part), None)
     if not _is_to_be_asked(step, before):
         return
     sources = seals.sources(step, deployment, part, but=NodeId(""))
@@ -111,20 +115,21 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
         MirrorState,
         step.node(node),
         deployment=deployment.key,
-        seal_seq=deployment.seal_seq,
+        seal_seq=deployment.durability.seal_seq,
         versions=seals.durable_needed(step, deployment),
         sources=sources,
         ticket=seals.ticket(deployment, [node]),
-        rank_offset=sum(len(earlier.devices) for earlier in deployment.spans[:part]),
+        rank_offset=sum(len(earlier.devices) for earlier in deployment.wpg.spans[:part]),
         num_ranks=deployment.spec.layout.num_ranks,
     )
     if before is not None:
-        deployment.copying.remove(before)
+        deployment.durability.end_copying(before)
         if before.node != node:
             seals.give_up_copy(step, deployment, before.node)
     failures = before.failures if before is not None else 0
     revision = step.node(node).revision
-    deployment.copying.append(Copying(node, revision, command, part, failures=failures))
+    copying = Copying(node, revision, command, part, failures=failures)
+    deployment.durability.begin_copying(copying)
     step.tell("copied again", f"{node}, from a node that is left", deployment.name)
 
 
@@ -165,20 +170,20 @@ def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
     """Of the policy's name: a ticket of an earlier life than one that was seen is refused."""
     successor = step.deployment(version.policy)
     known = job.incarnations.get(version.policy.deployment, 0)
-    return max(known, successor.incarnation if successor is not None else 0)
+    return max(known, successor.wpg.incarnation if successor is not None else 0)
 
 
 def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
     if before is None:
         return True
-    if before.is_failed:
+    if before.has_failed:
         return before.retry_at_s <= step.now_s
     return not before.is_under_way(step.node(before.node))
 
 
 def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
     """Each in its turn, where some fail."""
-    if before is not None and before.is_failed:
+    if before is not None and before.has_failed:
         fit = sorted(fit)
         fit = [*(node for node in fit if node > before.node), *fit]
     return fit[0] if fit else None
@@ -191,7 +196,7 @@ def mirrored(step: Step, event: StateMirrored) -> bool:
     """A node has its copy, or could not get it. Returns: whether it was asked for here."""
     deployment = step.deployment(event.deployment)
     if deployment is not None:
-        for copying in deployment.copying:
+        for copying in deployment.durability.copying:
             if copying.command == event.command:
                 _part_came(step, deployment, copying, event)
                 return True
@@ -207,9 +212,9 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     if event.error is not None:
         _failed(step, copying, event, deployment.name)
         return
-    deployment.copying.remove(copying)
+    deployment.durability.end_copying(copying)
     seals.note_copy(deployment, copying.part, event.node)
-    step.has_new_room = True  # people may wait to hear that a node is needed no more
+    step.follow(FollowUp.PLACE)  # people may wait to hear that a node is needed no more
 
 
 def _orphan_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
@@ -221,15 +226,12 @@ def _orphan_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
     else:
         del job.copying[name]
         job.orphans[name] = [*job.orphans[name], event.node]
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
     assert event.error is not None
-    copying.is_failed = True
-    copying.failures += 1
-    pause_s = min(RETRY_PAUSE_S * 2 ** (copying.failures - 1), MAX_RETRY_PAUSE_S)
-    copying.retry_at_s = step.now_s + pause_s
+    copying.fail(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
     step.tell("not copied", f"{event.node}: {event.error.message}", subject)
 
@@ -243,8 +245,9 @@ def counted_on(step: Step, node: NodeId) -> list[str]:
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):
             if node in seals.holders(deployment, part) and node not in deployment.nodes:
-                what = f"{deployment.name}: a copy of its seal at {deployment.seal_seq} counts here"
-                copying = next((c for c in deployment.copying if c.part == part), None)
+                seal_seq = deployment.durability.seal_seq
+                what = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
+                copying = next((c for c in deployment.durability.copying if c.part == part), None)
                 lines.append(f"{what}; {_progress(step, deployment, copying)}")
     for _, job in sorted(step.state.jobs.items()):
         for version in _orphans_at_risk(step, job):
@@ -259,7 +262,7 @@ def _progress(step: Step, deployment: Deployment | None, copying: Copying | None
         return "another one is being made"
     if copying is None:
         return "there is no other node that could take one"
-    if copying.is_failed:
+    if copying.has_failed:
         left_s = max(0.0, copying.retry_at_s - step.now_s)
         return f"{copying.node} could not take one, another try in {left_s:.0f} s"
     return f"{copying.node} is fetching one"

@@ -17,11 +17,12 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, V
 from phaseloom.common.contract.specs import Durability
 from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.state import outputs
-from phaseloom.scheduler.core.state.deployment import Deployment, MoveStage
+from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
@@ -40,17 +41,13 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         job.published.append(VersionKey(deployment.key, seq))
         release_versions(step, job)
     elif op.kind == "sync_weights":
-        deployment.holds = op.version
+        deployment.durability.hold(op.version)
         # The whole state is replaced: what came before is not needed to rebuild it.
-        if not volatile_versions(step, deployment) and not deployment.cuts:
-            delete(step, deployment, [m.seq for m in deployment.history[:-1]])
-            deployment.history = deployment.history[-1:]
+        if not volatile_versions(step, deployment) and not deployment.queue.cuts:
+            delete(step, deployment, deployment.durability.forget_before_last())
         release_versions(step, step.job(op.key.job_key))
     if deployment.spec.trainable:
-        if not deployment.since_seal:
-            deployment.changed_s = step.now_s
-        deployment.since_seal += 1
-        deployment.since_seal_bytes += op.num_bytes
+        deployment.durability.count_change(op.num_bytes, step.now_s)
 
 
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
@@ -68,25 +65,25 @@ def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> s
     for other in step.deployments_of(job.key):
         if other is but:
             continue
-        if other.holds is not None:
-            needed.add(other.holds)
-        needed.update(other.queued_syncs.values())
-        needed.update(m.version for m in other.history if m.version is not None)
+        if other.durability.holds is not None:
+            needed.add(other.durability.holds)
+        needed.update(other.queue.queued_syncs.values())
+        needed.update(m.version for m in other.durability.history if m.version is not None)
     return needed
 
 
 def is_orphan(step: Step, version: VersionKey) -> bool:
     """Whether its policy is deleted; one of the same name may have been created since."""
     policy = step.deployment(version.policy)
-    return policy is None or version.seq < policy.first_seq
+    return policy is None or version.seq < policy.queue.first_seq
 
 
 def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
     """Where its parts were cut; none: nowhere that is known."""
     policy = step.deployment(version.policy)
-    if policy is not None and version.seq >= policy.first_seq:
-        holders = [node for part in policy.copies for node in part]
-        return list(dict.fromkeys([*policy.nodes, *policy.left, *holders]))
+    if policy is not None and version.seq >= policy.queue.first_seq:
+        holders = [node for part in policy.durability.replicas for node in part]
+        return list(dict.fromkeys([*policy.nodes, *policy.move.stale_holders, *holders]))
     return step.job(version.policy.job_key).orphans.get(str(version), [])
 
 
@@ -94,12 +91,12 @@ def _own_needed(step: Step, deployment: Deployment) -> set[int]:
     """Seqs of the needed versions that this policy has published."""
     needed = needed_versions(step, step.job_of(deployment))
     own = {version.seq for version in needed if version.policy == deployment.key}
-    return {seq for seq in own if seq >= deployment.first_seq}
+    return {seq for seq in own if seq >= deployment.queue.first_seq}
 
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
     """Needed versions of this policy that its node's memory alone holds."""
-    return _own_needed(step, deployment) - set(deployment.durable_versions)
+    return _own_needed(step, deployment) - set(deployment.durability.durable_versions)
 
 
 def release_versions(step: Step, job: Job) -> None:
@@ -153,8 +150,8 @@ def release_restored(step: Step, deployment: Deployment) -> None:
     """A WPG came back with its seal's versions; some may have been released meanwhile, and what a
     dead incarnation was publishing when its job fell back is nobody's."""
     needed = needed_versions(step, step.job_of(deployment))
-    seqs = [*deployment.durable_versions, *deployment.unfinished_versions]
-    deployment.unfinished_versions = []
+    durability = deployment.durability
+    seqs = [*durability.durable_versions, *durability.take_unfinished()]
     restored = [VersionKey(deployment.key, seq) for seq in seqs]
     gone = [version for version in restored if version not in needed]
     if gone:
@@ -172,8 +169,8 @@ def is_outcome_needed(state: State, key: OperationKey) -> bool:
         return False
     if state.jobs[str(key.job_key)].state in JOB_ENDED:
         return False
-    history = deployment.history
-    return key.seq >= (history[0].seq if history else deployment.next_seq)
+    history = deployment.durability.history
+    return key.seq >= (history[0].seq if history else deployment.queue.next_seq)
 
 
 def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
@@ -183,20 +180,23 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         the state leaves its device anyway. A long log or an old seal waits for nothing.
     """
     config = step.config
-    has_enough = deployment.since_seal > 0 and (
-        deployment.since_seal >= config.seal_every * times
-        or deployment.since_seal_bytes >= config.seal_bytes
-        or step.now_s - deployment.changed_s >= config.seal_age_s
+    has_enough = deployment.durability.since_seal > 0 and (
+        deployment.durability.since_seal >= config.seal_every * times
+        or deployment.durability.since_seal_bytes >= config.seal_bytes
+        or step.now_s - deployment.durability.changed_s >= config.seal_age_s
     )
     return (
         config.seal_every > 0
         and has_enough
-        and not deployment.sealing
+        and not deployment.durability.sealing
         # What is being saved may have to be made again, from the seal before it.
-        and not deployment.cuts
-        and (deployment.moving is None or deployment.moving.stage is MoveStage.WAITING)
-        and not deployment.replay
-        and deployment.last_kind in _GRADIENT_FREE
+        and not deployment.queue.cuts
+        and (
+            deployment.move.relocation is None
+            or deployment.move.relocation.stage is MoveStage.WAITING
+        )
+        and not deployment.durability.replay
+        and deployment.durability.last_kind in _GRADIENT_FREE
         # A refused step throws gradients away: a seal must not bring them back.
         and not gradients.pending(deployment)
     )
@@ -207,23 +207,23 @@ def seal(step: Step, deployment: Deployment) -> None:
     replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
     if replicas is None:
         step.tell("not sealed", "no other node is there to keep a copy of it", deployment.name)
-        deployment.seal_asked = deployment.since_seal = deployment.since_seal_bytes = 0
+        deployment.durability.skip_seal()
         return
-    deployment.sealing = deployment.seal_asked = deployment.applied
-    deployment.seal_parts = {}
-    deployment.part_copies = {}
-    versions = [seq for seq in _own_needed(step, deployment) if seq <= deployment.applied]
+    deployment.durability.seal()
+    versions = [
+        seq for seq in _own_needed(step, deployment) if seq <= deployment.durability.applied
+    ]
     for node in step.nodes_of(deployment):
         step.send(
             SealState,
             node,
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
-            seq=deployment.applied,
+            incarnation=deployment.wpg.incarnation,
+            seq=deployment.durability.applied,
             versions=sorted(versions),
             durability=durability,
             replicas={} if not replicas else replicas[node.node],
-            num_parts=len(deployment.spans),
+            num_parts=len(deployment.wpg.spans),
             ticket=ticket(deployment, replicas[node.node]) if replicas else None,
         )
 
@@ -233,24 +233,16 @@ def committed(step: Step, event: SealCommitted) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
-    if event.seq <= max(deployment.seal_seq, deployment.origin_seq):
+    if event.seq <= max(deployment.durability.seal_seq, deployment.wpg.origin_seq):
         return
     versions = _note_part(deployment, event)
     if versions is None:
         return
-    deployment.seal_seq = event.seq
-    deployment.durable_versions = versions
-    _note_copies(step, deployment, event)
+    _note_copies(step, deployment, event, versions)
     drop_other_parts(step, deployment)
-    later = [m for m in deployment.history if m.seq > event.seq]
-    deployment.since_seal = len(later)
-    deployment.since_seal_bytes = sum(m.num_bytes for m in later)
-    deployment.changed_s = step.now_s
-    if deployment.sealing <= event.seq:
-        deployment.sealing = 0
+    deployment.durability.count_from_seal(step.now_s)
     floor = _floor(step, deployment)
-    delete(step, deployment, [m.seq for m in deployment.history if m.seq <= floor])
-    deployment.history = [m for m in deployment.history if m.seq > floor]
+    delete(step, deployment, deployment.durability.forget_up_to(floor))
     release_versions(step, step.job_of(deployment))
     clear_left(step, deployment)
     _look_at_copies(step)
@@ -259,7 +251,7 @@ def committed(step: Step, event: SealCommitted) -> None:
 def _look_at_copies(step: Step) -> None:
     """Copies may be on nodes that are to be left."""
     if step.state.closing:
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def clear_left(step: Step, deployment: Deployment) -> None:
@@ -267,55 +259,59 @@ def clear_left(step: Step, deployment: Deployment) -> None:
     orphans = step.job_of(deployment).orphans
     if any(name.startswith(f"{deployment.name}.") for name in orphans):
         return  # of an earlier policy of its name: they go with its job
-    for node in deployment.left:
+    for node in deployment.move.stale_holders:
         forget_at(step, deployment, node)
-    deployment.left = []
+    deployment.move.keep([])
 
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node that it is not on drop all that it has of it."""
-    step.state.stopping.setdefault(node, {})[deployment.name] = deployment.incarnation
+    step.state.stopping.setdefault(node, {})[deployment.name] = deployment.wpg.incarnation
     step.send(
         StopWpg,
         step.node(node),
         deployment=deployment.key,
-        incarnation=deployment.incarnation,
+        incarnation=deployment.wpg.incarnation,
         forget=True,
     )
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
     """The weights versions that are durable with the seal; None: it has parts that are not yet."""
-    if len(deployment.spans) == 1:
+    if len(deployment.wpg.spans) == 1:
         return event.versions
-    if event.seq != deployment.seal_asked:
+    if event.seq != deployment.durability.seal_asked:
         return None
-    parts = deployment.seal_parts
-    parts[event.node] = event.versions
-    deployment.part_copies[event.node] = event.copies
+    parts = deployment.durability.seal_parts
+    deployment.durability.note_part(event.node, event.versions, event.copies)
     if any(node not in parts for node in deployment.nodes):
         return None
     return sorted(set.intersection(*(set(part) for part in parts.values())))
 
 
-def _note_copies(step: Step, deployment: Deployment, event: SealCommitted) -> None:
+def _note_copies(
+    step: Step, deployment: Deployment, event: SealCommitted, versions: list[int]
+) -> None:
     """Who has the new seal. Who has only the one before is told to forget it, but for the nodes
     that it is about to go to."""
     before = _copied_to(deployment)
-    deployment.copying = []
-    parts = deployment.part_copies if len(deployment.spans) > 1 else {event.node: event.copies}
+    parts = (
+        deployment.durability.part_copies
+        if len(deployment.wpg.spans) > 1
+        else {event.node: event.copies}
+    )
     # One that was noted by a core that knew of no copies has none.
     gone = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
-    deployment.copies = [
+    replicas = [
         [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
         for node in deployment.nodes
     ]
+    deployment.durability.sealed(event.seq, versions, replicas)
     for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
         forget_at(step, deployment, node)  # it is told so should it be back all the same
-    holders = {node for part in deployment.copies for node in part}
+    holders = {node for part in deployment.durability.replicas for node in part}
     holders.update(_targets(deployment))
-    left = dict.fromkeys([*deployment.left, *before])
-    deployment.left = [node for node in left if node not in holders]
+    deployment.move.keep([*deployment.move.stale_holders, *before], but=holders)
 
 
 # --- who has it ----------------------------------------------------------------------------------
@@ -323,48 +319,55 @@ def _note_copies(step: Step, deployment: Deployment, event: SealCommitted) -> No
 
 def holders(deployment: Deployment, index: int) -> list[NodeId]:
     """Nodes that have this part of its newest seal; none where it has none."""
-    if not deployment.seal_seq:
+    if not deployment.durability.seal_seq:
         return []
     # Of a seal of before copies were noted its own nodes have it.
-    return deployment.copies[index] if deployment.copies else [deployment.nodes[index]]
+    return (
+        deployment.durability.replicas[index]
+        if deployment.durability.replicas
+        else [deployment.nodes[index]]
+    )
 
 
 def note_copy(deployment: Deployment, index: int, node: NodeId) -> None:
     """This node has that part of its newest seal, too."""
-    if not deployment.copies:
-        deployment.copies = [[own] for own in deployment.nodes]
-    part = deployment.copies[index]
-    if node not in part:
-        deployment.copies[index] = [*part, node]
+    if not deployment.durability.replicas:
+        deployment.durability.set_replicas([[own] for own in deployment.nodes])
+    deployment.durability.note_replica(index, node)
 
 
 def drop_other_parts(step: Step, deployment: Deployment) -> None:
     """A node has one part of a seal: one that is about to get another forgets this first."""
     for index, node in enumerate(_targets(deployment)):
-        others = [part for i, part in enumerate(deployment.copies) if i != index]
+        others = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
         if node not in deployment.nodes and any(node in part for part in others):
-            deployment.copies = [[n for n in part if n != node] for part in deployment.copies]
+            deployment.durability.drop_replicas_on({node})
             forget_at(step, deployment, node)
 
 
 def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
     """What this node was told to fetch, and may have got, is not needed there."""
-    if len(deployment.spans) > 1:
+    if len(deployment.wpg.spans) > 1:
         forget_at(step, deployment, node)  # it may be about to get another part
-    elif node not in deployment.left:
-        deployment.left = [*deployment.left, node]
+    elif node not in deployment.move.stale_holders:
+        deployment.move.keep([*deployment.move.stale_holders, node])
 
 
 def stop_copying(step: Step, deployment: Deployment) -> None:
     """No copies need to stand in for nodes that are left."""
-    for copying in deployment.copying:
+    for copying in deployment.durability.copying:
         give_up_copy(step, deployment, copying.node)
-    deployment.copying = []
+    deployment.durability.stop_copying()
 
 
 def nodes_with(deployment: Deployment) -> list[NodeId]:
     """All nodes that have, or may have, anything of it."""
-    every = [*deployment.nodes, *deployment.left, *_copied_to(deployment), *_targets(deployment)]
+    every = [
+        *deployment.nodes,
+        *deployment.move.stale_holders,
+        *_copied_to(deployment),
+        *_targets(deployment),
+    ]
     return list(dict.fromkeys(every))
 
 
@@ -374,29 +377,32 @@ def nodes_in_use(deployment: Deployment) -> set[NodeId]:
 
 
 def _copied_to(deployment: Deployment) -> list[NodeId]:
-    copies = [node for part in deployment.copies for node in part]
-    return [*copies, *(copying.node for copying in deployment.copying)]
+    copies = [node for part in deployment.durability.replicas for node in part]
+    return [*copies, *(copying.node for copying in deployment.durability.copying)]
 
 
 def _targets(deployment: Deployment) -> list[NodeId]:
     """Where it is to go."""
-    return [] if deployment.moving is None else [span.node for span in deployment.moving.spans]
+    return (
+        []
+        if deployment.move.relocation is None
+        else [span.node for span in deployment.move.relocation.spans]
+    )
 
 
 def drop_copies(deployment: Deployment) -> None:
     """Its seal counts no more: whoever has it, and does not run it, will be told to forget it."""
-    deployment.left = [node for node in nodes_with(deployment) if node not in deployment.nodes]
-    deployment.copies = []
-    deployment.copying = []
+    deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
+    deployment.durability.drop_replicas()
 
 
 def is_readable(step: Step, deployment: Deployment) -> bool:
     """Whether every part of the seal that it is rebuilt from is on some node that is up."""
-    if not deployment.seal_seq:
+    if not deployment.durability.seal_seq:
         return True
     return all(
         any(step.node(node).is_up for node in holders(deployment, index))
-        for index in range(len(deployment.spans))
+        for index in range(len(deployment.wpg.spans))
     )
 
 
@@ -404,23 +410,30 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
     """Where a node gets its part of the seal, and the versions; endpoints of state managers. Not
     from those that have another part, under the same name."""
     own = holders(deployment, index)
-    parts = range(len(deployment.spans))
+    parts = range(len(deployment.wpg.spans))
     others = {node for i in parts if i != index for node in holders(deployment, i)}
-    names = [*own, *(node for node in [*deployment.nodes, *deployment.left] if node not in others)]
-    if deployment.holds is not None:
-        names += nodes_of(step, deployment.holds)
+    names = [
+        *own,
+        *(
+            node
+            for node in [*deployment.nodes, *deployment.move.stale_holders]
+            if node not in others
+        ),
+    ]
+    if deployment.durability.holds is not None:
+        names += nodes_of(step, deployment.durability.holds)
     nodes = [step.node(name) for name in dict.fromkeys(names) if name != but]
     return [node.state_endpoint for node in nodes if node.is_up]
 
 
 def durable_needed(step: Step, deployment: Deployment) -> list[int]:
     """Seqs of its weights versions that its next life does not make again."""
-    return sorted(_own_needed(step, deployment) & set(deployment.durable_versions))
+    return sorted(_own_needed(step, deployment) & set(deployment.durability.durable_versions))
 
 
 def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
     """For its seals and durable versions. Not signed yet: the shell knows the secret."""
-    return FilesTicket(deployment.key, deployment.incarnation, [str(node) for node in nodes])
+    return FilesTicket(deployment.key, deployment.wpg.incarnation, [str(node) for node in nodes])
 
 
 def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
@@ -456,7 +469,7 @@ def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, s
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
         # Where a node is about to get a part, it gets no other.
-        name = wanted[index] if len(wanted) == len(deployment.spans) else None
+        name = wanted[index] if len(wanted) == len(deployment.wpg.spans) else None
         if name is None or name not in names:
             if not others:
                 return None
@@ -470,19 +483,17 @@ def failed(step: Step, event: SealFailed) -> None:
     if deployment is None or event.node not in deployment.nodes:
         return
     step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
-    if event.seq != deployment.seal_asked:
+    if event.seq != deployment.durability.seal_asked:
         return  # it is given up already, where another node said so first
-    deployment.sealing = deployment.seal_asked = 0
-    # Not at once again: what filled the disk is likely still there.
-    deployment.since_seal = deployment.since_seal_bytes = 0
+    deployment.durability.seal_failed()
     _look_at_copies(step)
 
 
 def _floor(step: Step, deployment: Deployment) -> int:
     pending = volatile_versions(step, deployment)
     # While an incarnation is being rebuilt, it needs all that came after the seal it began with.
-    is_rebuilding = deployment.state in (WpgState.STARTING, WpgState.RECOVERING)
-    sealed = deployment.base if is_rebuilding else deployment.seal_seq
+    is_rebuilding = deployment.wpg.state in (WpgState.STARTING, WpgState.RECOVERING)
+    sealed = deployment.wpg.base if is_rebuilding else deployment.durability.seal_seq
     return min([sealed, *[seq - 1 for seq in pending]])
 
 

@@ -28,7 +28,7 @@ def request(step: Step, event: CancelRequested) -> None:
             CancelOperation,
             step.node_of(deployment),
             operation=op.key,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.wpg.incarnation,
         )
     else:
         operations.end_unwanted(step, deployment, op)

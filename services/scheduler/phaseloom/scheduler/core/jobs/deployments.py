@@ -12,14 +12,18 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
-from phaseloom.scheduler.core.state.deployment import Deployment, Span
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.durability import DeploymentDurability
 from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState
+from phaseloom.scheduler.core.state.wpg import Span, Wpg
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -33,11 +37,9 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
     deployment = Deployment(
         key=key,
         spec=spec,
-        incarnation=max([job.incarnations.get(spec.name, 0), *told]),
-        first_seq=last_seq + 1,
-        next_seq=last_seq + 1,
-        applied=last_seq,
-        origin_seq=last_seq,
+        queue=OperationQueue(first_seq=last_seq + 1, next_seq=last_seq + 1, head_seq=last_seq + 1),
+        wpg=Wpg(incarnation=max([job.incarnations.get(spec.name, 0), *told]), origin_seq=last_seq),
+        durability=DeploymentDurability(applied=last_seq),
     )
     step.state.deployments[str(key)] = deployment
     return deployment
@@ -61,11 +63,11 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
     job.spec = replace(job.spec, deployments=[*job.spec.deployments, spec])
     deployment = add(step, job, spec)
     if where:
-        deployment.is_trial = True
+        deployment.wpg.try_alone()
         assignment.extend(step, job, deployment, where)
     else:
         assignment.repin(step, job)
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     return None
 
 
@@ -91,9 +93,8 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     is_forgotten = deployment.name not in {version.rpartition(".")[0] for version in job.orphans}
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
-    job.incarnations[name] = deployment.incarnation + 1
-    for device in step.devices_of(deployment):
-        device.ready.pop(deployment.name, None)
+    job.incarnations[name] = deployment.wpg.incarnation + 1
+    devices.note_ready(step, deployment, is_ready=False)
     others = [spec for spec in job.spec.deployments if spec.name != name]
     job.spec = replace(job.spec, deployments=others)
     del step.state.deployments[deployment.name]
@@ -101,7 +102,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     _wake_those_that_wait(step, deployment)
     for other in step.deployments_of(job.key):
         step.touch(other)  # a sync may have waited for it to be rebuilt
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
     assignment.repin(step, job)
     return None
 
@@ -118,7 +119,7 @@ def unknown(job: Job, name: str) -> ErrorInfo:
 
 def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note where those of its versions are that others want."""
-    if not policy.spans:
+    if not policy.wpg.spans:
         return
     wanted = seals.wanted_versions(step, job, but=policy)
     for version in job.published:
@@ -130,33 +131,33 @@ def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
     """Operations that come after what was never published on it: it will not be now."""
     prefix = f"{deployment.name}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        step.woken += step.state.waiters.pop(key)
+        operations.wake_waiters(step, key)
 
 
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
-    """It was added to a job that runs, and cannot start: it stays, STOPPED, to tell why."""
+    """End a deployment that was added to a running job and cannot start.
+
+    It stays on the books, STOPPED, to tell why.
+    """
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
         return
     step.tell("deployment cannot start", error.message, name)
     operations.abort_all(step, deployment, error)
     wpgs.stop(step, deployment)
-    deployment.error = error
-    deployment.spans = []
+    deployment.wpg.failed(error)
+    deployment.wpg.put_on([])
     assignment.repin(step, step.job(deployment.key.job_key))
 
 
 def close_books(step: Step, deployment: Deployment) -> None:
     """What an ended deployment leaves on the books is small, whatever it was."""
-    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
-    for seq in deployment.operations:
+    seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
+    for seq in deployment.queue.operations:
         step.state.waiters.pop(f"{deployment.name}.{seq}", None)
     job = step.job(deployment.key.job_key)
     job.last_seqs[deployment.key.deployment] = deployment.last_seq
-    deployment.operations = {}
-    deployment.history = []
-    deployment.not_completed = []
-    deployment.missing_gradients = []
-    deployment.queued_syncs = {}
-    deployment.spec = replace(deployment.spec, model=ModelSpec({}))
+    deployment.queue.end()
+    deployment.durability.end()
+    deployment.forget_model()
     step.state.switch_s.pop(deployment.name, None)

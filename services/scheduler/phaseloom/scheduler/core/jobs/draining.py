@@ -40,13 +40,12 @@ def is_done(step: Step, job: Job) -> bool:
 
 
 def _open(deployment: Deployment) -> list[Op]:
-    every = [*deployment.operations.values(), *deployment.unordered.values()]
-    return [op for op in every if not op.has_ended]
+    return [op for op in deployment.queue.every if not op.has_ended]
 
 
 def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
-    gap = deployment.next_seq
-    while gap in deployment.operations:
+    gap = deployment.queue.next_seq
+    while gap in deployment.queue.operations:
         gap += 1
     for op in _open(deployment):
         missing = _missing(step, deployment, op, gap)
@@ -68,6 +67,6 @@ def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if other is None:
             continue
-        if not other.is_done(after.seq) and after.seq not in other.operations:
+        if not other.is_done(after.seq) and after.seq not in other.queue.operations:
             return f"{after.deployment} {after.seq}"
     return ""

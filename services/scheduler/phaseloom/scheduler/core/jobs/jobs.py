@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
@@ -52,7 +52,7 @@ def submit(step: Step, event: JobSubmitted) -> None:
     if old is not None:
         _succeed(step, job, old)
     step.state.jobs[name] = job
-    step.changed_jobs.add(name)
+    step.job_changed(name)
     for spec in event.spec.deployments:
         deployments.add(step, job, spec)
     step.state.cluster.waiting.append(groups.member_of(job.key, event.spec, step.now_s))
@@ -69,7 +69,7 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
     for deployment in step.deployments_of(job.key):
         name = deployment.key.deployment
         job.last_seqs[name] = max(deployment.last_seq, job.last_seqs.get(name, 0))
-        job.incarnations[name] = deployment.incarnation + 1
+        job.incarnations[name] = deployment.wpg.incarnation + 1
         del step.state.deployments[deployment.name]
     step.emit(outputs.DropCheckpoint(job.key))
 
@@ -87,10 +87,9 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
 
 
 def place_waiting(step: Step) -> None:
-    if step.has_new_room:
-        step.has_new_room = False
-        evacuation.go_on(step)
-        _place_waiting(step)
+    """Give new room to the deployments on nodes that are to be left, then to jobs that wait."""
+    evacuation.go_on(step)
+    _place_waiting(step)
 
 
 def _place_waiting(step: Step, only: str = "") -> None:
@@ -142,7 +141,7 @@ def _wait(step: Step, job: Job, why: str) -> None:
     )
     if job.error != error:
         job.error = error
-        step.changed_jobs.add(str(job.key))
+        step.job_changed(str(job.key))
 
 
 def _no_room(step: Step, why: str) -> ErrorInfo:
@@ -155,30 +154,38 @@ def _no_room(step: Step, why: str) -> ErrorInfo:
     )
 
 
-def settle(step: Step) -> None:
-    """What the step's event means for jobs: ready, doomed, or a place at last."""
-    for name in sorted(step.unrecoverable):
-        job = step.state.jobs[name]
-        if rollback.is_possible(step, job):
-            rollback.roll_back(step, job, step.unrecoverable[name])
-        else:
-            step.doomed.setdefault(name, step.unrecoverable[name])
-    for name in sorted(step.doomed):
-        _fail(step, step.state.jobs[name], step.doomed[name])
-    for name in sorted(step.stillborn):
-        deployments.end_alone(step, name, step.stillborn[name])
-    for name in sorted(step.changed_jobs):
-        job = step.state.jobs[name]
-        _end_drained(step, job)
-        up_or_gone = (WpgState.READY, WpgState.STOPPED)
-        ready = all(d.state in up_or_gone for d in step.deployments_of(job.key))
-        if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
-            step.move_job(job, JobState.ACTIVE)
-        has_new_session = job.session > job.ended_session
-        if job.state is JobState.ROLLED_BACK and ready and has_new_session:
-            step.move_job(job, JobState.ACTIVE)
-            job.error = None
-    place_waiting(step)
+def fall_back(step: Step, name: str, error: ErrorInfo) -> None:
+    """Roll a job back to its last checkpoint where it has one; else it fails."""
+    job = step.state.jobs[name]
+    if rollback.is_possible(step, job):
+        rollback.roll_back(step, job, error)
+    elif name not in step.asked.get(FollowUp.FAIL_JOB, {}):
+        step.follow(FollowUp.FAIL_JOB, name, error)
+
+
+def fail(step: Step, name: str, error: ErrorInfo) -> None:
+    """End a job that cannot go on."""
+    _fail(step, step.state.jobs[name], error)
+
+
+def review(step: Step, name: str) -> None:
+    """End a job that has drained, or let it be active once all of its deployments are up."""
+    job = step.state.jobs[name]
+    _end_drained(step, job)
+    up_or_gone = (WpgState.READY, WpgState.STOPPED)
+    ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job.key))
+    if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
+        step.move_job(job, JobState.ACTIVE)
+    has_new_session = job.session > job.ended_session
+    if job.state is JobState.ROLLED_BACK and ready and has_new_session:
+        step.move_job(job, JobState.ACTIVE)
+        job.error = None
+
+
+def show(step: Step, name: str) -> None:
+    """Publish the status of a job."""
+    job = step.state.jobs[name]
+    step.emit(outputs.PutView(job.key, status(step, job)))
 
 
 def finish(step: Step, event: JobFinished) -> None:
@@ -289,12 +296,12 @@ def status(step: Step, job: Job) -> JobStatus:
                 name=d.key.deployment,
                 pool=d.spec.pool,
                 node=d.node or "",
-                state=d.state,
-                incarnation=d.incarnation,
-                next_seq=d.next_seq,
-                open_operations=[str(s) for s in sorted(d.operations) if not d.is_done(s)]
-                + sorted(d.unordered),
-                error=d.error,
+                state=d.wpg.state,
+                incarnation=d.wpg.incarnation,
+                next_seq=d.queue.next_seq,
+                open_operations=[str(s) for s in sorted(d.queue.operations) if not d.is_done(s)]
+                + sorted(d.queue.unordered),
+                error=d.wpg.error,
                 moving=moves.describe(d),
             )
             for d in step.deployments_of(job.key)

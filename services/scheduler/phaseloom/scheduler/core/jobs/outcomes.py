@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
-
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateCut
 from phaseloom.common.contract.operations import Outcome
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
@@ -28,22 +27,22 @@ def finish(step: Step, event: OperationFinished) -> None:
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
-    in_this_life = event.incarnation == deployment.incarnation and bool(deployment.spans)
+    in_this_life = event.incarnation == deployment.wpg.incarnation and bool(deployment.wpg.spans)
     if in_this_life:
-        if event.key in deployment.running:
-            step.free(deployment, event.key, event.kind)
+        if event.key in deployment.activation.running:
+            devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
-    elif deployment.state in (WpgState.RECOVERING, WpgState.READY):
+    elif deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY):
         # Word of a dead life that came late: the operation is being run again and will tell.
         return
     if event.dirty and in_this_life:
         _record(step, deployment, event)
         wpgs.rebuild(step, deployment, event.error)
-    elif deployment.replay and event.key.seq == deployment.replay[0]:
-        if event.key.seq in deployment.cuts:
+    elif deployment.durability.replay and event.key.seq == deployment.durability.replay[0]:
+        if event.key.seq in deployment.queue.cuts:
             _record(step, deployment, event)
-        wpgs.replayed(step, deployment, deployment.replay[0])
+        wpgs.replayed(step, deployment, deployment.durability.replay[0])
     else:
         _record(step, deployment, event)
 
@@ -51,17 +50,15 @@ def finish(step: Step, event: OperationFinished) -> None:
 def cut(step: Step, event: StateCut) -> None:
     """What a `save_state` saves is apart from its deployment: that goes on while it is written."""
     deployment = step.deployment(event.key.deployment_key)
-    if deployment is None or event.incarnation != deployment.incarnation:
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     op = deployment.open_operation(event.key)
-    if op is None or event.key not in deployment.running or deployment.replay:
+    if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
-    op.is_cut = True
-    if event.key.seq is not None:
-        bisect.insort(deployment.cuts, event.key.seq)
-    if deployment.moving is not None:
-        step.changed_jobs.add(deployment.job_name)
-    step.free(deployment, event.key, op.kind)
+    deployment.queue.cut(op)
+    if deployment.move.relocation is not None:
+        step.job_changed(deployment.job_name)
+    devices.free(step, deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)
 
@@ -79,10 +76,9 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
-        deployment.history.append(
+        deployment.durability.took_effect(
             Mutation(seq, op.kind, op.num_bytes, op.version, event.duration_s)
         )
-        deployment.applied = seq
         seals.mutated(step, deployment, op)
         if op.kind == "optim_step":
             assignment.stepped(step, deployment.key.job_key)
@@ -103,12 +99,12 @@ def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     op = deployment.open_operation(event.key)
     if op is None:
         return
-    applied, history = deployment.applied, list(deployment.history)
+    applied, history = deployment.durability.applied, list(deployment.durability.history)
     _record(step, deployment, event)
     if op.is_mutating and op.state is OpState.COMPLETED:
-        deployment.applied = applied
-    is_up = deployment.state in (WpgState.RECOVERING, WpgState.READY)
-    if is_up and deployment.history != history:
+        deployment.durability.start_from(applied)
+    is_up = deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY)
+    if is_up and deployment.durability.history != history:
         reason = f"{event.key.slot} had ended as {event.outcome} in the incarnation before"
         wpgs.rebuild(step, deployment, ErrorInfo(Code.ABORTED, reason))
     step.touch(deployment)

@@ -61,22 +61,17 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 
 def _note_unfinished(deployment: Deployment) -> None:
     """What it publishes now may be there before it is killed."""
-    for key in deployment.running:
+    for key in deployment.activation.running:
         op = deployment.open_operation(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:
-            deployment.unfinished_versions.append(key.seq)
+            deployment.durability.note_unfinished(key.seq)
 
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     """Its state is the checkpoint's; the log behind it is not needed."""
-    seals.delete(step, deployment, [mutation.seq for mutation in deployment.history])
-    deployment.origin_seq = deployment.applied = deployment.last_seq
-    deployment.checkpoint = checkpoint
-    deployment.seal_seq = 0
+    seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
+    last_seq = deployment.last_seq
+    deployment.wpg.fall_back(checkpoint, last_seq)
+    deployment.durability.fall_back(last_seq)
+    deployment.queue.forget_missing_gradients()
     seals.drop_copies(deployment)
-    deployment.durable_versions = []
-    deployment.history = []
-    deployment.missing_gradients = []
-    deployment.since_seal = deployment.since_seal_bytes = 0
-    deployment.holds = None
-    deployment.losses = 0

@@ -22,7 +22,7 @@ def opened(step: Step, event: SessionOpened) -> None:
     _end_phases(step, job)  # of the controller before
     job.session = event.session
     job.has_controller = True
-    step.changed_jobs.add(str(job.key))
+    step.job_changed(str(job.key))
 
 
 def lost(step: Step, event: SessionLost) -> None:

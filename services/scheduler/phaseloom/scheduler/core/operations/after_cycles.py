@@ -25,7 +25,7 @@ def note_targets(state: State, op: Op) -> None:
     for after in op.after:
         other = state.deployments.get(_name(op, after.deployment))
         if other is not None:
-            other.awaited_seq = max(other.awaited_seq, after.seq)
+            other.queue.note_awaited(after.seq)
 
 
 def find(state: State, deployment: Deployment, op: Op) -> list[str]:
@@ -34,7 +34,7 @@ def find(state: State, deployment: Deployment, op: Op) -> list[str]:
     Returns: empty where there is none.
     """
     seq = op.key.seq
-    if seq is None or deployment.awaited_seq < seq:
+    if seq is None or deployment.queue.awaited_seq < seq:
         return []
     start = (deployment.name, seq)
     came_from: dict[_Place, _Place] = {}
@@ -60,11 +60,13 @@ def _waits_for(state: State, place: _Place, open_seqs: dict[str, list[int]]) -> 
     """
     name, seq = place
     deployment = state.deployments.get(name)
-    op = deployment.operations.get(seq) if deployment else None
+    op = deployment.queue.operations.get(seq) if deployment else None
     if deployment is None or op is None or op.has_ended:
         return []
     if name not in open_seqs:
-        open_seqs[name] = sorted(s for s, o in deployment.operations.items() if not o.has_ended)
+        open_seqs[name] = sorted(
+            s for s, o in deployment.queue.operations.items() if not o.has_ended
+        )
     below = _below(deployment, op, seq, open_seqs[name])
     targets = [(_name(op, after.deployment), after.seq) for after in op.after]
     return [(name, lower) for lower in below] + targets
@@ -74,7 +76,7 @@ def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[in
     """Down to the next mutating one, which waits for what is below it itself."""
     held_by: list[int] = []
     for lower in reversed(seqs[: bisect_left(seqs, seq)]):
-        is_mutating = deployment.operations[lower].is_mutating
+        is_mutating = deployment.queue.operations[lower].is_mutating
         if op.is_mutating or is_mutating:
             held_by.append(lower)
         if is_mutating:

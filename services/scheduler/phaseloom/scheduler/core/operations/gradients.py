@@ -26,13 +26,13 @@ def is_partial(deployment: Deployment, op: Op) -> bool:
     seq = op.key.seq
     if op.kind not in _USES or seq is None:
         return False
-    return any(missing < seq for missing in deployment.missing_gradients)
+    return any(missing < seq for missing in deployment.queue.missing_gradients)
 
 
 def not_completed(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
     if seq is not None and (op.kind in _ADDS or op.kind == _UNKNOWN):
-        deployment.missing_gradients.append(seq)
+        deployment.queue.note_missing_gradients(seq)
 
 
 def took_effect(deployment: Deployment, op: Op) -> None:
@@ -54,7 +54,7 @@ def was_refused(deployment: Deployment, op: Op, event: OperationFinished) -> boo
 def drop(deployment: Deployment, op: Op) -> list[int]:
     """The gradients were zeroed by a refused step; returns the seqs that have no effect now."""
     dropped = pending(deployment)
-    deployment.history = [m for m in deployment.history if m.seq not in dropped]
+    deployment.durability.forget(dropped)
     _forget_missing(deployment, op)
     return dropped
 
@@ -62,7 +62,7 @@ def drop(deployment: Deployment, op: Op) -> list[int]:
 def pending(deployment: Deployment) -> list[int]:
     """Seqs of the `forward_backward`s whose gradients are in the state."""
     found: list[int] = []
-    for mutation in reversed(deployment.history):
+    for mutation in reversed(deployment.durability.history):
         if mutation.kind in _ENDS_A_BATCH:
             break
         if mutation.kind in _ADDS:
@@ -73,4 +73,4 @@ def pending(deployment: Deployment) -> list[int]:
 def _forget_missing(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
     assert seq is not None
-    deployment.missing_gradients = [m for m in deployment.missing_gradients if m > seq]
+    deployment.queue.forget_missing_gradients(seq)

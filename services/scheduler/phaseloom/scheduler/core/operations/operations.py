@@ -12,8 +12,6 @@ have taken effect: what is stored as its outcome decides, and is looked up befor
 
 from __future__ import annotations
 
-import bisect
-
 from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
@@ -23,7 +21,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
 
 RETRY_AFTER_S = 1.0
@@ -38,14 +36,14 @@ def file(step: Step, event: QueuedOperation) -> None:
         return
     seq = event.key.seq
     if seq is None:
-        if event.key.slot in deployment.unordered:
+        if event.key.slot in deployment.queue.unordered:
             return
-    elif seq in deployment.operations:
+    elif seq in deployment.queue.operations:
         if deployment.is_done(seq):
             step.emit(outputs.DeleteOperations([event.key]))
         return
-    elif seq < deployment.next_seq:
-        if all(mutation.seq != seq for mutation in deployment.history):
+    elif seq < deployment.queue.next_seq:
+        if all(mutation.seq != seq for mutation in deployment.durability.history):
             # A copy that came after its original was done and deleted.
             step.emit(outputs.DeleteOperations([event.key]))
         return
@@ -62,10 +60,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         num_bytes=event.num_bytes,
     )
     error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
-    if seq is None:
-        deployment.unordered[event.key.slot] = op
-    else:
-        deployment.operations[seq] = op
+    deployment.queue.file(op)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
         end_unrun(step, deployment, op, error)
@@ -87,7 +82,7 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         end_unrun(step, deployment, op, error)
         return
     if op.version is not None and op.key.seq is not None:
-        deployment.queued_syncs[op.key.seq] = op.version
+        deployment.queue.note_sync(op.key.seq, op.version)
     settle_after(step, deployment, op)
     if op.expires_s and op.state is OpState.QUEUED:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
@@ -102,7 +97,7 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
         )
     if job.state is JobState.DRAINING:
         return draining(job)
-    if deployment.state is WpgState.STOPPED:
+    if deployment.wpg.state is WpgState.STOPPED:
         return _could_not_start(deployment)
     if event.session <= job.ended_session:
         return over_since_roll_back(job, event.session)
@@ -113,7 +108,7 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
 
 
 def _too_many(step: Step, deployment: Deployment) -> ErrorInfo | None:
-    num_open = len(deployment.operations) + len(deployment.unordered)
+    num_open = len(deployment.queue.operations) + len(deployment.queue.unordered)
     if num_open >= step.config.max_open_operations:
         return ErrorInfo(
             Code.RESOURCE_EXHAUSTED,
@@ -133,7 +128,7 @@ def draining(job: Job) -> ErrorInfo:
 
 
 def _could_not_start(deployment: Deployment) -> ErrorInfo:
-    reason = deployment.error.message if deployment.error else "it was stopped"
+    reason = deployment.wpg.error.message if deployment.wpg.error else "it was stopped"
     return ErrorInfo(
         Code.FAILED_PRECONDITION,
         f"deployment {deployment.key} could not start: {reason}",
@@ -186,7 +181,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if other.was_not_completed(after.seq) or after.seq < other.first_seq:
+        if other.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -274,52 +269,43 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     seq = op.key.seq
     job = step.job(op.key.job_key)
     if job.state is JobState.DRAINING:
-        step.changed_jobs.add(str(job.key))  # this may have been the last
+        step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
         step.state.timers.pop(_expiry_timer(op.key), None)
-    if completed:
-        deployment.losses = 0
-    if seq is None:
-        deployment.unordered.pop(op.key.slot, None)
-        return
-    deployment.queued_syncs.pop(seq, None)
-    if op.is_cut:
-        op.is_cut = False
-        deployment.cuts.remove(seq)
-        if deployment.moving is not None:
-            step.changed_jobs.add(str(job.key))  # it may have waited for that
-    if not completed:
-        bisect.insort(deployment.not_completed, seq)
-        gradients.not_completed(deployment, op)
-    step.woken += step.state.waiters.pop(str(op.key), [])
-    if seq == deployment.next_seq:
-        _advance(step, deployment)
-    # Above `next_seq` a reading one, and a refused one, stays on the books until its turn comes.
-
-
-def _advance(step: Step, deployment: Deployment) -> None:
-    """Move `next_seq` past everything that has an outcome."""
-    while True:
-        op = deployment.operations.get(deployment.next_seq)
-        if op is None or not op.has_ended:
-            return
-        del deployment.operations[deployment.next_seq]
-        deployment.next_seq += 1
-        deployment.losses = 0
+    if op.is_cut and seq is not None and deployment.move.relocation is not None:
+        step.job_changed(str(job.key))  # the move may have waited for that
+    has_advanced = deployment.queue.close(op, completed=completed)
+    if completed or has_advanced:
+        deployment.wpg.forgive_losses()
+    if has_advanced:
         step.touch(deployment)
+    if seq is None:
+        return
+    if not completed:
+        gradients.not_completed(deployment, op)
+    wake_waiters(step, str(op.key))
 
 
-def wake_all(step: Step) -> None:
-    """Settle whoever waited for what this step ended; one failure may end a long chain of others,
-    hence a list and no recursion."""
-    while step.woken:
-        key = parse_operation_key(step.woken.pop())
+def wake_waiters(step: Step, key: str) -> None:
+    """Have the operations that wait for this one looked at again."""
+    for waiter in step.state.waiters.pop(key, ()):
+        step.follow(FollowUp.WAKE, waiter)
+
+
+def wake(step: Step, waiters: Asked) -> None:
+    """Settle operations that waited for what has ended.
+
+    One failure may end a long chain of others, hence a loop and no recursion.
+    """
+    while waiters:
+        key = parse_operation_key(waiters.popitem()[0])
         deployment = step.deployment(key.deployment_key)
         if deployment is None:
             continue
         op = deployment.open_operation(key)
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
+            waiters.update(step.asked.pop(FollowUp.WAKE, {}))
         step.touch(deployment)
 
 
@@ -344,7 +330,7 @@ def requeue(step: Step, op: Op) -> None:
 
 def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     """End everything that is open: the job ends."""
-    for op in [*deployment.operations.values(), *deployment.unordered.values()]:
+    for op in deployment.queue.every:
         if op.state is OpState.PERMITTED:
             step.move_op(op, OpState.QUEUED)
         if op.state is OpState.QUEUED:

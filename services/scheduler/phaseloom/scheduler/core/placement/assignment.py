@@ -13,6 +13,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.planning.weave.timing import timing_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
@@ -28,11 +29,12 @@ from phaseloom.scheduler.core.state.cluster import (
     Placement,
     Waits,
 )
-from phaseloom.scheduler.core.state.deployment import Deployment, Span
+from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing, Leave
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _FEW = 8
@@ -43,7 +45,7 @@ _FEW = 8
 
 def configured(step: Step, config: SchedulerConfig) -> None:
     step.state.cluster.limits = Limits(config.max_group_jobs, config.duty_limit, config.switch_s)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def node_up(step: Step, event: NodeUp) -> None:
@@ -133,13 +135,13 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     released = groups.leave(cluster, member.job)
     groups.join(cluster, member, placed)
     note_free(step, [name for name in released if not cluster.hosts[name].group])
-    step.changed_jobs.add(member.job)
+    step.job_changed(member.job)
     _note_company(step, old)
     _note_company(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
     job.why_here = placed.why
     _move_all(step, job, member)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def _move_all(step: Step, job: Job, member: Member) -> None:
@@ -152,7 +154,11 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
 
 def target(deployment: Deployment) -> list[Span]:
     """Where it is, or will be."""
-    return deployment.spans if deployment.moving is None else deployment.moving.spans
+    return (
+        deployment.wpg.spans
+        if deployment.move.relocation is None
+        else deployment.move.relocation.spans
+    )
 
 
 def release(step: Step, job: Job) -> None:
@@ -162,8 +168,9 @@ def release(step: Step, job: Job) -> None:
     if name in cluster.placed:
         _note_company(step, groups.group_of(cluster, name))
         step.state.is_replan_due = True
+        step.follow(FollowUp.REPLAN)
     note_free(step, groups.leave(cluster, name))
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def note_free(step: Step, nodes: list[NodeId]) -> None:
@@ -182,7 +189,7 @@ def spans(step: Step, spec: DeploymentSpec, member: Member) -> list[Span]:
 
 def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
     if spec.num_nodes < len(nodes):
-        load = {name: sum(len(d.placed) for d in step.node(name).devices) for name in nodes}
+        load = {name: len(devices.placed_on(step.node(name))) for name in nodes}
         chosen = set(sorted(nodes, key=lambda name: load[name])[: spec.num_nodes])
         nodes = [name for name in nodes if name in chosen]
     num_devices = groups.devices_per_node(spec)
@@ -190,8 +197,8 @@ def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
 
 
 def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
-    devices = step.node(node).devices
-    by_load = sorted(range(len(devices)), key=lambda i: (len(devices[i].placed), i))
+    there = step.node(node)
+    by_load = sorted(range(len(there.devices)), key=lambda i: (devices.load(there, i), i))
     return sorted(by_load[:num_devices])
 
 
@@ -247,9 +254,9 @@ def repin(step: Step, job: Job) -> None:
         for member in cluster.waiting:
             if member.job == name:
                 member.needs = groups.needs_of(job.spec.deployments)
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
         return
-    alive = [d for d in step.deployments_of(job.key) if d.state is not WpgState.STOPPED]
+    alive = [d for d in step.deployments_of(job.key) if d.wpg.state is not WpgState.STOPPED]
     if not alive:
         return
     nodes: dict[str, list[NodeId]] = {}
@@ -259,8 +266,8 @@ def repin(step: Step, job: Job) -> None:
         names += [span.node for span in target(deployment) if span.node not in names]
     needs = groups.needs_of(d.spec for d in alive)
     note_free(step, groups.repin(cluster, name, needs, nodes))
-    step.changed_jobs.add(name)
-    step.has_new_room = True
+    step.job_changed(name)
+    step.follow(FollowUp.PLACE)
 
 
 # --- in words ------------------------------------------------------------------------------------
@@ -285,7 +292,8 @@ def describe(step: Step, job: Job) -> str:
 def _note_company(step: Step, group: Group) -> None:
     """Somebody comes or goes: what the others' views say of their company is stale."""
     if len(group.members) <= _FEW + 1:
-        step.changed_jobs.update(group.members)
+        for name in group.members:
+            step.job_changed(name)
 
 
 def _others(job: Job, members: Collection[str]) -> str:

@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.state.cluster import Member
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing, Leave, Node
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
@@ -81,7 +81,7 @@ def _close(step: Step, node: Node, why: Closing) -> None:
         known.is_drained = was_drained or is_asked
         return
     step.state.closing[node.node] = Leave(why, is_drained=was_drained or is_asked)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
     if is_asked:
         groups.host_down(step.state.cluster, node.node)
     elif why is Closing.GONE:
@@ -101,7 +101,7 @@ def _undo(step: Step, node: Node) -> None:
     if node.is_up:
         cluster = step.state.cluster
         groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))
-        step.has_new_room = True
+        step.follow(FollowUp.PLACE)
 
 
 def missed(step: Step, what: str, name: str, revision: int) -> None:
@@ -142,7 +142,7 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
     return [
         deployment
         for deployment in step.state.deployments.values()
-        if deployment.state is not WpgState.STOPPED
+        if deployment.wpg.state is not WpgState.STOPPED
         and (
             node in deployment.nodes
             or any(span.node == node for span in assignment.target(deployment))
@@ -153,23 +153,26 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
 def _write_off(step: Step, node: NodeId) -> None:
     """What only this node had of a deployment does not come back."""
     for deployment in step.state.deployments.values():
-        if deployment.state is WpgState.STOPPED:
+        if deployment.wpg.state is WpgState.STOPPED:
             continue
-        had_seal = deployment.seal_seq > 0
+        had_seal = deployment.durability.seal_seq > 0
         if node in seals.nodes_with(deployment) and node not in deployment.nodes:
             seals.forget_at(step, deployment, node)  # it is told so once it is back
-        deployment.copies = [
-            [name for name in seals.holders(deployment, index) if name != node]
-            for index in range(len(deployment.spans) if had_seal else 0)
-        ]
-        deployment.left = [name for name in deployment.left if name != node]
-        if had_seal and not all(deployment.copies):
-            step.unrecoverable[deployment.job_name] = ErrorInfo(
+        deployment.durability.set_replicas(
+            [
+                [name for name in seals.holders(deployment, index) if name != node]
+                for index in range(len(deployment.wpg.spans) if had_seal else 0)
+            ]
+        )
+        deployment.move.keep(deployment.move.stale_holders, but=[node])
+        if had_seal and not all(deployment.durability.replicas):
+            error = ErrorInfo(
                 Code.DATA_LOSS,
                 f"node {node} is gone, and no other one has the seal of {deployment.name}",
                 remedy="submit jobs with durability `remote` where nodes may be lost for good",
                 details={"node": node, "deployment": deployment.name},
             )
+            step.follow(FollowUp.FALL_BACK, deployment.job_name, error)
 
 
 def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
@@ -178,7 +181,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
         deployment
         for deployment in step.deployments_of(job.key)
         if any(span.node == node for span in assignment.target(deployment))
-        and deployment.state is not WpgState.STOPPED
+        and deployment.wpg.state is not WpgState.STOPPED
     ]
     if not there:
         assignment.repin(step, job)
@@ -191,7 +194,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
     """Whether it can be rebuilt without this node."""
-    parts = range(len(deployment.spans) if deployment.seal_seq else 0)
+    parts = range(len(deployment.wpg.spans) if deployment.durability.seal_seq else 0)
     return all(set(seals.holders(deployment, index)) - {node} for index in parts)
 
 
@@ -212,7 +215,8 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     step.tell("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
     for deployment in there:
         wpgs.move(step, deployment, assignment.spans(step, deployment.spec, member))
-    step.changed_jobs.update(group.members)
+    for name in group.members:
+        step.job_changed(name)
     return True
 
 
@@ -247,7 +251,9 @@ def status(step: Step, name: NodeId) -> NodeStatus:
 
 
 def _why_there(step: Step, deployment: Deployment, node: NodeId) -> str:
-    if deployment.moving is not None and all(s.node != node for s in deployment.moving.spans):
+    if deployment.move.relocation is not None and all(
+        s.node != node for s in deployment.move.relocation.spans
+    ):
         return f"{deployment.name} moves {moves.describe(deployment)}"
     job = JobKey(deployment.key.tenant, deployment.key.job)
     return f"{deployment.name}: no other node of pool {deployment.spec.pool!r} has room for {job}"

@@ -30,7 +30,7 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.outputs import ComputeReplan
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.core.state.tree import State
 
@@ -66,8 +66,8 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     else:
         return
     assignment.count_iterations(step, job)
-    step.changed_jobs.add(name)
-    step.has_new_room = True
+    step.job_changed(name)
+    step.follow(FollowUp.PLACE)
 
 
 def _profiled(step: Step, job: Job) -> None:
@@ -188,6 +188,7 @@ def answered(step: Step, event: ReplanComputed) -> None:
     if event.as_of != state.replanning:
         return  # answered twice, by two that led
     state.replanning = 0
+    step.follow(FollowUp.REPLAN)  # who came or left meanwhile has it computed again
     plan = _Plan(step, event)
     for move in event.moves:
         plan.make(move)

@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import JobSpec
-from phaseloom.scheduler.core.state.deployment import Copying
+from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.transitions import JobState
 
 

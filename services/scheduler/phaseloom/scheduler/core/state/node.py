@@ -57,25 +57,27 @@ class Phase(msgspec.Struct):
     began_s: float = 0.0
 
 
-class Device(msgspec.Struct):
-    memory_bytes: int
+class Slot(msgspec.Struct):
+    """A share of a device that runs one deployment at a time. `devices` alone writes its fields."""
+
     resident: list[str] = []
-    """Deployments whose state is on it, least recently used first."""
+    """Deployments whose state is in the slot, least recently used first."""
     placed: list[str] = []
+    """Deployments that run here when it is their turn."""
     ready: dict[str, str] = {}
-    """Of those placed, the ones with a ready operation → their job."""
+    """Placed deployments with a ready operation → their job."""
     holder: str = ""
-    """Job that used it last."""
+    """Job that used the slot last."""
     held_since_s: float = 0.0
     """When the holder took it."""
     running: str = ""
-    """Deployment whose operations run on it now, or will once its activation is open."""
+    """Deployment whose operations run here now, or will once its activation is open."""
     used_by: str = ""
-    """Deployment that used it last, …"""
+    """Deployment that used the slot last."""
     used_since_s: float = 0.0
-    """… and since when no other did."""
+    """Since when no other deployment used the slot."""
     is_let_go: bool = False
-    """The holder has said that its phase here is over: it is not kept for it."""
+    """Whether the holder has said that its phase here is over: the slot is not kept for it."""
     early: str = ""
     """Deployment whose activation was opened before its operation, which has not come yet."""
     expected: dict[str, Expected] = {}
@@ -84,12 +86,19 @@ class Device(msgspec.Struct):
     """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""
     idle_since_s: float = 0.0
     phase: Phase = msgspec.field(default_factory=Phase)
-    """That it is in, or was in last."""
+    """The phase that the slot is in, or was in last."""
     served: dict[str, int] = {}
     """Job → log sequence at which its operations last began here."""
     rounds: dict[str, int] = {}
     """Job → the last round of which it began a phase here."""
     timer: str = ""
+    """The timer at which the slot is looked at again."""
+
+
+class Device(msgspec.Struct):
+    memory_bytes: int
+    slots: list[Slot] = msgspec.field(default_factory=lambda: [Slot()])
+    """One, until jobs share a device in space."""
 
 
 class Node(msgspec.Struct):

@@ -6,15 +6,16 @@ Every mutation of an entity's state goes through here, so that an illegal one ra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from phaseloom.common.contract.commands import NodeCommand
 from phaseloom.common.contract.errors import ErrorInfo
-from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Device, Node
+from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state.transitions import (
@@ -31,6 +32,37 @@ from phaseloom.scheduler.core.state.tree import State
 C = TypeVar("C", bound=NodeCommand)
 
 
+Asked = dict[str, ErrorInfo | None]
+"""The subjects of one follow-up, each with the error that is its reason, if it has one."""
+
+
+class FollowUp(StrEnum):
+    """What is to be done after an event; `core.FOLLOW_UPS` has the order, and who does it."""
+
+    WAKE = "wake"
+    """Operations: something that they wait for has ended."""
+    FALL_BACK = "fall_back"
+    """Jobs: a deployment of theirs cannot be rebuilt from what is stored."""
+    FAIL_JOB = "fail_job"
+    """Jobs that cannot go on."""
+    END_DEPLOYMENT = "end_deployment"
+    """Deployments that were added to a running job and cannot start."""
+    REVIEW_JOB = "review_job"
+    """Jobs that may have become active, or may have drained."""
+    PLACE = "place"
+    """Jobs and moves that wait for room: a node came, or something left one."""
+    REPLAN = "replan"
+    """The cluster: a job has come or left, or the last plan was answered."""
+    MOVE = "move"
+    """Deployments on their way: every event may let them go on."""
+    DISPATCH = "dispatch"
+    """Devices whose ready operations may have changed."""
+    HINT = "hint"
+    """Jobs of which something else may be needed next on crowded nodes."""
+    SHOW_JOB = "show_job"
+    """Jobs whose status has changed."""
+
+
 @dataclass(slots=True)
 class Step:
     state: State
@@ -41,20 +73,8 @@ class Step:
     """Devices whose ready operations may have changed: (node, device)."""
     touched: set[str] = field(default_factory=set)
     """Deployments of which something may be ready now, or not any more."""
-    foreseen: set[str] = field(default_factory=set)
-    """Jobs of which something else may be needed next on crowded nodes."""
-    doomed: dict[str, ErrorInfo] = field(default_factory=dict)
-    """Jobs that cannot go on, and why."""
-    stillborn: dict[str, ErrorInfo] = field(default_factory=dict)
-    """Deployments added to a running job that cannot start, and why."""
-    unrecoverable: dict[str, ErrorInfo] = field(default_factory=dict)
-    """Jobs of which a deployment cannot be rebuilt from what is stored, and why."""
-    woken: list[str] = field(default_factory=list)
-    """Operations of which something that they wait for has ended."""
-    has_new_room: bool = False
-    """A node came, or a job left one: what waits for a place may have one now."""
-    changed_jobs: set[str] = field(default_factory=set)
-    """Jobs whose view is stale."""
+    asked: dict[FollowUp, Asked] = field(default_factory=dict)
+    """The follow-ups that are still to be done."""
 
     @property
     def config(self) -> SchedulerConfig:
@@ -103,22 +123,17 @@ class Step:
 
     def node_of(self, deployment: Deployment) -> Node:
         """Its leader's."""
-        assert deployment.spans, deployment.name
-        return self.state.nodes[deployment.spans[0].node]
+        assert deployment.wpg.spans, deployment.name
+        return self.state.nodes[deployment.wpg.spans[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
         """By rank."""
-        return [self.state.nodes[span.node] for span in deployment.spans]
+        return [self.state.nodes[span.node] for span in deployment.wpg.spans]
 
     def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
         """The node and device of each rank."""
         nodes = self.state.nodes
-        return [(nodes[span.node], i) for span in deployment.spans for i in span.devices]
-
-    def devices_of(self, deployment: Deployment) -> list[Device]:
-        """Of each rank."""
-        nodes = self.state.nodes
-        return [nodes[span.node].devices[i] for span in deployment.spans for i in span.devices]
+        return [(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -126,6 +141,15 @@ class Step:
         return [self.state.deployments[key] for key in keys if key in self.state.deployments]
 
     # --- changing -------------------------------------------------------------------------------
+
+    def follow(self, what: FollowUp, subject: str = "", error: ErrorInfo | None = None) -> None:
+        """Ask for a follow-up; the last error that is given for a subject counts."""
+        self.asked.setdefault(what, {})[subject] = error
+
+    def job_changed(self, name: str) -> None:
+        """A job is to be shown as it is now, and may have become active, or have drained."""
+        self.follow(FollowUp.REVIEW_JOB, name)
+        self.follow(FollowUp.SHOW_JOB, name)
 
     def touch(self, deployment: Deployment) -> None:
         """Its devices must be looked at again before this step ends."""
@@ -135,7 +159,7 @@ class Step:
     def foresee(self, deployment: Deployment) -> None:
         """What its job needs next, where that is not on its devices, may have changed."""
         if self.state.crowded:
-            self.foreseen.add(deployment.job_name)
+            self.follow(FollowUp.HINT, deployment.job_name)
 
     def move_op(self, op: Op, to: OpState) -> None:
         if to not in OP_TRANSITIONS[op.state]:
@@ -143,45 +167,15 @@ class Step:
         op.state = to
 
     def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
-        if to not in WPG_TRANSITIONS[deployment.state]:
-            raise InvalidTransition(f"WPG {deployment.name}", deployment.state, to, self.sequence)
-        deployment.state = to
-        self.changed_jobs.add(deployment.job_name)
+        if to not in WPG_TRANSITIONS[deployment.wpg.state]:
+            raise InvalidTransition(
+                f"WPG {deployment.name}", deployment.wpg.state, to, self.sequence
+            )
+        deployment.wpg.enter(to)
+        self.job_changed(deployment.job_name)
 
     def move_job(self, job: Job, to: JobState) -> None:
         if to not in JOB_TRANSITIONS[job.state]:
             raise InvalidTransition(f"job {job.key}", job.state, to, self.sequence)
         job.state = to
-        self.changed_jobs.add(str(job.key))
-
-    def vacate(self, deployment: Deployment) -> None:
-        """Its processes are gone: nothing of it is on a device, nothing of it runs."""
-        name = deployment.name
-        if deployment.epoch:
-            deployment.epoch = 0
-            deployment.awaited = []
-        for key in list(deployment.running):
-            self.free(deployment, key, "")
-        for device in self.devices_of(deployment):
-            if name in device.resident:
-                device.resident.remove(name)
-            if device.running == name:
-                device.running = ""
-            if device.early == name:
-                device.early = ""
-            device.expected.pop(deployment.job_name, None)
-        for node in self.nodes_of(deployment):
-            if name in node.claims:
-                node.claims.remove(name)
-        deployment.hinted_s = -1.0
-        self.touch(deployment)
-
-    def free(self, deployment: Deployment, key: OperationKey, kind: str) -> None:
-        """A running operation has ended; with the last one its devices are idle."""
-        deployment.running.remove(key)
-        deployment.idle_since_s = self.now_s
-        for device in self.devices_of(deployment):
-            if not deployment.running:
-                device.running = ""
-            device.last = f"{key.deployment}.{kind}"
-            device.idle_since_s = self.now_s
+        self.job_changed(str(job.key))

@@ -24,9 +24,11 @@ from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.planning import groups
-from phaseloom.scheduler.core.state.deployment import Deployment, MoveStage, Relocation, Span
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.move import MoveStage, Relocation
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
+from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
 """Before a node that could not take a copy is asked again; twice as long each time."""
@@ -39,15 +41,14 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     spans = _arranged(deployment, spans)
     let_go(step, deployment)
     seals.stop_copying(step, deployment)
-    if deployment.moving is not None:
+    if deployment.move.relocation is not None:
         # Where it does not go after all there may be a copy.
-        nodes = [node for node in seals.nodes_with(deployment) if node not in deployment.nodes]
-        holders = {node for part in deployment.copies for node in part}
-        deployment.left = [node for node in nodes if node not in holders]
-    if spans == deployment.spans:
-        deployment.moving = None
+        holders = {node for part in deployment.durability.replicas for node in part}
+        deployment.move.keep(seals.nodes_with(deployment), but={*deployment.nodes, *holders})
+    if spans == deployment.wpg.spans:
+        deployment.move.end()
     else:
-        deployment.moving = Relocation(spans)
+        deployment.move.begin(spans)
         seals.drop_other_parts(step, deployment)
         for node in deployment.nodes:
             if all(span.node != node for span in spans):
@@ -55,13 +56,13 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
         if name not in step.state.moving:
             step.state.moving.append(name)
         devices.unclaim(step, deployment)
-        step.changed_jobs.add(deployment.job_name)
+        step.job_changed(deployment.job_name)
     step.touch(deployment)
 
 
 def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
     """Who stays keeps its ranks, and who has a copy of a part gets the ranks of that."""
-    if len(spans) != len(deployment.spans):
+    if len(spans) != len(deployment.wpg.spans):
         return spans
     new = {span.node: span for span in spans}
     kept = [new.pop(node, None) for node in deployment.nodes]
@@ -77,7 +78,7 @@ def let_go(step: Step, deployment: Deployment) -> None:
     """It leaves its nodes, or stays after all: they wait for it no longer."""
     for node in deployment.nodes:
         groups.let_go(step.state.cluster, node, deployment.name)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -90,8 +91,8 @@ def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 def is_held(deployment: Deployment) -> bool:
     """Whether nothing new begins on it: it is about to be sealed, or to leave."""
-    move = deployment.moving
-    if move is None or deployment.cuts:
+    move = deployment.move.relocation
+    if move is None or deployment.queue.cuts:
         return False
     if move.stage is MoveStage.BEGUN:
         return _is_to_be_sealed(deployment, move) and not _has_gradients_to_use(deployment)
@@ -106,8 +107,8 @@ def holds_back(deployment: Deployment, op: Op) -> bool:
 
 
 def _waits_for_cut(deployment: Deployment) -> bool:
-    move = deployment.moving
-    if move is None or not deployment.cuts:
+    move = deployment.move.relocation
+    if move is None or not deployment.queue.cuts:
         return False
     is_to_be_sealed = move.stage is MoveStage.BEGUN and _is_to_be_sealed(deployment, move)
     return is_to_be_sealed or move.stage is MoveStage.LEAVING
@@ -115,7 +116,7 @@ def _waits_for_cut(deployment: Deployment) -> bool:
 
 def describe(deployment: Deployment) -> str:
     """Where it is on its way to, and what it waits for; empty: it stays."""
-    move = deployment.moving
+    move = deployment.move.relocation
     if move is None:
         return ""
     return f"to {', '.join(span.node for span in move.spans)}: {_waits_for(deployment, move)}"
@@ -123,7 +124,7 @@ def describe(deployment: Deployment) -> str:
 
 def _waits_for(deployment: Deployment, move: Relocation) -> str:
     if _waits_for_cut(deployment):
-        seqs = ", ".join(str(seq) for seq in deployment.cuts)
+        seqs = ", ".join(str(seq) for seq in deployment.queue.cuts)
         return f"once save_state {seqs} is durable"
     match move.stage:
         case MoveStage.WAITING:
@@ -133,7 +134,7 @@ def _waits_for(deployment: Deployment, move: Relocation) -> str:
         case MoveStage.SEALING:
             return "it is being sealed"
         case MoveStage.MIRRORING:
-            return f"{', '.join(move.awaited)} is fetching its state"
+            return f"{', '.join(move.fetching)} is fetching its state"
         case MoveStage.LEAVING:
             return "once what runs has ended"
 
@@ -144,24 +145,29 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
         _wait(step, deployment, move)
         return False
     if move.stage is MoveStage.WAITING and step.now_s >= move.retry_at_s:
-        move.is_sealed = False
+        move.begin_again()
         _enter(step, deployment, MoveStage.BEGUN)
     if move.stage is MoveStage.BEGUN and _has_sealed(step, deployment, move):
-        move.began_s = step.now_s
+        move.note_began(step.now_s)
         _enter(step, deployment, MoveStage.SEALING)
-    if move.stage is MoveStage.SEALING and not deployment.sealing:
+    if move.stage is MoveStage.SEALING and not deployment.durability.sealing:
         _mirror(step, deployment, move)
         _enter(step, deployment, MoveStage.MIRRORING)
-    if move.stage is MoveStage.MIRRORING and not move.awaited:
-        move.copy_s = step.now_s - move.began_s
+    if move.stage is MoveStage.MIRRORING and not move.fetching:
+        move.note_copied(step.now_s)
         _enter(step, deployment, MoveStage.LEAVING)
-    is_busy = deployment.running or deployment.awaited or deployment.sealing or deployment.cuts
+    is_busy = (
+        deployment.activation.running
+        or deployment.activation.opening_on
+        or deployment.durability.sealing
+        or deployment.queue.cuts
+    )
     if move.stage is not MoveStage.LEAVING or is_busy or _has_gradients_to_use(deployment):
         return False
-    has_failed = move.is_sealed and not deployment.seal_asked
+    has_failed = move.is_sealed and not deployment.durability.seal_asked
     if move.is_last or has_failed or _replay_s(deployment) <= move.copy_s:
         return True
-    move.is_last = True
+    move.seal_last()
     seals.seal(step, deployment)
     _enter(step, deployment, MoveStage.SEALING)
     return False
@@ -172,32 +178,34 @@ def _replay_s(deployment: Deployment) -> float:
     it is."""
     if not deployment.spec.trainable or gradients.pending(deployment):
         return 0.0
-    return sum(m.duration_s for m in deployment.history if m.seq > deployment.seal_seq)
+    return sum(
+        m.duration_s
+        for m in deployment.durability.history
+        if m.seq > deployment.durability.seal_seq
+    )
 
 
 def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
-    move.awaited = []
-    move.is_last = False
+    move.wait()
     _enter(step, deployment, MoveStage.WAITING)
 
 
 def _enter(step: Step, deployment: Deployment, stage: MoveStage) -> None:
-    assert deployment.moving is not None
-    if deployment.moving.stage is not stage:
-        deployment.moving.stage = stage
-        step.changed_jobs.add(deployment.job_name)
+    assert deployment.move.relocation is not None
+    if deployment.move.relocation.enter(stage):
+        step.job_changed(deployment.job_name)
         step.touch(deployment)
 
 
 def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
     """Whether its seal was asked for, or none is wanted."""
-    if deployment.sealing or _has_gradients_to_use(deployment):
+    if deployment.durability.sealing or _has_gradients_to_use(deployment):
         return False
     if not _is_to_be_sealed(deployment, move):
         return True
-    if deployment.running or deployment.awaited or deployment.cuts:
+    if deployment.activation.running or deployment.activation.opening_on or deployment.queue.cuts:
         return False
-    move.is_sealed = True
+    move.note_sealed()
     seals.seal(step, deployment)
     return True
 
@@ -205,27 +213,28 @@ def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
 def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
     """What does not train is rebuilt as fast by what it did last. A seal with gradients would bring
     them back after a refused step has thrown them away."""
-    has_changed = deployment.applied > max(deployment.seal_seq, deployment.origin_seq)
+    has_changed = deployment.durability.applied > max(
+        deployment.durability.seal_seq, deployment.wpg.origin_seq
+    )
     is_worth_it = deployment.spec.trainable and has_changed and not gradients.pending(deployment)
-    return is_worth_it and not move.is_sealed and not deployment.sealing
+    return is_worth_it and not move.is_sealed and not deployment.durability.sealing
 
 
 def _has_gradients_to_use(deployment: Deployment) -> bool:
     """Whether they will be gone soon: what comes next is known."""
-    is_known = deployment.head_seq in deployment.operations
+    is_known = deployment.queue.head_seq in deployment.queue.operations
     return deployment.spec.trainable and is_known and bool(gradients.pending(deployment))
 
 
 def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node fetch what it will begin with, as far as it has not got that."""
-    move.awaited = []
-    move.asked = step.sequence
+    fetching: list[NodeId] = []
     versions = seals.durable_needed(step, deployment)
     for index, span in enumerate(move.spans):
         holders = seals.holders(deployment, index)
-        seal_seq = 0 if span.node in holders else deployment.seal_seq
-        if seal_seq or versions or deployment.holds is not None:
-            move.awaited.append(span.node)
+        seal_seq = 0 if span.node in holders else deployment.durability.seal_seq
+        if seal_seq or versions or deployment.durability.holds is not None:
+            fetching.append(span.node)
             step.send(
                 MirrorState,
                 step.node(span.node),
@@ -238,66 +247,58 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 rank_offset=sum(len(before.devices) for before in move.spans[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
             )
+    move.ask(step.sequence, fetching)
 
 
 def _ticket_of_held(deployment: Deployment, node: NodeId) -> Ticket | None:
-    if deployment.holds is None:
+    if deployment.durability.holds is None:
         return None
-    return Ticket(deployment.holds, deployment.key, deployment.incarnation, [str(node)])
+    return Ticket(
+        deployment.durability.holds, deployment.key, deployment.wpg.incarnation, [str(node)]
+    )
 
 
 def mirrored(step: Step, event: StateMirrored) -> None:
     """A new node has its copy, or could not get it."""
     deployment = step.deployment(event.deployment)
-    if deployment is None or deployment.moving is None:
+    if deployment is None or deployment.move.relocation is None:
         return
-    move = deployment.moving
-    if event.command.sequence != move.asked or event.node not in move.awaited:
+    move = deployment.move.relocation
+    if event.command.sequence != move.asked or event.node not in move.fetching:
         return
-    move.awaited.remove(event.node)
+    move.note_fetched(event.node)
     if event.error is not None:
-        move.failures += 1
-        pause_s = min(RETRY_PAUSE_S * 2 ** (move.failures - 1), MAX_RETRY_PAUSE_S)
-        move.retry_at_s = step.now_s + pause_s
+        move.failed(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
         step.set_timer(f"retry/{deployment.name}/{step.sequence}", move.retry_at_s)
         step.tell("move put off", f"{event.node}: {event.error.message}", deployment.name)
         _wait(step, deployment, move)
-    elif event.seq and event.seq == deployment.seal_seq:
+    elif event.seq and event.seq == deployment.durability.seal_seq:
         index = next(i for i, span in enumerate(move.spans) if span.node == event.node)
         seals.note_copy(deployment, index, event.node)
 
 
 def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
     """A new node has begun a new life: what it was told to fetch in the last one it never will."""
-    move = deployment.moving
-    if move is not None and move.stage is MoveStage.MIRRORING and node in move.awaited:
+    move = deployment.move.relocation
+    if move is not None and move.stage is MoveStage.MIRRORING and node in move.fetching:
         _enter(step, deployment, MoveStage.SEALING)
 
 
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """It is dead on its old nodes, and booked on the new ones from now on."""
     name, old = deployment.name, deployment.nodes
-    for device in step.devices_of(deployment):
-        device.placed.remove(name)
-        devices.left(step, device, deployment)
-        device.ready.pop(name, None)
-        if name in device.resident:
-            device.resident.remove(name)  # where a switch-in was refused, it may have been booked
-        if device.used_by == name:
-            device.used_by = ""
-        if device.holder == deployment.job_name:
-            device.holder = ""
+    devices.leave(step, deployment)
+    devices.forget(step, deployment)
     step.dirty.update(deployment.places)
     let_go(step, deployment)
-    deployment.moving = None
-    deployment.spans = spans
-    for device in step.devices_of(deployment):
-        device.placed.append(name)
+    deployment.move.end()
+    deployment.wpg.put_on(spans)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
         # What it was told to forget there may be confirmed late, and an incarnation dies once.
         told = step.state.stopping.get(node, {}).pop(name, 0)
-        deployment.incarnation = max(deployment.incarnation, told)
-    left = dict.fromkeys([*deployment.left, *old])
-    deployment.left = [node for node in left if node not in deployment.nodes]
-    deployment.seal_asked = 0
+        deployment.wpg.raise_incarnation(told)
+    deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)
+    deployment.durability.no_seal_asked()
     step.tell("deployment moved", f"{', '.join(old)} -> {', '.join(deployment.nodes)}", name)

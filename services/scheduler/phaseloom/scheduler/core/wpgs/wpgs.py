@@ -19,11 +19,13 @@ from phaseloom.scheduler.core.devices import devices, host_memory
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.planning import groups
-from phaseloom.scheduler.core.state.deployment import Deployment, Relocation, Span
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import moves
 
 _REPLACES_STATE = frozenset(name for name, kind in KINDS.items() if kind.replaces_state)
@@ -51,28 +53,27 @@ def node_up(step: Step, event: NodeUp) -> None:
     step.state.nodes[event.node] = node
     for name in placed:
         deployment = step.state.deployments[name]
-        span = next(span for span in deployment.spans if span.node == event.node)
+        span = next(span for span in deployment.wpg.spans if span.node == event.node)
         if _has_lost_a_device(step, deployment, span):
             groups.let_go(step.state.cluster, event.node, name)
-            deployment.spans = [other for other in deployment.spans if other is not span]
+            deployment.wpg.lose_span(span)
             # `stop` does not find this node to tell: it is told below to forget what it has of it.
-            step.state.stopping.setdefault(event.node, {})[name] = deployment.incarnation
+            step.state.stopping.setdefault(event.node, {})[name] = deployment.wpg.incarnation
             continue
-        for index in span.devices:
-            node.devices[index].placed.append(name)
+        devices.place(node, span.devices, deployment)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
-        if deployment.state is WpgState.LOST and deployment.spans:
+        if deployment.wpg.state is WpgState.LOST and deployment.wpg.spans:
             _try_start(step, deployment)  # it may have waited for what this node has
     for name in step.state.moving:
         deployment = step.state.deployments[name]
-        spans = deployment.moving.spans if deployment.moving is not None else []
+        spans = deployment.move.relocation.spans if deployment.move.relocation is not None else []
         for span in spans:
             if span.node == event.node:
                 _has_lost_a_device(step, deployment, span)
                 moves.came_back(step, deployment, event.node)
     _stop_again(step, node)
-    step.has_new_room = True
+    step.follow(FollowUp.PLACE)
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
@@ -83,12 +84,12 @@ def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
         return False
     gone = f"device {last} of {span.node} is gone"
     error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
-    step.doomed[deployment.job_name] = error
+    step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
 
 
 def _placed(node: Node) -> list[str]:
-    return list(dict.fromkeys(name for device in node.devices for name in device.placed))
+    return list(dict.fromkeys(devices.placed_on(node)))
 
 
 def _stop_again(step: Step, node: Node) -> None:
@@ -113,11 +114,12 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
         if not stopping:
             del step.state.stopping[event.node]
         # It can take a copy again.
-        step.has_new_room = step.has_new_room or bool(step.state.closing)
+        if step.state.closing:
+            step.follow(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
-        if deployment is not None and deployment.state is WpgState.STOPPED:
+        if deployment is not None and deployment.wpg.state is WpgState.STOPPED:
             # A successor of its name goes on from there.
-            deployment.incarnation = max(deployment.incarnation, event.incarnation)
+            deployment.wpg.raise_incarnation(event.incarnation)
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
@@ -136,9 +138,9 @@ def node_lost(step: Step, event: NodeLost) -> None:
 
 def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """Args: spans: a device for each rank, in order; the first is the leader's."""
-    deployment.spans = spans
-    for device in step.devices_of(deployment):
-        device.placed.append(deployment.name)
+    deployment.wpg.put_on(spans)
+    for span in spans:
+        devices.place(step.node(span.node), span.devices, deployment)
     start(step, deployment)
 
 
@@ -147,7 +149,7 @@ def move(step: Step, deployment: Deployment, spans: list[Span]) -> None:
 
     Args: spans: as of `place`. Those where it is: it stays, whatever was decided before.
     """
-    if deployment.state is not WpgState.STOPPED:
+    if deployment.wpg.state is not WpgState.STOPPED:
         moves.begin(step, deployment, spans)
 
 
@@ -155,41 +157,39 @@ def move_on(step: Step) -> None:
     """Take every move as far as the step's event allows."""
     for name in list(step.state.moving):
         deployment = step.state.deployments.get(name)
-        if deployment is not None and deployment.moving is not None:
-            _move_on(step, deployment, deployment.moving)
-        if deployment is None or deployment.moving is None:
+        if deployment is not None and deployment.move.relocation is not None:
+            _move_on(step, deployment, deployment.move.relocation)
+        if deployment is None or deployment.move.relocation is None:
             step.state.moving.remove(name)
 
 
 def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None:
-    if deployment.state is WpgState.LOST:
+    if deployment.wpg.state is WpgState.LOST:
         _try_start(step, deployment)
-    elif deployment.state is WpgState.READY and moves.advance(step, deployment, relocation):
+    elif deployment.wpg.state is WpgState.READY and moves.advance(step, deployment, relocation):
         _bury(step, deployment)
         _kill(step, deployment)
 
 
 def start(step: Step, deployment: Deployment) -> None:
     step.move_wpg(deployment, WpgState.STARTING)
-    deployment.incarnation += 1
-    deployment.sealing = 0
-    deployment.base = deployment.seal_seq
+    deployment.durability.incarnation_begins()
+    deployment.wpg.begin(deployment.durability.seal_seq)
     nodes = deployment.nodes
-    deployment.awaited = list(nodes)
-    versions = seals.durable_needed(step, deployment) if deployment.seal_seq else []
+    versions = seals.durable_needed(step, deployment) if deployment.durability.seal_seq else []
     rank_offset = 0
-    for index, span in enumerate(deployment.spans):
+    for index, span in enumerate(deployment.wpg.spans):
         sources = _seal_sources(step, deployment, index)
         step.send(
             StartWpg,
             step.node(span.node),
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.wpg.incarnation,
             spec=deployment.spec,
             devices=span.devices,
-            seal_seq=deployment.seal_seq,
-            checkpoint="" if deployment.seal_seq else deployment.checkpoint,
-            applied=0 if deployment.seal_seq else deployment.origin_seq,
+            seal_seq=deployment.durability.seal_seq,
+            checkpoint="" if deployment.durability.seal_seq else deployment.wpg.checkpoint,
+            applied=0 if deployment.durability.seal_seq else deployment.wpg.origin_seq,
             rank_offset=rank_offset,
             nodes=nodes if len(nodes) > 1 else [],
             versions=versions,
@@ -201,7 +201,7 @@ def start(step: Step, deployment: Deployment) -> None:
 
 def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
     """Where a node of it gets its part of the seal, if it has none that is good."""
-    if not deployment.seal_seq:
+    if not deployment.durability.seal_seq:
         return []
     return seals.sources(step, deployment, index, but=deployment.nodes[index])
 
@@ -209,19 +209,21 @@ def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
 def _try_start(step: Step, deployment: Deployment) -> None:
     """Begin its next life, if no rank of the last can be alive, and its nodes and its state are
     there: those that it is on its way to, or else those that it was on."""
-    if deployment.awaited or not seals.is_readable(step, deployment):
+    if deployment.wpg.dying_on or not seals.is_readable(step, deployment):
         return
-    if deployment.moving is not None and moves.is_possible(step, deployment, deployment.moving):
-        moves.relocate(step, deployment, deployment.moving.spans)
+    if deployment.move.relocation is not None and moves.is_possible(
+        step, deployment, deployment.move.relocation
+    ):
+        moves.relocate(step, deployment, deployment.move.relocation.spans)
     if all(node.is_up for node in step.nodes_of(deployment)):
         start(step, deployment)
 
 
 def restart(step: Step, deployment: Deployment) -> None:
     """Throw this life's state away and begin another from what the deployment's books say."""
-    if not deployment.spans:
+    if not deployment.wpg.spans:
         return
-    is_alive = deployment.state in _ALIVE
+    is_alive = deployment.wpg.state in _ALIVE
     _bury(step, deployment)
     if is_alive:
         _kill(step, deployment)  # `lost` starts the next
@@ -231,34 +233,39 @@ def restart(step: Step, deployment: Deployment) -> None:
 
 def started(step: Step, event: WpgStarted) -> None:
     deployment = step.deployment(event.deployment)
-    if deployment is None or event.incarnation != deployment.incarnation:
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    if deployment.state is not WpgState.STARTING or event.node not in deployment.awaited:
+    if (
+        deployment.wpg.state is not WpgState.STARTING
+        or event.node not in deployment.wpg.starting_on
+    ):
         return
-    is_first = len(deployment.awaited) == len(deployment.spans)
-    deployment.awaited.remove(event.node)
+    is_first = len(deployment.wpg.starting_on) == len(deployment.wpg.spans)
+    deployment.wpg.came_up(event.node)
     if is_first:
-        deployment.state_bytes = event.state_bytes
-        deployment.applied = event.applied
-    elif event.applied != deployment.applied:
+        deployment.wpg.measure(event.state_bytes)
+        deployment.durability.start_from(event.applied)
+    elif event.applied != deployment.durability.applied:
         _began_apart(step, deployment, event)
         return
-    deployment.state_bytes = max(deployment.state_bytes, event.state_bytes)
-    if deployment.base and deployment.base == deployment.seal_seq:
+    deployment.wpg.measure(max(deployment.wpg.state_bytes, event.state_bytes))
+    if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # Where it came from elsewhere, it is on this node's disk now.
         seals.note_copy(deployment, deployment.nodes.index(event.node), event.node)
-    if deployment.awaited:
+    if deployment.wpg.starting_on:
         return
     host_memory.weigh(step, deployment)
-    deployment.error = None
-    deployment.is_trial = False
-    deployment.replay = _to_replay(step, deployment, event.applied)
-    step.move_wpg(deployment, WpgState.RECOVERING if deployment.replay else WpgState.READY)
+    deployment.wpg.is_up()
+    deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
+    step.move_wpg(
+        deployment, WpgState.RECOVERING if deployment.durability.replay else WpgState.READY
+    )
     seals.release_restored(step, deployment)
-    if not deployment.seal_seq:
+    if not deployment.durability.seal_seq:
         seals.clear_left(step, deployment)
-    step.has_new_room = step.has_new_room or bool(step.state.closing)  # its copies count anew
-    if deployment.incarnation > 1 and not deployment.replay:
+    if step.state.closing:
+        step.follow(FollowUp.PLACE)  # its copies count anew
+    if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
 
@@ -268,11 +275,11 @@ def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
     error = ErrorInfo(
         Code.DATA_LOSS,
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
-        f"others as of {deployment.applied}",
+        f"others as of {deployment.durability.applied}",
     )
     _bury(step, deployment)
     _kill(step, deployment)
-    deployment.losses += 1
+    deployment.wpg.count_loss()
     _cannot_be_rebuilt(step, deployment, error)
 
 
@@ -283,25 +290,23 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     not on disk, and then what made the state that it cuts is run again too. So is a `save_state`
     that was not durable, in its place.
     """
-    history = [m for m in deployment.history if m.seq > applied]
+    history = [m for m in deployment.durability.history if m.seq > applied]
     wanted = seals.volatile_versions(step, deployment)
     first = 0
     for index, mutation in enumerate(history):
-        if mutation.seq in wanted or any(cut < mutation.seq for cut in deployment.cuts):
+        if mutation.seq in wanted or any(cut < mutation.seq for cut in deployment.queue.cuts):
             break
         if mutation.kind in _REPLACES_STATE:
             first = index
     again = [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
-    return sorted([*again, *deployment.cuts])
+    return sorted([*again, *deployment.queue.cuts])
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
-    deployment.replay.pop(0)
-    deployment.refusals = 0
-    if any(mutation.seq == seq for mutation in deployment.history):
-        deployment.applied = seq
+    deployment.durability.replayed(seq)
+    deployment.wpg.forgive_refusals()
     _touch_job(step, deployment)
-    if not deployment.replay and deployment.state is WpgState.RECOVERING:
+    if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         step.move_wpg(deployment, WpgState.READY)
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
@@ -317,72 +322,72 @@ def lost(step: Step, event: WpgLost) -> None:
     succeed."""
     _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
-    if deployment is None or event.incarnation != deployment.incarnation:
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    if deployment.state is WpgState.STOPPED or event.node not in deployment.nodes:
+    if deployment.wpg.state is WpgState.STOPPED or event.node not in deployment.nodes:
         return
-    if deployment.state is WpgState.LOST:  # it was being killed, to be rebuilt
+    if deployment.wpg.state is WpgState.LOST:  # it was being killed, to be rebuilt
         _lose(step, deployment, event.node)
         _try_start(step, deployment)
         return
-    before = deployment.state
+    before = deployment.wpg.state
     culprits = _running_ops(deployment)
     _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
-    deployment.error = event.error
+    deployment.wpg.failed(event.error)
     if before is not WpgState.STARTING or not _is_out_of_reach(deployment, event):
-        deployment.losses += 1
+        deployment.wpg.count_loss()
     if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
         _cannot_be_rebuilt(step, deployment, event.error)
         return
     if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
         _cannot_start(step, deployment, event.error)
         return
-    if deployment.losses > step.config.max_losses:
+    if deployment.wpg.losses > step.config.max_losses:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         elif before is WpgState.RECOVERING:
-            step.doomed[deployment.job_name] = event.error
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, event.error)
             return
     _try_start(step, deployment)
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
     """Whether it began with a seal that its node could not fetch: that is nobody's failure here."""
-    if not deployment.base or event.error.code is not Code.UNAVAILABLE:
+    if not deployment.wpg.base or event.error.code is not Code.UNAVAILABLE:
         return False
     return event.node not in seals.holders(deployment, deployment.nodes.index(event.node))
 
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    if deployment.is_trial:
-        step.stillborn[deployment.name] = error
+    if deployment.wpg.is_trial:
+        step.follow(FollowUp.END_DEPLOYMENT, deployment.name, error)
     else:
-        step.doomed[deployment.job_name] = error
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     """Its job may fall back to its checkpoint, unless it is that which cannot be read."""
-    if deployment.is_trial:
+    if deployment.wpg.is_trial:
         _cannot_start(step, deployment, error)
         return
     job = step.job_of(deployment)
-    is_at_origin = not deployment.base and not deployment.history
+    is_at_origin = not deployment.wpg.base and not deployment.durability.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
-    if is_at_origin and deployment.checkpoint == newest:
-        step.doomed[str(job.key)] = error
+    if is_at_origin and deployment.wpg.checkpoint == newest:
+        step.follow(FollowUp.FAIL_JOB, str(job.key), error)
     else:
-        step.unrecoverable[str(job.key)] = error
+        step.follow(FollowUp.FALL_BACK, str(job.key), error)
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
-    ops = [deployment.open_operation(key) for key in deployment.running]
+    ops = [deployment.open_operation(key) for key in deployment.activation.running]
     return [op for op in ops if op is not None]
 
 
 def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
     refused = error.code in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND)
-    return refused or deployment.losses > step.config.max_losses
+    return refused or deployment.wpg.losses > step.config.max_losses
 
 
 def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
@@ -390,85 +395,81 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
     than one only if the first loss is one too many: what ran in a loss runs alone after it."""
     given_up = ErrorInfo(
         Code.ABORTED,
-        f"its workers died {deployment.losses} times while it ran: {error.message}",
+        f"its workers died {deployment.wpg.losses} times while it ran: {error.message}",
         remedy="make it smaller, or look at the worker's log",
     )
     for op in ops:
         operations.give_up(step, deployment, op, given_up)
-    deployment.losses = 0
+    deployment.wpg.forgive_losses()
 
 
 def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
     """No rank on this node is alive: then the WPG is dead, and is killed on its others."""
-    if deployment.state in _ALIVE:
+    if deployment.wpg.state in _ALIVE:
         _bury(step, deployment)
         _kill(step, deployment, but=node)
-    elif node in deployment.awaited:
-        deployment.awaited.remove(node)
+    else:
+        deployment.wpg.died_on(node)
 
 
 def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
     """Have the ranks of a buried WPG killed; `lost` hears of it. Args: but: not on this node."""
     nodes = step.nodes_of(deployment)
-    deployment.awaited = [node.node for node in nodes if node.is_up and node.node != but]
-    _stop_command(step, deployment, deployment.awaited, forget=False)
+    deployment.wpg.kill_on([node.node for node in nodes if node.is_up and node.node != but])
+    _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
 def _bury(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
-    if deployment.state in _ALIVE:
+    if deployment.wpg.state in _ALIVE:
         step.move_wpg(deployment, WpgState.LOST)
-        deployment.awaited = []
-    every = [*deployment.operations.values(), *deployment.unordered.values()]
-    for op in [*_running_ops(deployment), *(op for op in every if op.is_cut)]:
+        deployment.wpg.is_dead()
+    cut = [op for op in deployment.queue.every if op.is_cut]
+    for op in [*_running_ops(deployment), *cut]:
         operations.requeue(step, op)
-    step.vacate(deployment)
-    deployment.replay = []
-    deployment.sealing = 0
+    devices.vacate(step, deployment)
+    deployment.durability.incarnation_died()
 
 
 def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None:
     """A mutating operation failed half-way: kill this incarnation; `lost` starts the next."""
     is_lost = error is not None and error.code is Code.DATA_LOSS
-    if is_lost and error is not None and deployment.state in _REBUILDING:
+    if is_lost and error is not None and deployment.wpg.state in _REBUILDING:
         _cannot_be_rebuilt(step, deployment, error)
         return
     _bury(step, deployment)
     reason = error.message if error else "a mutating operation failed"
     step.tell("rebuilding a WPG without the failed operation", reason, deployment.name)
-    deployment.losses += 1
-    if deployment.losses > step.config.max_losses:
+    deployment.wpg.count_loss()
+    if deployment.wpg.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        step.doomed[deployment.job_name] = error or failure
+        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
         return
     _kill(step, deployment)
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     """For good. Args: forget: its seals and weights versions go too."""
-    if deployment.state is WpgState.STOPPED:
+    if deployment.wpg.state is WpgState.STOPPED:
         return
-    step.vacate(deployment)
-    if deployment.spans and deployment.state is WpgState.LOST:
-        deployment.incarnation += 1  # its loss is told already: this must be confirmed apart
+    devices.vacate(step, deployment)
+    if deployment.wpg.spans and deployment.wpg.state is WpgState.LOST:
+        deployment.wpg.next_incarnation()  # its loss is told already: this must be confirmed apart
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
             stopping = step.state.stopping.setdefault(node, {})
-            stopping[deployment.name] = deployment.incarnation
+            stopping[deployment.name] = deployment.wpg.incarnation
     _stop_command(step, deployment, nodes, forget=forget)
-    for device in step.devices_of(deployment):
-        device.placed.remove(deployment.name)
-        devices.left(step, device, deployment)
-    deployment.awaited = []
+    devices.leave(step, deployment)
+    deployment.wpg.stop()
     if not forget:
         seals.stop_copying(step, deployment)
-    deployment.left = []
-    deployment.copies = []
-    deployment.copying = []
-    if deployment.moving is not None:
+    deployment.move.keep([])
+    deployment.durability.drop_replicas()
+    if deployment.move.relocation is not None:
         moves.let_go(step, deployment)
-        deployment.moving = None
+        deployment.move.end()
     step.move_wpg(deployment, WpgState.STOPPED)
 
 
@@ -478,6 +479,6 @@ def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, fo
             StopWpg,
             step.node(node),
             deployment=deployment.key,
-            incarnation=deployment.incarnation,
+            incarnation=deployment.wpg.incarnation,
             forget=forget,
         )

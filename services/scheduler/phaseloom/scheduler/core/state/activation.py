@@ -1,0 +1,82 @@
+"""The activation of a deployment: its claim on its devices, and what runs under it.
+
+One record a deployment. Its fields are changed by its methods only. Other modules read them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.contract.ids import NodeId, OperationKey
+
+NOT_TOLD_S = -1.0
+"""`hinted_s` where no state manager was told."""
+
+
+class Activation(msgspec.Struct):
+    epoch: int = 0
+    """Log sequence at which the activation was opened; 0: there is none."""
+    opening_on: list[NodeId] = []
+    """Of several nodes, those that have not yet said that the activation is open."""
+    opening_s: float = 0.0
+    """When the activation was asked for."""
+    lead_s: float = 0.0
+    """How long activations of late took from then until they were open, at the most."""
+    running: list[OperationKey] = []
+    """Operations that were permitted in this incarnation and have not ended: a mutating one, or
+    reading ones."""
+    idle_since_s: float = 0.0
+    """When the last operation that ran ended."""
+    hinted_s: float = NOT_TOLD_S
+    """Its next use, as its state managers were told while it is off its devices; `NOT_TOLD_S`:
+    nothing."""
+    retry_at_s: float = 0.0
+    """Until then nothing of it runs: its activation was refused, or the weights version that its
+    next operation brings was out of reach."""
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the activation is not open yet on all of its nodes."""
+        return self.epoch > 0 and bool(self.opening_on)
+
+    def open(self, epoch: int, now_s: float, nodes: list[NodeId]) -> None:
+        """Ask for an activation. Args: nodes: those that are to say when it is open."""
+        self.epoch = epoch
+        self.opening_s = now_s
+        self.opening_on = nodes
+        self.hinted_s = NOT_TOLD_S
+
+    def opened_on(self, node: NodeId) -> bool:
+        """A node has switched its part in. Returns: whether it was waited for."""
+        if node not in self.opening_on:
+            return False
+        self.opening_on.remove(node)
+        return True
+
+    def took(self, lead_s: float) -> None:
+        self.lead_s = lead_s
+
+    def close(self) -> None:
+        """There is no activation any more."""
+        self.epoch = 0
+        self.opening_on = []
+
+    def began(self, key: OperationKey) -> None:
+        self.running.append(key)
+
+    def ended(self, key: OperationKey, now_s: float) -> None:
+        self.running.remove(key)
+        self.idle_since_s = now_s
+
+    def hint(self, use_s: float) -> None:
+        """State managers were told of the next use; `NOT_TOLD_S`: there is none to tell."""
+        self.hinted_s = use_s
+
+    def retry_at(self, due_s: float) -> None:
+        self.retry_at_s = due_s
+
+    def validate(self, name: str) -> None:
+        """Raises: AssertionError: names the invariant and the deployment."""
+        assert self.epoch or not self.opening_on, f"{name}: opens without an activation"
+        if self.hinted_s >= 0:
+            assert not self.epoch, f"{name}: active, and state managers wait for it"

@@ -1,0 +1,228 @@
+"""What a deployment is rebuilt from: its seal, who has it, and what took effect after it.
+
+One record a deployment. Its fields are changed by its methods only. Other modules read them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.contract.ids import NodeId, VersionKey
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.scheduler.core.state.node import Node
+from phaseloom.scheduler.core.state.operation import Mutation
+
+
+class Copying(msgspec.Struct):
+    """A node fetches a copy of what others have, so that one of these may be left."""
+
+    node: NodeId
+    revision: int
+    """The node's lease at that time: under a later one it fetches nothing."""
+    command: CommandId
+    """The command that told the node to fetch the copy."""
+    part: int = 0
+    """The part of a seal that is fetched, by the place of its node."""
+    has_failed: bool = False
+    """Whether the node's last try to fetch the copy failed."""
+    failures: int = 0
+    """Failed tries in a row, on whichever node."""
+    retry_at_s: float = 0.0
+    """The node is not asked again before this time. Another node may be."""
+
+    def is_under_way(self, node: Node) -> bool:
+        """Args: node: as it is now."""
+        return not self.has_failed and node.is_up and node.revision == self.revision
+
+    def fail(self, now_s: float, pause_s: float, max_pause_s: float) -> None:
+        """Args: pause_s: after a first failure; twice as long after each further one."""
+        self.has_failed = True
+        self.failures += 1
+        self.retry_at_s = now_s + min(pause_s * 2 ** (self.failures - 1), max_pause_s)
+
+
+class DeploymentDurability(msgspec.Struct):
+    applied: int = 0
+    """seq of the last mutating operation in the state of this incarnation."""
+    history: list[Mutation] = []
+    """Mutating operations that took effect and may have to be run again, by seq."""
+    replay: list[int] = []
+    """Seqs of the mutating operations still to be run again in this incarnation."""
+    holds: VersionKey | None = None
+    """The weights version that the last `sync_weights` brought."""
+    seal_seq: int = 0
+    """seq of the newest seal; 0: there is none."""
+    replicas: list[list[NodeId]] = []
+    """Nodes that have each part of the newest seal, by rank. Those that are no nodes of the
+    deployment hold it until the next seal is committed."""
+    copying: list[Copying] = []
+    """Nodes that fetch a part of the newest seal, since one that has it is left."""
+    sealing: int = 0
+    """seq of the seal under way; 0: none."""
+    seal_asked: int = 0
+    """seq of the last seal that was asked for; 0: it failed."""
+    seal_parts: dict[NodeId, list[int]] = {}
+    """Of several nodes, those that have committed their part of the seal under way, and the weights
+    versions that are durable there."""
+    part_copies: dict[NodeId, list[NodeId]] = {}
+    """For each node in `seal_parts`, the other nodes that have its part, too."""
+    since_seal: int = 0
+    """Mutating operations that took effect since the last seal, or the last try."""
+    since_seal_bytes: int = 0
+    """Bytes of the payloads of these operations."""
+    changed_s: float = 0.0
+    """When the first of these operations took effect."""
+    durable_versions: list[int] = []
+    """Weights versions that are on disk with the newest seal, by seq."""
+    unfinished_versions: list[int] = []
+    """Weights versions that were being published when the job fell back to its checkpoint: they may
+    be there all the same, until the next incarnation has started."""
+
+    @property
+    def last_kind(self) -> str:
+        return self.history[-1].kind if self.history else ""
+
+    # --- what took effect ------------------------------------------------------------------------
+
+    def took_effect(self, mutation: Mutation) -> None:
+        self.history.append(mutation)
+        self.applied = mutation.seq
+
+    def start_from(self, applied: int) -> None:
+        """The state of this incarnation is as of this operation."""
+        self.applied = applied
+
+    def count_change(self, num_bytes: int, now_s: float) -> None:
+        """The state has changed since its seal."""
+        if not self.since_seal:
+            self.changed_s = now_s
+        self.since_seal += 1
+        self.since_seal_bytes += num_bytes
+
+    def hold(self, version: VersionKey | None) -> None:
+        self.holds = version
+
+    def forget_before_last(self) -> list[int]:
+        """The last mutation replaced the whole state. Returns: seqs of those before it."""
+        forgotten = [mutation.seq for mutation in self.history[:-1]]
+        self.history = self.history[-1:]
+        return forgotten
+
+    def forget(self, seqs: list[int]) -> None:
+        """These have no effect any more."""
+        self.history = [mutation for mutation in self.history if mutation.seq not in seqs]
+
+    def forget_up_to(self, floor: int) -> list[int]:
+        """Returns: seqs of those that are forgotten."""
+        forgotten = [mutation.seq for mutation in self.history if mutation.seq <= floor]
+        self.history = [mutation for mutation in self.history if mutation.seq > floor]
+        return forgotten
+
+    def plan_replay(self, seqs: list[int]) -> None:
+        self.replay = seqs
+
+    def replayed(self, seq: int) -> None:
+        """The first of what is to be run again has been."""
+        self.replay.pop(0)
+        if any(mutation.seq == seq for mutation in self.history):
+            self.applied = seq
+
+    # --- seals -----------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """A seal of the state as it is now was asked for."""
+        self.sealing = self.seal_asked = self.applied
+        self.seal_parts = {}
+        self.part_copies = {}
+
+    def note_part(self, node: NodeId, versions: list[int], copies: list[NodeId]) -> None:
+        self.seal_parts[node] = versions
+        self.part_copies[node] = copies
+
+    def sealed(self, seq: int, versions: list[int], replicas: list[list[NodeId]]) -> None:
+        self.seal_seq = seq
+        self.durable_versions = versions
+        self.copying = []
+        self.replicas = replicas
+
+    def count_from_seal(self, now_s: float) -> None:
+        """Count what has changed since the seal that was just committed."""
+        later = [mutation for mutation in self.history if mutation.seq > self.seal_seq]
+        self.since_seal = len(later)
+        self.since_seal_bytes = sum(mutation.num_bytes for mutation in later)
+        self.changed_s = now_s
+        if self.sealing <= self.seal_seq:
+            self.sealing = 0
+
+    def skip_seal(self) -> None:
+        """A seal cannot be made now. It is not tried again at once."""
+        self.seal_asked = self.since_seal = self.since_seal_bytes = 0
+
+    def seal_failed(self) -> None:
+        """What filled the disk is likely still there: the next try is not at once."""
+        self.sealing = 0
+        self.skip_seal()
+
+    def no_seal_asked(self) -> None:
+        self.seal_asked = 0
+
+    def incarnation_died(self) -> None:
+        self.replay = []
+        self.sealing = 0
+
+    def incarnation_begins(self) -> None:
+        self.sealing = 0
+
+    def note_unfinished(self, seq: int) -> None:
+        self.unfinished_versions.append(seq)
+
+    def take_unfinished(self) -> list[int]:
+        unfinished, self.unfinished_versions = self.unfinished_versions, []
+        return unfinished
+
+    # --- replicas --------------------------------------------------------------------------------
+
+    def set_replicas(self, replicas: list[list[NodeId]]) -> None:
+        self.replicas = replicas
+
+    def note_replica(self, part: int, node: NodeId) -> None:
+        if node not in self.replicas[part]:
+            self.replicas[part] = [*self.replicas[part], node]
+
+    def drop_replicas(self) -> None:
+        self.replicas = []
+        self.copying = []
+
+    def drop_replicas_on(self, nodes: set[NodeId]) -> None:
+        self.replicas = [[node for node in part if node not in nodes] for part in self.replicas]
+
+    def begin_copying(self, copying: Copying) -> None:
+        self.copying.append(copying)
+
+    def end_copying(self, copying: Copying) -> None:
+        self.copying.remove(copying)
+
+    def stop_copying(self) -> None:
+        self.copying = []
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def fall_back(self, seq: int) -> None:
+        """The state is that of a checkpoint which stands for this seq: there is no seal of it."""
+        self.applied = seq
+        self.seal_seq = 0
+        self.durable_versions = []
+        self.history = []
+        self.since_seal = self.since_seal_bytes = 0
+        self.holds = None
+
+    def end(self) -> None:
+        """The deployment has ended: nothing of it is run again."""
+        self.history = []
+
+    def validate(self, name: str) -> None:
+        """Raises: AssertionError: names the invariant and the deployment."""
+        seqs = [mutation.seq for mutation in self.history]
+        assert seqs == sorted(set(seqs)), f"I2 {name}: history out of order {seqs}"
+        assert self.replay == sorted(set(self.replay)), f"I2 {name}: replay {self.replay}"
+        assert set(self.part_copies) == set(self.seal_parts), f"{name}: copies of unknown parts"

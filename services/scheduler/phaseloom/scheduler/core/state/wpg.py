@@ -1,0 +1,145 @@
+"""The worker-process group of a deployment: where its ranks are, and in which incarnation.
+
+One record a deployment. Its fields are changed by its methods only. Other modules read them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.state.transitions import WpgState
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The devices of one node that a deployment has."""
+
+    node: NodeId
+    devices: list[int]
+    """One a rank, in order."""
+
+
+class Wpg(msgspec.Struct):
+    spans: list[Span] = []
+    """Where its ranks are, in their order: the first is the leader's. Empty: it has no place."""
+    state: WpgState = WpgState.UNPLACED
+    starting_on: list[NodeId] = []
+    """While it is STARTING: its nodes that have not yet said that their ranks are up."""
+    dying_on: list[NodeId] = []
+    """While it is LOST: its nodes that have not yet said that their ranks are dead."""
+    incarnation: int = 0
+    state_bytes: int = 0
+    base: int = 0
+    """The seal that this incarnation was started from."""
+    checkpoint: str = ""
+    """The checkpoint that it starts from where it has no seal; empty: its seeds."""
+    origin_seq: int = 0
+    """The seq that the checkpoint, or the fresh state, stands for."""
+    losses: int = 0
+    """Deaths of the WPG at the current `next_seq` (or in its start)."""
+    refusals: int = 0
+    """Switch-ins in a row that were refused for good while it is rebuilt."""
+    is_trial: bool = False
+    """Whether it was added to a job that was placed already, and is not up yet: if it cannot
+    start, it ends alone."""
+    error: ErrorInfo | None = None
+    """Why it died last, until it is up again; or why it was stopped."""
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        return [span.node for span in self.spans]
+
+    # --- placing ---------------------------------------------------------------------------------
+
+    def put_on(self, spans: list[Span]) -> None:
+        self.spans = spans
+
+    def lose_span(self, span: Span) -> None:
+        """The node of this span has come back without its devices."""
+        self.spans = [other for other in self.spans if other is not span]
+
+    # --- an incarnation --------------------------------------------------------------------------
+
+    def enter(self, state: WpgState) -> None:
+        """Called by `Step.move_wpg`, which knows the transitions."""
+        self.state = state
+
+    def begin(self, seal_seq: int) -> None:
+        """The next incarnation starts on all nodes, from this seal."""
+        self.incarnation += 1
+        self.base = seal_seq
+        self.starting_on = self.nodes
+
+    def came_up(self, node: NodeId) -> None:
+        """The ranks on this node are up."""
+        self.starting_on.remove(node)
+
+    def measure(self, state_bytes: int) -> None:
+        self.state_bytes = state_bytes
+
+    def is_up(self) -> None:
+        """The ranks on all nodes are up."""
+        self.error = None
+        self.is_trial = False
+
+    def is_dead(self) -> None:
+        """Nobody is waited for to start."""
+        self.starting_on = []
+
+    def kill_on(self, nodes: list[NodeId]) -> None:
+        """The ranks on these nodes are being killed."""
+        self.dying_on = nodes
+
+    def died_on(self, node: NodeId) -> None:
+        if node in self.dying_on:
+            self.dying_on.remove(node)
+
+    def stop(self) -> None:
+        """For good: nobody is waited for any more."""
+        self.starting_on = []
+        self.dying_on = []
+
+    def raise_incarnation(self, least: int) -> None:
+        """An incarnation up to `least` was told, or seen, already."""
+        self.incarnation = max(self.incarnation, least)
+
+    def next_incarnation(self) -> None:
+        """What comes now must be told apart from what was said to this one."""
+        self.incarnation += 1
+
+    # --- failures --------------------------------------------------------------------------------
+
+    def try_alone(self) -> None:
+        self.is_trial = True
+
+    def failed(self, error: ErrorInfo) -> None:
+        self.error = error
+
+    def count_loss(self) -> None:
+        self.losses += 1
+
+    def forgive_losses(self) -> None:
+        self.losses = 0
+
+    def count_refusal(self) -> None:
+        self.refusals += 1
+
+    def forgive_refusals(self) -> None:
+        self.refusals = 0
+
+    def fall_back(self, checkpoint: str, seq: int) -> None:
+        """Its next incarnation starts from a checkpoint that stands for this seq."""
+        self.checkpoint = checkpoint
+        self.origin_seq = seq
+        self.losses = 0
+
+    def validate(self, name: str) -> None:
+        """Raises: AssertionError: names the invariant and the deployment."""
+        nodes = set(self.nodes)
+        assert set(self.starting_on) <= nodes, f"{name}: starts on {self.starting_on}"
+        assert set(self.dying_on) <= nodes, f"{name}: dies on {self.dying_on}"
+        if self.starting_on:
+            assert self.state is WpgState.STARTING, f"{name}: starts, and is {self.state}"
+        if self.dying_on:
+            assert self.state is WpgState.LOST, f"{name}: dies, and is {self.state}"

@@ -1,0 +1,156 @@
+"""Whole tensors from the slices that ranks hold, and the bytes that they share.
+
+A slice is a box of the whole tensor, a replica the same box again. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.statemgr.checkpoints.safetensors import item_bytes, tensor_bytes
+
+Box = tuple[tuple[int, int], ...]
+"""(from, up to) along each axis"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that lie together in the whole tensor and in a rank's memory."""
+
+    whole_offset: int
+    """From the tensor's first byte."""
+    rank: int
+    offset: int
+    """In the rank's memory."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor, and one holder of each of its slices."""
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[int, ...]
+    slices: list[tuple[int, TensorSlot]]
+    """(rank, slot)"""
+
+    @property
+    def num_bytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+    def runs(self) -> Iterator[Run]:
+        """From its first byte to its last."""
+        if len(self.slices) == 1:
+            return slot_runs(*self.slices[0])
+        each = [slot_runs(rank, slot) for rank, slot in self.slices]
+        return heapq.merge(*each, key=lambda run: run.whole_offset)
+
+
+def global_shape(slot: TensorSlot) -> tuple[int, ...]:
+    return tuple(slot.global_shape or slot.shape)
+
+
+def wholes(ranks: Sequence[Sequence[TensorSlot]]) -> list[Whole]:
+    """Args:   ranks: what each rank holds.
+    Returns: all tensors, sorted by name.
+    Raises:  CallerError: some tensor is not there in whole, or its slices contradict one another.
+    """
+    held: dict[str, list[tuple[int, TensorSlot]]] = {}
+    for rank, slots in enumerate(ranks):
+        for slot in slots:
+            held.setdefault(slot.name, []).append((rank, slot))
+    return [_whole(name, slices) for name, slices in sorted(held.items())]
+
+
+def _whole(name: str, held: list[tuple[int, TensorSlot]]) -> Whole:
+    first = held[0][1]
+    shape = global_shape(first)
+    boxes: dict[Box, tuple[int, TensorSlot]] = {}
+    for rank, slot in held:
+        same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
+        if not same or not is_sound(slot):
+            raise _contradiction(name, f"rank {rank} says otherwise of it than rank {held[0][0]}")
+        if math.prod(slot.shape):
+            boxes.setdefault(_box(slot), (rank, slot))
+    if sum(math.prod(slot.shape) for _, slot in boxes.values()) != math.prod(shape):
+        raise _contradiction(name, "its slices do not make a whole")
+    if _some_overlap(list(boxes)):
+        raise _contradiction(name, "its slices overlap")
+    return Whole(name, first.role, first.dtype, shape, list(boxes.values()))
+
+
+def is_sound(slot: TensorSlot) -> bool:
+    """Whether it is a box of the whole tensor, in as many bytes as that has: what follows from it
+    decides which memory is read and written."""
+    if bool(slot.global_shape) != bool(slot.start):
+        return False
+    shape = global_shape(slot)
+    start = slot.start or [0] * len(shape)
+    fits = len(start) == len(slot.shape) == len(shape) and all(
+        at >= 0 and size >= 0 and at + size <= whole
+        for at, size, whole in zip(start, slot.shape, shape, strict=True)
+    )
+    try:
+        return fits and tensor_bytes(slot.dtype, slot.shape) == slot.num_bytes
+    except ValueError:
+        return False
+
+
+def _box(slot: TensorSlot) -> Box:
+    start = slot.start or [0] * len(slot.shape)
+    return tuple((at, at + size) for at, size in zip(start, slot.shape, strict=True))
+
+
+def _some_overlap(boxes: list[Box]) -> bool:
+    """Cost: O(n log n) where they are cut along one axis."""
+    if len(boxes) < 2:
+        return False
+    axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
+    boxes = sorted(boxes, key=lambda box: box[axis])
+    for number, box in enumerate(boxes):
+        for following in range(number + 1, len(boxes)):
+            other = boxes[following]
+            if other[axis][0] >= box[axis][1]:
+                break
+            if _overlap(box, other):
+                return True
+    return False
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return all(
+        low < other_high and other_low < high
+        for (low, high), (other_low, other_high) in zip(a, b, strict=True)
+    )
+
+
+def slot_runs(rank: int, slot: TensorSlot) -> Iterator[Run]:
+    """The longest runs of bytes of a slice, in the order of the whole tensor."""
+    if not math.prod(slot.shape):
+        return
+    shape = global_shape(slot)
+    start = slot.start or [0] * len(shape)
+    # Behind `inner`, the slice has every index of the tensor: those lie together.
+    inner = len(shape)
+    while inner and slot.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    item = item_bytes(slot.dtype)
+    strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    length = math.prod(slot.shape[outer:]) * item
+    first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+    for number, index in enumerate(itertools.product(*map(range, slot.shape[:outer]))):
+        at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield Run(at, rank, slot.offset + number * length, length)
+
+
+def _contradiction(name: str, why: str) -> CallerError:
+    return CallerError(f"{name}: {why}", code=Code.FAILED_PRECONDITION, field=f"tensors[{name}]")

@@ -1,0 +1,1 @@
+"""What a killed daemon leaves to the next one."""

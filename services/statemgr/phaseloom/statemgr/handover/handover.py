@@ -1,0 +1,418 @@
+"""Taking over what a killed state manager held, from the handles that its agent kept.
+
+The index says what was in memory; nothing is believed that cannot be verified. Weights versions are
+there when their digest is right. Of a deployment each rank comes back and says where its state is:
+in its heap, which it alone knows, or in its host copy, whose digest must be right; of one that is
+dirty it is taken now. A deployment of which a rank stays away, or whose copy is bad, is lost: its
+ranks are cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import extent_bytes
+from phaseloom.common.contract.state_rank import RankResume, StateMessage
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.statemgr.handover.manifest import (
+    Manifest,
+    RankEntry,
+    SharedCopyEntry,
+    SnapshotEntry,
+    VersionEntry,
+    WpgEntry,
+    content_of,
+    cut_of,
+    newest_record,
+)
+from phaseloom.statemgr.node.handles import INDEX_HANDLES
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
+from phaseloom.statemgr.seals.hostseals import HostSeal
+from phaseloom.statemgr.seals.imaging import find_image_parts
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.versions.versions import Version
+
+log = logging.getLogger(__name__)
+
+
+class Handover:
+    """`take` every handle, `restore`, let the ranks `resume`, then `finish`."""
+
+    def __init__(self, node: Node, tiering: Tiering, index: str) -> None:
+        self._node = node
+        self._tiering = tiering
+        self._index = index
+        self._handles: dict[int, int] = {}
+        self._missing: set[Rank] = set()
+        """They have memory, and did not come back yet."""
+        self._lost: list[DeploymentKey] = []
+        self._contents: dict[int, SharedCopy] = {}
+        """Those that are whole."""
+
+    def take(self, handles: list[int], fds: list[int]) -> None:
+        """Raises: CallerError: not one descriptor for each handle, or a handle twice."""
+        if len(handles) != len(fds) or self._handles.keys() & set(handles):
+            close_fds(fds)
+            raise CallerError(f"{len(fds)} descriptors for handles {handles}", field="handles")
+        self._handles.update(zip(handles, fds, strict=True))
+
+    async def restore(self, agent: Peer[StateMessage]) -> str:
+        """Rebuild the books. Returns the endpoint at which the daemon before served versions."""
+        held = set(self._handles)
+        try:
+            index = [self._handles.pop(handle) for handle in INDEX_HANDLES]
+        except KeyError:
+            return self._give_up(agent, "its agent keeps no index")
+        found = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
+        try:
+            books = msgspec.msgpack.decode(found[1] if found else b"", type=Manifest)
+        except msgspec.DecodeError as error:
+            close_fds(index)
+            return self._give_up(agent, f"its index cannot be read: {error}")
+        for key, incarnation in books.fences:
+            self._node.residency.fence(key, incarnation)
+        await _side_by_side(map(self._restore_content, books.contents))
+        for wpg in books.wpgs:
+            self._restore_wpg(wpg)
+        # Manifests before parts, which without one would count as never committed.
+        for is_part in (False, True):
+            versions = [each for each in books.versions if bool(each.key.part) is is_part]
+            await _side_by_side(map(self._restore_version, versions))
+        # Only now: one that nobody refers to any more may be a version all the same.
+        self._drop_unused_contents()
+        for alive in self._node.residency.alive():
+            await self._check_prepared(alive)
+        for cut in books.cuts:
+            self._restore_cut(cut)
+        for seal in books.seals:
+            self._restore_seal(HostSeal(seal.key, seal.seq, seal.extent, seal.num_bytes))
+        close_fds(self._handles.values())
+        self._handles.clear()
+        # Only now: before, the books that would be recorded were not whole.
+        self._node.handles.take_over(agent, self._index, index, found[0] if found else 0, held)
+        return books.endpoint
+
+    def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
+        log.error("nothing can be taken over from the daemon before: %s", why)
+        close_fds(self._handles.values())
+        self._handles.clear()
+        self._node.handles.attach(agent)
+        return ""
+
+    def _restore_wpg(self, book: WpgEntry) -> None:
+        wpg = Wpg(book.key, book.incarnation, book.seal_seq, epoch=book.epoch)
+        wpg.sealed = set(book.sealed)
+        wpg.rank_offset = book.rank_offset
+        wpg.num_ranks = book.num_ranks or len(book.ranks)
+        if book.prepared is not None:
+            wpg.prepared = PreparedSeal(book.prepared)
+        for index, described in enumerate(book.ranks):
+            wpg.ranks.append(Rank(wpg, index, described.device, described.token))
+        if max(wpg.devices) >= len(self._node.residency.device_budget_bytes):
+            self._lose(wpg, "its device is no longer configured")
+            return
+        self._node.residency.adopt(wpg)
+        for rank, described in zip(wpg.ranks, book.ranks, strict=True):
+            if not self._restore_rank(rank, described):
+                self._node.residency.end_seal(wpg)
+                self._lose(wpg, "its memory is not what the index says")
+                return
+
+    def _restore_rank(self, rank: Rank, book: RankEntry) -> bool:
+        if book.extent is None and book.content is None:
+            return True
+        if book.frozen:
+            return self._restore_frozen(rank, book)
+        assert book.extent is not None
+        name, is_below = f"the host copy of {rank.owner}", book.state in ON_NVME
+        num_bytes = extent_bytes(book.heap_bytes, book.host_bytes)
+        if not self._adopt_extent(book.extent, num_bytes, name, is_vacated=is_below):
+            return False
+        self._node.residency.restore(
+            rank, book.heap_bytes, TensorTable.read(book.tensors), book.extent, book.host_bytes
+        )
+        rank.pins = book.pins
+        rank.state, rank.applied = book.state, book.applied
+        rank.digest, rank.is_dirty = book.digest, book.is_dirty
+        self._missing.add(rank)
+        return True
+
+    def _restore_frozen(self, rank: Rank, book: RankEntry) -> bool:
+        content = None if book.content is None else self._contents.get(book.content)
+        if content is None and book.content is not None:
+            return False
+        name = f"the host copy of {rank.owner}"
+        if book.extent is not None and not self._adopt_extent(book.extent, book.heap_bytes, name):
+            return False
+        contents, tensors = self._node.contents, TensorTable.read(book.tensors)
+        rank.frozen, rank.model = True, book.model
+        self._node.residency.restore(rank, book.heap_bytes, tensors, book.extent)
+        rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
+        if content is not None:
+            if not contents.is_known(content):
+                contents.adopt(content)
+            contents.attach(rank, content)
+        self._missing.add(rank)
+        return True
+
+    async def _restore_content(self, book: SharedCopyEntry) -> None:
+        """Where it is whole. A kill in the middle of a move leaves either place."""
+        content, memory = content_of(book), self._node.memory
+        is_above = book.state not in ON_NVME
+        extent = content.extent
+        name = str(content)
+        if is_above and extent and self._adopt_extent(extent, content.num_bytes, name):
+            if await _has(self._node.content_memory(content), content.digest):
+                content.state = State.HOST
+                content.is_immutable = memory[extent].is_frozen
+                self._contents[content.number] = content
+                return
+            memory.free(extent)
+        content.extent = None
+        content.state = State.SPILLED
+        if await asyncio.to_thread(self._tiering.contents.is_spilled, content):
+            self._contents[content.number] = content
+        else:
+            log.error("%s cannot be taken over", content)
+
+    def _drop_unused_contents(self) -> None:
+        """Of lives that are lost."""
+        for content in self._contents.values():
+            if not self._node.contents.is_known(content):
+                self._node.vacate_content(content)
+
+    def _restore_seal(self, seal: HostSeal) -> None:
+        """Its blocks are verified when it is read."""
+        node = self._node
+        if not self._adopt_extent(seal.extent, seal.num_bytes, seal.name):
+            return
+        try:
+            find_image_parts(node.memory[seal.extent].view(seal.num_bytes), seal.name)
+        except ResourceError as error:
+            log.error("%s", error)
+            node.memory.free(seal.extent)
+            return
+        node.seals.add(seal)
+
+    def _restore_cut(self, book: SnapshotEntry) -> None:
+        """For whoever asks to have it written."""
+        name = f"checkpoint {book.name!r} of {book.key}"
+        adopted: list[int] = []
+        for part in book.parts:
+            if not self._adopt_extent(part.extent, part.num_bytes, name):
+                for extent in adopted:
+                    self._node.memory.free(extent)
+                return
+            adopted.append(part.extent)
+        self._node.cuts.add(cut_of(book))
+
+    def _adopt_extent(
+        self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
+    ) -> bool:
+        """Args: num_bytes: None: whatever it has."""
+        if extent in self._node.memory.arena.extents_in_use():
+            self._node.memory.hold(extent)
+            return True
+        fd = self._handles.get(extent)
+        if fd is None:
+            log.error("the memory for %s was not handed over", name)
+            return False
+        if num_bytes is None:
+            num_bytes = os.fstat(fd).st_size
+        try:
+            self._node.memory.adopt(extent, fd, num_bytes, name, is_vacated=is_vacated)
+        except ResourceError as error:
+            log.error("%s", error)
+            return False
+        del self._handles[extent]
+        return True
+
+    async def _restore_version(self, book: VersionEntry) -> None:
+        node = self._node
+        if await self._is_version_kept(book):
+            return
+        log.error("version %s cannot be taken over from memory", book.key)
+        if book.key.is_copy:
+            return  # whoever needs it brings it again
+        # Only its policy can make it again, from the log: whoever syncs it waits for that.
+        policy = node.residency.find(book.key.policy)
+        if policy is not None and book.digest and node.versions.find(book.key) is None:
+            self._lose(policy, f"version {book.key} is bad, and on no disk")
+
+    async def _is_version_kept(self, book: VersionEntry) -> bool:
+        node = self._node
+        if not self._adopt_extent(book.extent, book.num_bytes, f"version {book.key}"):
+            return False
+        if book.digest:
+            memory = node.memory[book.extent].view(book.num_bytes)
+            is_good = await asyncio.to_thread(digest_of, memory) == book.digest
+        else:
+            # Its writer goes on, or is lost and it with it.
+            is_good = node.residency.is_alive(book.key.policy, book.incarnation)
+        version = Version(
+            key=book.key,
+            num_bytes=book.num_bytes,
+            table=TensorTable.read(book.tensors),
+            digest=book.digest,
+            extent=book.extent,
+            incarnation=book.incarnation,
+        )
+        # Who has it mapped was not kept; only those of its job can.
+        job = book.key.policy.job_key
+        version.readers = {wpg for wpg in node.residency.alive() if wpg.key.job_key == job}
+        if is_good and node.versions.adopt(version):
+            return True
+        node.memory.free(book.extent)
+        return False
+
+    async def _check_prepared(self, wpg: Wpg) -> None:
+        if wpg.prepared is None:
+            return
+        for rank in wpg.ranks:
+            # What stood still of host memory was not kept; the rank may have worked on there.
+            is_known = rank.is_dirty or rank.content is not None
+            is_kept = is_known or await self._is_whole(rank, rank.digest)
+            if rank.host_bytes or not is_kept:
+                self._node.residency.end_seal(wpg)
+                return
+
+    async def _is_whole(self, rank: Rank, digest: str) -> bool:
+        assert rank.extent is not None
+        memory = self._node.memory[rank.extent].view(rank.extent_bytes)
+        return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
+
+    async def resume(self, message: RankResume) -> Rank:
+        """A rank is back. Its word counts for where its state is.
+
+        Raises: CallerError: PERMISSION_DENIED: it is not awaited; FAILED_PRECONDITION: it has
+                another heap. ResourceError: DATA_LOSS: its host copy is bad; its life is over.
+        """
+        node = self._node
+        rank = node.residency.known(message.token)
+        if rank not in self._missing:
+            raise CallerError(f"{rank} is not awaited", code=Code.PERMISSION_DENIED, field="token")
+        heap = (message.heap_bytes, message.host_bytes, message.tensors)
+        if heap != (rank.heap_bytes, rank.host_bytes, rank.table.packed):
+            self._lose(rank.wpg, "it came back with another heap")
+            raise CallerError(f"{rank} had another heap", code=Code.FAILED_PRECONDITION)
+        if rank.frozen:
+            await self._resume_frozen(rank, message)
+        elif not message.filled:
+            node.residency.resume(rank, State.FILLING)
+        elif message.resident:
+            self._occupy(rank)
+            node.residency.resume(rank, State.RESIDENT)
+        else:
+            digest = message.digest or rank.digest
+            tier = await self._tier_of(rank, digest)
+            if tier is None:
+                self._lose(rank.wpg, "its host copy cannot be verified")
+                raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
+            rank.copied(message.applied, digest)
+            node.residency.resume(rank, tier)
+            node.digests.begin([rank])
+        self._missing.discard(rank)
+        node.announce()
+        return rank
+
+    async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
+        """Its host copy is a content, which is whole; or what it copied out last."""
+        node, digest = self._node, message.digest or rank.digest
+        state = State.HOST
+        if rank.content is None and not message.filled:
+            state = State.FILLING
+        elif message.filled and not message.resident and await self._has_copied(rank, digest):
+            sharing.settle_copy(node, rank, message.applied, digest)
+        elif rank.content is not None and (message.resident or rank.content.digest == digest):
+            sharing.drop_copy(node, rank)
+            state = State.RESIDENT if message.resident else State.HOST
+        else:
+            self._lose(rank.wpg, "its host copy cannot be verified")
+            raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
+        node.residency.resume(rank, state)
+
+    async def _has_copied(self, rank: Rank, digest: str) -> bool:
+        if rank.extent is None:
+            return False
+        return await _has(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
+
+    def _occupy(self, rank: Rank) -> None:
+        """Its heap is where the state is, so its host copy needs its memory again."""
+        if rank.state not in ON_NVME or rank.extent is None:
+            return
+        if rank.host_bytes:
+            # It was given back above: what lives there alone is gone.
+            self._lose(rank.wpg, "a part of its state was in memory that is given back")
+            raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
+        try:
+            self._node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
+        except ResourceError:
+            self._lose(rank.wpg, "there is no memory for its host copy any more")
+            raise
+
+    async def _tier_of(self, rank: Rank, digest: str) -> State | None:
+        """Where its host copy is whole. A kill in the middle of a spill leaves either place."""
+        is_below = rank.state in ON_NVME
+        if not is_below and (not digest or await self._is_whole(rank, digest)):
+            # Without a digest: the rank says that it copied it out, and nobody has come to hash it.
+            return State.HOST
+        if not await asyncio.to_thread(self._tiering.is_spilled, rank, digest):
+            return None
+        if not is_below and rank.extent is not None:
+            self._node.memory.vacate(rank.extent)
+        return State.SPILLED
+
+    def begin_again(self, token: str) -> None:
+        """A rank that has not heard of its extent says hello: it has none."""
+        rank = self._node.residency.known(token)
+        if rank in self._missing:
+            self._missing.discard(rank)
+            self._node.leave_content(rank)
+            extent = self._node.residency.reset(rank)
+            if extent is not None:
+                self._node.memory.free(extent)
+            self._node.announce()
+
+    async def finish(self, timeout_s: float) -> list[DeploymentKey]:
+        """Wait for the ranks. Returns the deployments that are lost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._node.until(lambda: not self._awaited())
+        except TimeoutError:
+            for wpg in {rank.wpg for rank in self._awaited()}:
+                self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
+        for content in self._node.contents.all():
+            self._node.on_content(content)
+        return self._lost
+
+    def _awaited(self) -> list[Rank]:
+        return [rank for rank in self._missing if rank.state is not State.LOST]
+
+    def _lose(self, wpg: Wpg, why: str) -> None:
+        log.error("%s is lost with the daemon before: %s", wpg, why)
+        self._lost.append(wpg.key)
+        self._node.retire(wpg, why)
+
+
+async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Memory is verified in as many threads as there are: agent and ranks wait for it."""
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
+
+
+async def _has(memory: memoryview, digest: str) -> bool:
+    return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest

@@ -1,0 +1,283 @@
+"""What a state manager's next life must know of this one, and the record that survives a kill.
+
+    magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Books`
+
+Records are written in turn to two places, so that a kill in the middle of one leaves the one
+before. The checksum covers generation and content; of two whole records the one of the higher
+generation counts. What they say of memory is never taken for granted: it is verified by digest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import Residency, State
+from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
+from phaseloom.statemgr.versions.versions import Versions
+
+MAGIC = b"PLBOOKS4"
+_PREFIX = struct.Struct("<8sQQ16s")
+_GENERATION = struct.Struct("<Q")
+
+
+class RankEntry(msgspec.Struct, frozen=True, array_like=True):
+    """`tensors` is `TensorTable.packed`."""
+
+    device: int
+    token: str
+    state: State
+    heap_bytes: int
+    tensors: msgspec.Raw
+    extent: int | None
+    applied: int
+    digest: str
+    host_bytes: int
+    pins: bool
+    is_dirty: bool
+    frozen: bool
+    model: str
+    content: int | None
+
+
+class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
+    key: DeploymentKey
+    incarnation: int
+    seal_seq: int
+    epoch: int
+    prepared: int | None
+    """seq whose copies are kept for a seal."""
+    sealed: list[int]
+    ranks: list[RankEntry]
+    rank_offset: int
+    num_ranks: int
+
+
+class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A version that is in host memory; the others are found on disk."""
+
+    key: VersionKey
+    num_bytes: int
+    tensors: msgspec.Raw
+    digest: str
+    extent: int
+    incarnation: int | None
+
+
+class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    owner: DeploymentKey
+    applied: int
+    num_bytes: int
+    tensors: msgspec.Raw
+    digest: str
+    extent: int | None
+    is_immutable: bool
+    version: VersionKey | None
+    hash: str
+    is_base: bool
+    state: State
+
+
+class SnapshotPartEntry(msgspec.Struct, frozen=True, array_like=True):
+    extent: int
+    num_bytes: int
+    tensors: msgspec.Raw
+    checksums: bytes | None
+
+
+class SnapshotEntry(msgspec.Struct, frozen=True, array_like=True):
+    key: DeploymentKey
+    incarnation: int
+    operation: str
+    name: str
+    seq: int
+    parts: list[SnapshotPartEntry]
+    rank_offset: int
+    num_ranks: int
+
+
+class SealEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One that is in host memory; the others are found on disk."""
+
+    key: DeploymentKey
+    seq: int
+    extent: int
+    num_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    endpoint: str
+    """Where other nodes were told to fetch versions."""
+    fences: list[tuple[DeploymentKey, int]]
+    wpgs: list[WpgEntry]
+    versions: list[VersionEntry]
+    contents: list[SharedCopyEntry]
+    cuts: list[SnapshotEntry]
+    seals: list[SealEntry]
+
+
+def manifest_of(  # noqa: PLR0917 - all that a node has
+    residency: Residency,
+    versions: Versions,
+    contents: SharedCopies,
+    cuts: Snapshots,
+    seals: HostSeals,
+    endpoint: str,
+) -> Manifest:
+    return Manifest(
+        endpoint=endpoint,
+        fences=residency.fences(),
+        wpgs=[
+            WpgEntry(
+                key=wpg.key,
+                incarnation=wpg.incarnation,
+                seal_seq=wpg.seal_seq,
+                epoch=wpg.epoch,
+                prepared=wpg.prepared.seq if wpg.prepared is not None else None,
+                sealed=sorted(wpg.sealed),
+                ranks=[
+                    RankEntry(
+                        device=rank.device,
+                        token=rank.token,
+                        state=rank.state,
+                        heap_bytes=rank.heap_bytes,
+                        tensors=msgspec.Raw(rank.table.packed),
+                        extent=rank.extent,
+                        applied=rank.applied,
+                        digest=rank.digest,
+                        frozen=rank.frozen,
+                        model=rank.model,
+                        content=None if rank.content is None else rank.content.number,
+                        host_bytes=rank.host_bytes,
+                        pins=rank.pins,
+                        is_dirty=rank.is_dirty,
+                    )
+                    for rank in wpg.ranks
+                ],
+                rank_offset=wpg.rank_offset,
+                num_ranks=wpg.num_ranks,
+            )
+            for wpg in residency.alive()
+        ],
+        versions=[
+            VersionEntry(
+                key=version.key,
+                num_bytes=version.num_bytes,
+                tensors=msgspec.Raw(version.table.packed),
+                digest=version.digest,
+                extent=version.extent,
+                incarnation=version.incarnation,
+            )
+            for version in versions.known()
+            if version.extent is not None
+        ],
+        contents=[_book_of(each) for each in contents.all()],
+        cuts=[_book_of_cut(cut) for cut in cuts.every()],
+        seals=[SealEntry(s.key, s.seq, s.extent, s.num_bytes) for s in seals.every()],
+    )
+
+
+def _book_of_cut(cut: Snapshot) -> SnapshotEntry:
+    parts = [
+        SnapshotPartEntry(
+            part.extent, part.num_bytes, msgspec.Raw(part.table.packed), part.checksums
+        )
+        for part in cut.parts
+    ]
+    return SnapshotEntry(
+        key=cut.key,
+        incarnation=cut.incarnation,
+        operation=cut.operation,
+        name=cut.name,
+        seq=cut.seq,
+        parts=parts,
+        rank_offset=cut.rank_offset,
+        num_ranks=cut.num_ranks,
+    )
+
+
+def cut_of(book: SnapshotEntry) -> Snapshot:
+    parts = [
+        SnapshotPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
+        for part in book.parts
+    ]
+    return Snapshot(
+        key=book.key,
+        incarnation=book.incarnation,
+        operation=book.operation,
+        name=book.name,
+        seq=book.seq,
+        parts=parts,
+        rank_offset=book.rank_offset,
+        num_ranks=book.num_ranks,
+    )
+
+
+def _book_of(content: SharedCopy) -> SharedCopyEntry:
+    return SharedCopyEntry(
+        number=content.number,
+        owner=content.owner,
+        applied=content.applied,
+        num_bytes=content.num_bytes,
+        tensors=msgspec.Raw(content.table.packed),
+        digest=content.digest,
+        extent=content.extent,
+        is_immutable=content.is_immutable,
+        version=content.version,
+        hash=content.hash,
+        is_base=content.is_base,
+        state=content.state,
+    )
+
+
+def content_of(book: SharedCopyEntry) -> SharedCopy:
+    """As it was, without its users."""
+    return SharedCopy(
+        number=book.number,
+        owner=book.owner,
+        applied=book.applied,
+        num_bytes=book.num_bytes,
+        table=TensorTable.read(book.tensors),
+        digest=book.digest,
+        extent=book.extent,
+        is_immutable=book.is_immutable,
+        version=book.version,
+        hash=book.hash,
+        is_base=book.is_base,
+        state=book.state,
+    )
+
+
+def encode_record(generation: int, payload: bytes) -> bytes:
+    digest = xxhash.xxh3_128_digest(_GENERATION.pack(generation) + payload)
+    return _PREFIX.pack(MAGIC, generation, len(payload), digest) + payload
+
+
+def newest_record(places: Iterable[bytes]) -> tuple[int, bytes] | None:
+    """Generation and content of the newest record that is whole; None: none is.
+
+    Args: places: content of each place; whatever follows a record in it does not matter.
+    """
+    whole = [record for place in places if (record := _decode(place)) is not None]
+    return max(whole, default=None)
+
+
+def _decode(place: bytes) -> tuple[int, bytes] | None:
+    if len(place) < _PREFIX.size:
+        return None
+    magic, generation, length, digest = _PREFIX.unpack_from(place)
+    payload = place[_PREFIX.size : _PREFIX.size + length]
+    if magic != MAGIC or len(payload) != length:
+        return None
+    if xxhash.xxh3_128_digest(_GENERATION.pack(generation) + payload) != digest:
+        return None
+    return generation, payload

@@ -1,0 +1,133 @@
+"""What ranks say about their memory: a bad layout is refused before anything happens."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from operator import attrgetter
+from weakref import WeakValueDictionary
+
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
+from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
+from phaseloom.statemgr.residency.incarnations import Wpg
+
+_OFFSET = attrgetter("offset")
+_MAX_KNOWN_BYTES = 256 * 1024 * 1024
+_MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
+"""What it registers and what it publishes, each with as many tensors as there may be."""
+
+
+class Layouts:
+    """What ranks have sent: the same bytes are decoded, and checked, once.
+
+    What is kept for when it comes again is bounded, by what it takes when it is decoded. So is
+    what a life's ranks have sent and somebody uses: who sends others without end is refused.
+    """
+
+    def __init__(
+        self, max_bytes: int = _MAX_KNOWN_BYTES, max_bytes_of_a_rank: int = _MAX_BYTES_OF_A_RANK
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_bytes_of_a_rank = max_bytes_of_a_rank
+        self._known: OrderedDict[bytes, TensorTable] = OrderedDict()
+        self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
+        """Those that are known, and those that fell out and somebody uses still."""
+        self.known_bytes = 0
+
+    def read(self, packed: bytes, wpg: Wpg) -> TensorTable:
+        """Raises: CallerError: it is no table of tensors. ResourceError: RESOURCE_EXHAUSTED: with
+        it, what this life has sent takes too much."""
+        table = self._alive.get(packed)
+        if table is None:
+            table = TensorTable.read(packed)
+        if table not in wpg.layouts:
+            self._check_share(wpg, table)
+            wpg.layouts.add(table)
+        if table.end is not None:
+            self._keep(table)
+        return table
+
+    def _check_share(self, wpg: Wpg, table: TensorTable) -> None:
+        used = sum(each.memory_bytes for each in wpg.layouts)
+        limit = self._max_bytes_of_a_rank * len(wpg.ranks)
+        if used + table.memory_bytes > limit:
+            raise ResourceError(
+                f"a layout of {len(table)} tensors takes {table.memory_bytes} bytes: other layouts "
+                f"of {wpg} take {used} of {limit}",
+                code=Code.RESOURCE_EXHAUSTED,
+                field="tensors",
+                remedy="have fewer tensors on one rank, or publish all versions in one layout",
+                details={
+                    "needed_bytes": str(table.memory_bytes),
+                    "used_bytes": str(used),
+                    "limit": str(limit),
+                },
+            )
+
+    def _keep(self, table: TensorTable) -> None:
+        """It came last; what came longest ago goes."""
+        if table.packed in self._known:
+            self._known.move_to_end(table.packed)
+            return
+        self._alive[table.packed] = self._known[table.packed] = table
+        self.known_bytes += table.memory_bytes
+        while self.known_bytes > self._max_bytes:
+            _, oldest = self._known.popitem(last=False)
+            self.known_bytes -= oldest.memory_bytes
+
+
+def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:
+    return tensors if isinstance(tensors, TensorTable) else TensorTable.of(tensors)
+
+
+def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> None:
+    """Raises: CallerError: names twice, misaligned, overlapping or out of bounds; names the slot.
+
+    Cost: O(n log n) in tensors, of a table once.
+    """
+    if isinstance(tensors, TensorTable):
+        if tensors.end is not None and tensors.end <= num_bytes:
+            return
+        tensors = tensors.tensors
+    if num_bytes < 0:
+        raise CallerError(f"{num_bytes} bytes", field="num_bytes", remedy="use zero or more")
+    names = {slot.name for slot in tensors}
+    if len(names) != len(tensors):
+        raise CallerError("two tensors have the same name", field="tensors")
+    end = 0
+    for slot in sorted(tensors, key=_OFFSET):
+        if slot.num_bytes < 0 or slot.offset < end:
+            raise CallerError(
+                f"at {slot.offset}, {slot.num_bytes} bytes: overlaps what ends at {end}",
+                field=_where(slot),
+            )
+        if slot.offset % ALIGNMENT_BYTES:
+            raise CallerError(f"offset {slot.offset} is no multiple of 64", field=_where(slot))
+        end = slot.offset + slot.num_bytes
+        if end > num_bytes:
+            raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
+
+
+def check_host_bytes(num_bytes: int) -> None:
+    """Raises: CallerError."""
+    if num_bytes < 0:
+        raise CallerError(f"{num_bytes} bytes", field="host_bytes", remedy="use zero or more")
+
+
+_MODEL = re.compile(r"([0-9a-f]{64})?")
+
+
+def check_identity(request: RegisterHeap) -> None:
+    """Raises: CallerError: what it says of its model, or of how it is written, cannot be."""
+    if not _MODEL.fullmatch(request.model):
+        raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
+    if request.frozen and request.host_bytes:
+        raise CallerError(
+            "a frozen heap has no state in host memory alone", field="host_bytes", remedy="use 0"
+        )
+
+
+def _where(slot: TensorSlot) -> str:
+    return f"tensors[{slot.name}]"

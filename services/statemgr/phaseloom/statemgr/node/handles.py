@@ -1,0 +1,131 @@
+"""Keeps the books and the handles of all memory where they outlive this process: with the agent.
+
+Invariant: whatever leaves this process (an answer, an order to a rank) was preceded by `record`, so
+that the next life finds every promise in the books. A handle is with the agent before the books
+name its extent, and is dropped only after they no longer do. The index is two memfds, written in
+turn. An agent that does not take handles within its time is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.state_agent import KeepHandles
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
+from phaseloom.statemgr.handover.manifest import Manifest, encode_record
+from phaseloom.statemgr.memory.extents import HostMemory
+
+log = logging.getLogger(__name__)
+
+INDEX_HANDLES = (-1, -2)
+"""Extents have numbers from 1."""
+_KEEP_TIMEOUT_S = 10.0
+
+
+class HandleRegistry:
+    def __init__(self, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
+        self.index = secrets.token_hex(8)
+        """Names the handles: an agent that keeps those of another index has none of this."""
+        self._memory = memory
+        self._describe = describe
+        self._fds = [os.memfd_create("phaseloom: index", os.MFD_CLOEXEC) for _ in INDEX_HANDLES]
+        self._generation = 0
+        self._written = b""
+        self._agent: Peer[StateMessage] | None = None
+        self._held: set[int] = set()
+        self._lock = asyncio.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def attach(self, agent: Peer[StateMessage]) -> None:
+        """This agent keeps the handles from now on; whatever it has kept so far is void."""
+        self._agent, self._held = agent, set()
+        self.index = secrets.token_hex(8)
+
+    def take_over(
+        self, agent: Peer[StateMessage], index: str, fds: list[int], generation: int, held: set[int]
+    ) -> None:
+        """Go on with the index of the daemon before, whose handles this agent holds."""
+        close_fds(self._fds)
+        self._fds, self._generation, self._written = fds, generation, b""
+        self.index, self._agent, self._held = index, agent, held
+
+    def detach(self, agent: Peer[StateMessage]) -> None:
+        if self._agent is agent:
+            self._agent, self._held = None, set()
+
+    def close(self) -> None:
+        close_fds(self._fds)
+        self._fds = []
+
+    async def record(self) -> None:
+        """Bring the agent's handles and the index up to date. Raises nothing.
+
+        What one has kept, another that has come meanwhile has not: it is told all from the start.
+        """
+        async with self._lock:
+            while (agent := self._agent) is not None:
+                await self._bring_up_to_date(agent)
+                if self._agent is agent:
+                    return
+
+    async def _bring_up_to_date(self, agent: Peer[StateMessage]) -> None:
+        # The index last: it names the others.
+        missing = sorted(self._handles().keys() - self._held, reverse=True)
+        await self._tell(agent, keep=missing, drop=[])
+        self._write()
+        await self._tell(agent, keep=[], drop=sorted(self._held - self._handles().keys()))
+
+    async def recorded(self) -> None:
+        """Wait for those who record now; what they record for goes on before the caller does."""
+        async with self._lock:
+            pass
+
+    def _handles(self) -> dict[int, int]:
+        return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))
+
+    async def _tell(self, agent: Peer[StateMessage], keep: list[int], drop: list[int]) -> None:
+        """As long as it is the agent."""
+        for start in range(0, max(len(keep), bool(drop)), MAX_FDS):
+            if self._agent is not agent:
+                return
+            # Looked up now: an extent may be freed while one before it was on its way.
+            handles = self._handles()
+            some = [handle for handle in keep[start : start + MAX_FDS] if handle in handles]
+            message = KeepHandles(self.index, some, drop)
+            try:
+                async with asyncio.timeout(_KEEP_TIMEOUT_S):
+                    await agent.call(message, [handles[handle] for handle in some])
+            except (PhaseloomError, TimeoutError) as error:
+                if not agent.closed.done():
+                    log.error("the agent does not keep handles and is cut off: %s", error)
+                    agent.cut("it does not keep handles")
+                self.detach(agent)
+                return
+            if self._agent is agent:
+                self._held |= set(some)
+                self._held -= set(drop)
+
+    def _write(self) -> None:
+        payload = self._encoder.encode(self._describe())
+        if payload == self._written:
+            return
+        record = memoryview(encode_record(self._generation + 1, payload))
+        fd = self._fds[(self._generation + 1) % len(self._fds)]
+        offset = 0
+        try:
+            while offset < len(record):
+                offset += os.pwrite(fd, record[offset:], offset)
+        except OSError as error:
+            # The record before stands. What it says is verified before it is believed.
+            log.error("the index cannot be brought up to date: %s", error)
+            return
+        self._generation += 1
+        self._written = payload

@@ -1,0 +1,1 @@
+"""Deployments on this node: their incarnations, their ranks, and where the state of each is."""

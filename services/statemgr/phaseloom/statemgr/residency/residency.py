@@ -1,0 +1,620 @@
+"""Which deployments are on this node, which of them is in device memory, and whether a switch fits.
+
+Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; what may
+follow what is in `lives.py`. Invariants (`validate`): the heaps that are or are being moved
+in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
+is obeyed; a host copy that is being sealed is neither overwritten nor spilled; a lost deployment
+has no memory; all ranks of a life are lost together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, check_name
+from phaseloom.common.contract.state_agent import DeploymentState
+from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
+from phaseloom.statemgr.memory.arena import rounded
+from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout
+from phaseloom.statemgr.residency.incarnations import (
+    OFFLOADED,
+    ON_DEVICE,
+    ON_NVME,
+    TRANSITIONS,
+    InvalidTransition,
+    PreparedSeal,
+    Rank,
+    State,
+    Step,
+    Wpg,
+    is_spillable,
+)
+
+__all__ = [
+    "ON_DEVICE",
+    "ON_NVME",
+    "TRANSITIONS",
+    "InvalidTransition",
+    "PreparedSeal",
+    "Rank",
+    "Residency",
+    "State",
+    "Step",
+    "SwitchPlan",
+    "Wpg",
+    "is_spillable",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchPlan:
+    wpg: Wpg
+    offload: list[Rank]
+    load: list[Rank]
+
+
+class Residency:
+    """The table of deployments and devices. Every mutation goes through its methods."""
+
+    def __init__(self, device_budget_bytes: list[int]) -> None:
+        self.device_budget_bytes = device_budget_bytes
+        self._wpgs: dict[DeploymentKey, Wpg] = {}
+        self._tokens: dict[str, Rank] = {}
+        self._fences: dict[DeploymentKey, int] = {}
+        """Newest incarnation ever seen."""
+        self._retired: set[Wpg] = set()
+        """Lost or replaced ones that still hold extents."""
+        self._num_uses = 0
+
+    # --- who is here ---
+
+    def register(
+        self,
+        tokens: list[str],
+        key: DeploymentKey,
+        incarnation: int,
+        devices: list[int],
+        seal_seq: int,
+        *,
+        rank_offset: int = 0,
+        num_ranks: int = 0,
+    ) -> Wpg | None:
+        """Ranks with these tokens will come. Returns the older life, now lost, that it replaces.
+
+        Registering the same life again changes nothing.
+
+        Args:   rank_offset: of the first of them. num_ranks: on all nodes; 0: these are all.
+        Raises: CallerError: a bad name, device or token. ResourceError: ABORTED, fenced.
+        """
+        for name in (key.tenant, key.job, key.deployment):
+            check_name(name, "deployment")
+        if not devices or len(tokens) != len(devices):
+            raise CallerError(
+                f"{len(devices)} devices for {len(tokens)} ranks",
+                field="devices",
+                remedy="name one device and one token for each rank",
+            )
+        for device in devices:
+            if not 0 <= device < len(self.device_budget_bytes):
+                raise CallerError(
+                    f"device {device} of {len(self.device_budget_bytes)}", field="devices"
+                )
+        if incarnation < self._fences.get(key, 0):
+            raise _fenced(key, incarnation, self._fences[key])
+        known = self._wpgs.get(key)
+        if known is not None and known.incarnation == incarnation:
+            if [rank.token for rank in known.ranks] == tokens and known.devices == devices:
+                return None
+            raise CallerError(
+                f"incarnation {incarnation} of {key} is registered already",
+                code=Code.ALREADY_EXISTS,
+                remedy="give each life its own incarnation",
+            )
+        if len(set(tokens)) != len(tokens) or any(
+            not token or token in self._tokens for token in tokens
+        ):
+            raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
+        replaced = self._remove(known) if known is not None else None
+        wpg = Wpg(key, incarnation, seal_seq)
+        wpg.rank_offset, wpg.num_ranks = rank_offset, num_ranks or len(devices)
+        for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
+            wpg.ranks.append(Rank(wpg, index, device, token))
+            self._tokens[token] = wpg.ranks[-1]
+        self._wpgs[key] = wpg
+        self._fences[key] = incarnation
+        return replaced
+
+    def authenticate(self, token: str) -> Rank:
+        """Raises: CallerError: PERMISSION_DENIED: no rank that is awaited has this token."""
+        rank = self._tokens.get(token)
+        if rank is None or rank.state is not State.AWAITING:
+            raise CallerError(
+                "the token names no deployment that awaits a rank",
+                code=Code.PERMISSION_DENIED,
+                field="token",
+            )
+        return rank
+
+    def current(self, key: DeploymentKey, incarnation: int) -> Wpg:
+        """Raises: CallerError: NOT_FOUND. ResourceError: ABORTED: another incarnation."""
+        wpg = self._wpgs.get(key)
+        if wpg is not None and wpg.incarnation == incarnation:
+            return wpg
+        newest = self._fences.get(key, 0)
+        if incarnation < newest:
+            raise _fenced(key, incarnation, newest)
+        raise CallerError(f"{key} (incarnation {incarnation}) is not here", code=Code.NOT_FOUND)
+
+    def drop(self, key: DeploymentKey, incarnation: int) -> Wpg | None:
+        """This life and older ones are over. Returns it, now lost, if it was the current one."""
+        wpg = self._wpgs.get(key)
+        if wpg is None or wpg.incarnation > incarnation:
+            return None
+        return self._remove(wpg)
+
+    def forget(self, key: DeploymentKey) -> None:
+        """The deployment will never come again: drop its fence, so that the table stays small."""
+        if key not in self._wpgs:
+            self._fences.pop(key, None)
+
+    def _remove(self, wpg: Wpg) -> Wpg:
+        del self._wpgs[wpg.key]
+        if wpg.prepared is not None and not wpg.prepared.is_writing:
+            wpg.prepared = None
+        self.lose(wpg)
+        return wpg
+
+    def lose(self, wpg: Wpg) -> None:
+        """A rank is gone: all device memory with it, and host copies count no more. Idempotent."""
+        for rank in wpg.ranks:
+            if rank.state is not State.LOST:
+                rank.history.append(f"{rank.state} → lost")
+            rank.state = State.LOST
+            self._tokens.pop(rank.token, None)
+            if rank.has_memory:
+                self._retired.add(wpg)
+
+    def reap(self, wpg: Wpg) -> list[int]:
+        """What nothing needs any more, to be freed now: the extents of a lost one, snapshots of a
+        seal that is over; none while a seal needs them."""
+        if wpg.prepared is not None:
+            return []
+        if not wpg.is_lost:
+            snapshots = [rank.snapshot for rank in wpg.ranks if rank.snapshot is not None]
+            for rank in wpg.ranks:
+                rank.snapshot = None
+            return snapshots
+        extents = [extent for rank in wpg.ranks for extent in rank.extents]
+        for rank in wpg.ranks:
+            rank.extent = rank.snapshot = None
+        self._retired.discard(wpg)
+        return extents
+
+    # --- after a kill of the daemon before ---
+
+    def fence(self, key: DeploymentKey, incarnation: int) -> None:
+        """Obey no older life than this."""
+        self._fences[key] = max(incarnation, self._fences.get(key, 0))
+
+    def adopt(self, wpg: Wpg) -> None:
+        """A life that the daemon before knew; `restore` each rank that had memory."""
+        assert wpg.key not in self._wpgs
+        self.fence(wpg.key, wpg.incarnation)
+        self._wpgs[wpg.key] = wpg
+        self._tokens.update({rank.token: rank for rank in wpg.ranks})
+
+    def restore(
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        extent: int | None,
+        host_bytes: int = 0,
+    ) -> None:
+        """It had this heap and this extent; where its state is, is not known before `resume`."""
+        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
+        rank.host_bytes = host_bytes
+
+    def resume(self, rank: Rank, state: State) -> None:
+        """Its rank is back and says where its state is. Raises: ResourceError: it is lost."""
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        rank.history.append(f"{rank.state} → {state} (resumed)")
+        rank.state = state
+
+    def reset(self, rank: Rank) -> int | None:
+        """It has not heard of its extent, and registers its heap again. Returns the extent, where
+        it has one of its own."""
+        extent, rank.extent = rank.extent, None
+        rank.history.append(f"{rank.state} → awaiting (begins again)")
+        rank.state, rank.heap_bytes, rank.table, rank.host_bytes = State.AWAITING, 0, EMPTY, 0
+        rank.overwritten()
+        return extent
+
+    def known(self, token: str) -> Rank:
+        """Raises: CallerError: PERMISSION_DENIED: no live deployment has this token."""
+        rank = self._tokens.get(token)
+        if rank is None:
+            raise CallerError(
+                "the token names no deployment", code=Code.PERMISSION_DENIED, field="token"
+            )
+        return rank
+
+    def alive(self) -> list[Wpg]:
+        return [wpg for _, wpg in sorted(self._wpgs.items()) if not wpg.is_lost]
+
+    def find(self, key: DeploymentKey) -> Wpg | None:
+        return self._wpgs.get(key)
+
+    def is_alive(self, key: DeploymentKey, incarnation: int | None) -> bool:
+        wpg = self._wpgs.get(key)
+        return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
+
+    def newest(self, key: DeploymentKey) -> int:
+        """The newest life of it that was ever here; 0: none was."""
+        return self._fences.get(key, 0)
+
+    def fences(self) -> list[tuple[DeploymentKey, int]]:
+        return sorted(self._fences.items())
+
+    def holds_memory(self, wpg: Wpg) -> bool:
+        return any(rank.has_memory for rank in wpg.ranks)
+
+    # --- heaps and switches ---
+
+    def check_heap(
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        host_bytes: int = 0,
+    ) -> None:
+        """Whether it can be registered.
+
+        Raises: CallerError: a bad layout, or registered already. ResourceError: RESOURCE_EXHAUSTED,
+                with the numbers: the heap cannot fit on its device even alone.
+        """
+        if rank.state is not State.AWAITING:
+            raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
+        check_host_bytes(host_bytes)
+        check_layout(tensors, extent_bytes(heap_bytes, host_bytes))
+        budget = self.device_budget_bytes[rank.device]
+        if heap_bytes > budget:
+            raise _no_room(rank.wpg, rank.device, heap_bytes, 0, budget)
+
+    def register_heap(
+        self,
+        rank: Rank,
+        heap_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        extent: int,
+        host_bytes: int = 0,
+    ) -> None:
+        self.step(rank, Step.HEAP_REGISTERED)
+        self.restore(rank, heap_bytes, tensors, extent, host_bytes)
+
+    def fill(self, rank: Rank, applied: int, digest: str) -> None:
+        """The extent holds the whole state: the rank's initial one, or a seal's."""
+        self.step(rank, Step.FILLED)
+        rank.copied(applied, digest)
+
+    def devices_of(self, keys: list[DeploymentKey]) -> set[int]:
+        """Where ranks of these deployments are in device memory."""
+        return {rank.device for wpg in self._named(keys) for rank in wpg.on_device}
+
+    def plan_switch_in(
+        self, key: DeploymentKey, incarnation: int, epoch: int, displaces: list[DeploymentKey]
+    ) -> SwitchPlan:
+        """What to offload and whether the rest fits; decided before anything is moved.
+
+        Raises: ResourceError: ABORTED: stale epoch or incarnation; RESOURCE_EXHAUSTED, with the
+                numbers; UNAVAILABLE: a rank is gone. CallerError: it cannot be switched now.
+        """
+        wpg = self.current(key, incarnation)
+        self._enter_epoch(wpg, epoch)
+        self._check_ready(wpg)
+        offload: list[Rank] = []
+        for other in self._named(displaces):
+            if not other.on_device:
+                continue
+            if other is wpg:
+                raise CallerError(f"{wpg} cannot displace itself", field="displaces")
+            if not set(other.devices) & set(wpg.devices):
+                raise CallerError(
+                    f"{other} is on device {_listed(other.devices)}, not {_listed(wpg.devices)}",
+                    field="displaces",
+                )
+            if other.epoch > epoch:
+                # A command that was lost on its way and comes again, after others have followed.
+                raise ResourceError(
+                    f"epoch {epoch} of {wpg} is over: {other} was switched in at {other.epoch}",
+                    code=Code.ABORTED,
+                )
+            offload += other.on_device
+        load = [rank for rank in wpg.ranks if rank.state is State.HOST]
+        for device in sorted({rank.device for rank in load}):
+            leaving = sum(rank.heap_bytes for rank in offload if rank.device == device)
+            needed = sum(rank.heap_bytes for rank in load if rank.device == device)
+            self._check_room(wpg, device, needed, self.device_used_bytes(device) - leaving)
+        return SwitchPlan(wpg, offload, load)
+
+    def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
+        """The ranks to offload; none: all are offloaded already, wherever their host copies are.
+
+        Raises: as `plan_switch_in`.
+        """
+        wpg = self.current(key, incarnation)
+        self._enter_epoch(wpg, epoch)
+        self._check_ready(wpg, or_in=OFFLOADED)
+        return wpg.on_device
+
+    def begin_load(self, rank: Rank) -> None:
+        """Raises: ResourceError: RESOURCE_EXHAUSTED: no room on the device."""
+        if rank.state is State.HOST:
+            used_bytes = self.device_used_bytes(rank.device)
+            self._check_room(rank.wpg, rank.device, rank.heap_bytes, used_bytes)
+        self.step(rank, Step.LOAD_BEGUN)
+
+    def begin_offload(self, rank: Rank) -> None:
+        """Raises: InternalError: the host copy is being sealed and must not be overwritten."""
+        prepared = rank.wpg.prepared
+        if prepared is not None:
+            raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
+        self.step(rank, Step.OFFLOAD_BEGUN)
+        if not rank.frozen:
+            rank.overwritten()
+
+    def finish_offload(self, rank: Rank, applied: int, digest: str = "") -> None:
+        """Args: digest: empty: it is yet to be taken."""
+        self.step(rank, Step.OFFLOAD_VERIFIED)
+        rank.copied(applied, digest)
+
+    def digested(self, rank: Rank, digest: str) -> None:
+        """The digest of a dirty host copy is in."""
+        assert rank.is_dirty
+        assert digest
+        rank.copied(rank.applied, digest)
+
+    def step(self, rank: Rank, step: Step) -> None:
+        """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        following = TRANSITIONS.get((rank.state, step))
+        if following is None:
+            raise InvalidTransition(
+                f"{rank} is {rank.state}: no {step!r} from there; before: {'; '.join(rank.history)}"
+            )
+        rank.history.append(f"{rank.state} → {following} ({step})")
+        rank.state = following
+
+    # --- the tier below ---
+
+    def begin_use(self, wpg: Wpg) -> None:
+        """Its host copies stay in host memory until `end_use`, once they are there."""
+        self._num_uses += 1
+        wpg.num_users += 1
+        wpg.last_used = self._num_uses
+        wpg.next_use_s = None
+
+    def end_use(self, wpg: Wpg) -> None:
+        wpg.num_users -= 1
+
+    def spillable(self, after_s: float | None = None) -> list[Rank]:
+        """Whose host copies may go to NVMe, what is needed last first.
+
+        What nobody said anything of goes before what is predicted to be used; of the first what
+        was used least recently, of the second what is used last.
+
+        Args: after_s: only what is predicted to be used after this time, or not at all.
+        """
+        wpgs = [wpg for wpg in self.alive() if is_spillable(wpg)]
+        if after_s is not None:
+            wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
+        wpgs.sort(key=lambda wpg: (-_or_never(wpg.next_use_s), wpg.last_used))
+        return [
+            rank
+            for wpg in wpgs
+            for rank in wpg.ranks
+            if rank.state is State.HOST and not rank.frozen
+        ]
+
+    # --- seals ---
+
+    def check_sealable(self, wpg: Wpg) -> None:
+        """Raises: CallerError, ResourceError: it has no whole state, or a rank is gone."""
+        self._check_ready(wpg)
+
+    def begin_copy(self, rank: Rank) -> None:
+        """The host copy of a resident rank is about to be renewed while it stays resident.
+
+        Raises: ResourceError: it is gone.
+        """
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        assert rank.state is State.RESIDENT
+        assert rank.wpg.prepared is None
+        if not rank.frozen:
+            rank.overwritten()
+
+    def finish_copy(self, rank: Rank, applied: int, digest: str = "") -> None:
+        """Raises: ResourceError: it is gone."""
+        if rank.state is State.LOST:
+            raise _lost(rank.wpg)
+        rank.copied(applied, digest)
+
+    def prepare_seal(self, wpg: Wpg, seq: int) -> None:
+        """Keep the host copies, which hold `seq`, from being overwritten.
+
+        Raises: CallerError: FAILED_PRECONDITION: one of them holds another seq, or none.
+        """
+        for rank in wpg.ranks:
+            if rank.applied != seq or not rank.is_whole:
+                raise CallerError(
+                    f"{rank} has applied {rank.applied}, not {seq}",
+                    code=Code.FAILED_PRECONDITION,
+                    field="seq",
+                    remedy="seal between operations, at the seq that was applied last",
+                )
+        wpg.prepared = PreparedSeal(seq)
+
+    def begin_write(self, wpg: Wpg, seq: int) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: no such copy was prepared."""
+        if wpg.prepared is None or wpg.prepared.seq != seq or wpg.prepared.is_writing:
+            raise CallerError(
+                f"no copy of {wpg} at {seq} is prepared",
+                code=Code.FAILED_PRECONDITION,
+                field="seq",
+                remedy="send PrepareSeal first",
+            )
+        wpg.prepared.is_writing = True
+
+    def end_seal(self, wpg: Wpg) -> None:
+        """Written, failed or given up: the copies may be overwritten again."""
+        wpg.prepared = None
+
+    def unwritten_seals(self) -> list[Wpg]:
+        """Those prepared and not being written: nobody will, once the agent is gone."""
+        every = [*self._wpgs.values(), *self._retired]
+        return [w for w in every if w.prepared is not None and not w.prepared.is_writing]
+
+    # --- looking ---
+
+    def nvme_used_bytes(self) -> int:
+        """By ranks' own copies that are there in whole, or are being written there."""
+        return sum(
+            rank.extent_bytes
+            for wpg in self.alive()
+            for rank in wpg.ranks
+            if rank.state in ON_NVME or rank.state is State.SPILLING or rank.is_drained
+        )
+
+    def drained_bytes(self) -> int:
+        """Host memory that can be had at once, for its content is on NVMe too."""
+        return sum(rounded(rank.extent_bytes) for rank in self.spillable() if rank.is_drained)
+
+    def device_used_bytes(self, device: int) -> int:
+        return sum(
+            rank.heap_bytes
+            for wpg in self._wpgs.values()
+            for rank in wpg.on_device
+            if rank.device == device
+        )
+
+    def deployments(self) -> list[DeploymentState]:
+        return [
+            DeploymentState(
+                deployment=wpg.key,
+                incarnation=wpg.incarnation,
+                devices=wpg.devices,
+                heap_bytes=wpg.heap_bytes,
+                resident=bool(wpg.on_device),
+                applied=wpg.ranks[0].applied,
+                device_bytes=sum(rank.heap_bytes for rank in wpg.on_device),
+                nvme_bytes=sum(r.extent_bytes for r in wpg.ranks if r.copy_state in ON_NVME),
+                host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
+                host_bytes=sum(rank.bytes_above for rank in wpg.ranks),
+                shared_bytes=sum(rank.extent_bytes * rank.shares for rank in wpg.ranks),
+                dirty_bytes=sum(
+                    rank.extent_bytes
+                    for rank in wpg.ranks
+                    if rank.is_dirty and rank.state not in ON_DEVICE
+                ),
+            )
+            for wpg in self.alive()
+        ]
+
+    def extents(self) -> list[int]:
+        every = {*self._wpgs.values(), *self._retired}
+        return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
+
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant of this module does not hold."""
+        for device, budget in enumerate(self.device_budget_bytes):
+            assert self.device_used_bytes(device) <= budget, f"device {device} over its budget"
+        for key, wpg in self._wpgs.items():
+            assert wpg.key == key
+            assert wpg.incarnation == self._fences[key]
+            for rank in wpg.ranks:
+                self._validate_rank(rank)
+        for wpg in self._retired:
+            assert all(rank.state is State.LOST for rank in wpg.ranks)
+            assert self.holds_memory(wpg)
+        for wpg in {*self._wpgs.values(), *self._retired}:
+            assert wpg.prepared is None or all(rank.is_whole for rank in wpg.ranks)
+        extents = self.extents()
+        assert len(extents) == len(set(extents)), "one extent, two owners"
+
+    def _validate_rank(self, rank: Rank) -> None:
+        assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
+        assert (rank.token in self._tokens) == (rank.state is not State.LOST)
+        assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
+        assert not (rank.is_dirty and rank.digest)
+        assert not rank.is_drained or rank.digest
+        assert not (rank.is_dirty and rank.state in ON_NVME)
+        assert rank.wpg.prepared is None or rank.state not in {State.SPILLING, *ON_NVME}
+        assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
+        assert rank.snapshot is None or rank.host_bytes
+        has_memory = rank.state not in {State.AWAITING, State.LOST}
+        assert not has_memory or rank.extent is not None or rank.content is not None
+        assert rank.content is None or rank.frozen
+        assert rank.held_version is None or rank.frozen
+        assert not rank.frozen or rank.state not in {State.SPILLING, *ON_NVME}
+
+    def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
+        return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]
+
+    def _enter_epoch(self, wpg: Wpg, epoch: int) -> None:
+        if epoch < wpg.epoch:
+            raise ResourceError(
+                f"epoch {epoch} of {wpg} is stale: {wpg.epoch} was seen", code=Code.ABORTED
+            )
+        wpg.epoch = epoch
+
+    def _check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
+        if wpg.is_lost:
+            raise _lost(wpg)
+        for rank in wpg.ranks:
+            if rank.state not in {State.HOST, State.RESIDENT, *or_in}:
+                raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
+
+    def _check_room(self, wpg: Wpg, device: int, needed_bytes: int, used_bytes: int) -> None:
+        budget = self.device_budget_bytes[device]
+        if used_bytes + needed_bytes > budget:
+            raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
+
+
+def _or_never(next_use_s: float | None) -> float:
+    return math.inf if next_use_s is None else next_use_s
+
+
+def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
+    return ResourceError(
+        f"incarnation {incarnation} of {key} is fenced: the newest is {newest}", code=Code.ABORTED
+    )
+
+
+def _lost(wpg: Wpg) -> ResourceError:
+    return ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
+
+
+def _listed(devices: list[int]) -> str:
+    return ", ".join(str(device) for device in sorted(set(devices)))
+
+
+def _no_room(
+    wpg: Wpg, device: int, needed_bytes: int, used_bytes: int, budget_bytes: int
+) -> ResourceError:
+    return ResourceError(
+        f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget_bytes} "
+        f"are in use",
+        code=Code.RESOURCE_EXHAUSTED,
+        remedy="displace what is resident, or place it on a larger device",
+        details={
+            "needed_bytes": str(needed_bytes),
+            "used_bytes": str(used_bytes),
+            "budget_bytes": str(budget_bytes),
+        },
+    )

@@ -1,0 +1,1 @@
+"""Host copies that are held once for all whose bytes are equal."""

@@ -1,0 +1,200 @@
+"""Bytes that are held once, whoever refers to them: the host copies of frozen ranks.
+
+A *content* is immutable. It is found by what it is (BLAKE3 and length), not by who made it: ranks
+whose state is equal refer to one content, and a rank that writes goes to another one, which leaves
+the others' bytes untouched. It may also be the memory of a weights version.
+
+Invariants (`validate`): every content has a user, and dies with its last one; users of different
+tenants only share what the operator has registered as a frozen base; what users of different jobs
+share cannot be written by any of them; a content is in host memory, on NVMe, or on its way between
+them, for all users alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_agent import ContentState
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import (
+    ON_NVME,
+    TRANSITIONS,
+    InvalidTransition,
+    Rank,
+    State,
+    Step,
+    is_spillable,
+)
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
+    """BLAKE3 → name, of what tenants may share.
+
+    Raises: CallerError: something that is no hash, or one with two names.
+    """
+    names: dict[str, str] = {}
+    for name, hashes in configured.items():
+        for each in hashes:
+            field = f"frozen_bases.{name}"
+            if not _HASH.fullmatch(each):
+                raise CallerError(
+                    f"{each!r} is no BLAKE3 in hex",
+                    field=field,
+                    remedy="take the hash that `phaseloom state --json` tells of the content",
+                )
+            if names.setdefault(each, name) != name:
+                raise CallerError(
+                    f"{each} is {names[each]!r} already", field=field, remedy="give it one name"
+                )
+    return names
+
+
+class SharedCopies:
+    """Every mutation goes through its methods; the shell moves the bytes."""
+
+    def __init__(self, bases: Mapping[str, str]) -> None:
+        """Args: bases: BLAKE3 → name, of what tenants may share."""
+        self._bases = bases
+        self._contents: dict[int, SharedCopy] = {}
+        self._last = 0
+
+    def add(
+        self,
+        rank: Rank,
+        extent: int,
+        version: VersionKey | None = None,
+    ) -> SharedCopy:
+        """What this rank's state is now, by its `applied` and `digest`; `attach` it."""
+        self._last += 1
+        content = SharedCopy(
+            number=self._last,
+            owner=rank.wpg.key,
+            applied=rank.applied,
+            num_bytes=rank.extent_bytes,
+            table=rank.table,
+            digest=rank.digest,
+            extent=extent,
+            version=version,
+        )
+        self._contents[content.number] = content
+        return content
+
+    def adopt(self, content: SharedCopy) -> None:
+        """Take over one that the daemon before knew, without its users."""
+        self._contents[content.number] = content
+        self._last = max(self._last, content.number)
+
+    def attach(self, rank: Rank, content: SharedCopy) -> None:
+        assert rank.content is None
+        assert content.number in self._contents
+        rank.content = content
+        content.users.append(rank)
+
+    def detach(self, rank: Rank) -> SharedCopy | None:
+        """Returns the content where this was its last user: it is gone, free what it holds."""
+        content = rank.content
+        if content is None:
+            return None
+        rank.content = None
+        content.users.remove(rank)
+        if content.users:
+            return None
+        del self._contents[content.number]
+        return content
+
+    def is_known(self, content: SharedCopy) -> bool:
+        return self._contents.get(content.number) is content
+
+    def of_version(self, key: VersionKey, extent: int) -> SharedCopy | None:
+        """The content that is the memory of this version."""
+        return next(
+            (c for c in self.all() if c.version == key and c.extent == extent),
+            None,
+        )
+
+    def merge(self, content: SharedCopy, twin: SharedCopy) -> list[Rank]:
+        """The users of `content` are users of its twin from now on. Returns them."""
+        if len(content.tenants | twin.tenants) > 1:
+            twin.is_base = True
+        moved = list(content.users)
+        for rank in moved:
+            self.detach(rank)
+            self.attach(rank, twin)
+        return moved
+
+    def twin(self, content: SharedCopy) -> SharedCopy | None:
+        """Another content with the same bytes that its users may share, the oldest; None: none."""
+        return next((c for c in self.all() if self._may_merge(c, content)), None)
+
+    def _may_merge(self, first: SharedCopy, second: SharedCopy) -> bool:
+        if first is second or not first.hash:
+            return False
+        is_equal = (first.hash, first.num_bytes) == (second.hash, second.num_bytes)
+        is_shareable = first.is_immutable and second.is_immutable
+        is_allowed = first.hash in self._bases or len(first.tenants | second.tenants) == 1
+        return is_equal and is_shareable and is_allowed
+
+    def all(self) -> list[SharedCopy]:
+        """Oldest first."""
+        return list(self._contents.values())
+
+    def step(self, content: SharedCopy, step: Step) -> None:
+        """Raises: InvalidTransition: the table does not have it."""
+        following = TRANSITIONS.get((content.state, step))
+        if following is None:
+            raise InvalidTransition(f"{content} is {content.state}: no {step!r} from there")
+        content.state = following
+
+    def spillable(self, after_s: float | None = None) -> list[SharedCopy]:
+        """Those that nothing needs now, as `Residency.spillable`; unordered."""
+        return [
+            content
+            for content in self.all()
+            if content.state is State.HOST
+            and all(is_spillable(wpg) for wpg in content.wpgs)
+            and (after_s is None or (content.next_use_s or math.inf) > after_s)
+        ]
+
+    def extents(self) -> list[int]:
+        return [content.extent for content in self.all() if content.extent is not None]
+
+    def nvme_used_bytes(self) -> int:
+        """What is there in whole, or is being written there."""
+        below = ON_NVME | {State.SPILLING}
+        return sum(content.num_bytes for content in self.all() if content.state in below)
+
+    def states(self) -> list[ContentState]:
+        return [
+            ContentState(
+                num_bytes=content.num_bytes,
+                hash=content.hash,
+                base=self._bases.get(content.hash, ""),
+                users=sorted(str(rank.wpg.key) for rank in content.users),
+                version=content.version,
+                in_host=content.state not in ON_NVME,
+                on_nvme=content.state in ON_NVME,
+                model=content.users[0].model,
+            )
+            for content in self.all()
+        ]
+
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant of this module does not hold."""
+        for number, content in self._contents.items():
+            assert content.number == number
+            assert content.users, f"{content} has no user"
+            assert all(rank.content is content for rank in content.users)
+            assert len(set(content.users)) == len(content.users)
+            assert content.digest, f"{content} is not whole"
+            assert (content.extent is None) is (content.state is State.SPILLED), content
+            jobs = {rank.wpg.key.job_key for rank in content.users}
+            assert len(jobs) == 1 or content.is_immutable, f"{content} can be written by another"
+            assert len(content.tenants) == 1 or content.is_base, f"{content} is shared"
+        extents = self.extents()
+        assert len(extents) == len(set(extents)), "two contents in one extent"

@@ -1,0 +1,1 @@
+"""State between device memory, host memory and NVMe."""

@@ -1,0 +1,174 @@
+"""Moves between host memory and NVMe, whatever it is that moves.
+
+Invariant: at most one move of a thing is under way. Who needs the thing in host memory cancels its
+move down, and joins its move up. A move goes on where who asked for it is gone, and tells its
+failure to all who wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from phaseloom.common.contract.errors import InternalError, PhaseloomError
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import InvalidTransition
+
+log = logging.getLogger(__name__)
+
+
+class Copy(Protocol):
+    """What moves."""
+
+    @property
+    def extent_bytes(self) -> int: ...
+
+
+C = TypeVar("C", bound=Copy)
+
+
+class Direction(StrEnum):
+    LIFT = "lift"
+    SPILL = "spill"
+    DRAIN = "drain"
+    """Down, and in host memory all the same."""
+
+
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True, eq=False)
+class Move(Generic[C]):
+    what: C
+    direction: Direction
+    is_hint: bool = False
+    """Nobody waits for it: a withdrawn hint, or need of its memory, cancels it."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    done: asyncio.Future[None] = field(default_factory=_future)
+
+    @property
+    def is_up(self) -> bool:
+        return self.direction is Direction.LIFT
+
+
+Work = Callable[[Move[C]], Awaitable[None]]
+"""Moves the bytes and keeps the books. Raises: PhaseloomError: it is where it was, or is lost."""
+
+
+class Moves(Generic[C]):
+    """`start` it in a task group; `stop` lets what is under way end."""
+
+    def __init__(
+        self, node: Node, directory: StateDirectory, left_behind: Callable[[C], Path | None]
+    ) -> None:
+        """Args: left_behind: asked after a move: the file of what nobody needs any more; None: it
+        is needed."""
+        self._node = node
+        self._directory = directory
+        self._left_behind = left_behind
+        self._moves: dict[C, Move[C]] = {}
+        self._tasks: asyncio.TaskGroup
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        for move in self._moves.values():
+            move.cancelled.set()
+
+    def __len__(self) -> int:
+        """Under way."""
+        return len(self._moves)
+
+    def end_of(self, what: C) -> asyncio.Future[None] | None:
+        """When the next move of it can begin, where not now."""
+        move = self._moves.get(what)
+        return None if move is None else move.done
+
+    def making_room(self, spillable: Iterable[C]) -> dict[C, asyncio.Future[None]]:
+        """What is on its way down, and when it is there; and of those that may go down, what has
+        come up a moment ago, and when it can."""
+        moves = self._moves
+        going = {what: move.done for what, move in moves.items() if not move.is_up}
+        return going | {what: moves[what].done for what in spillable if what in moves}
+
+    async def do(self, what: C, direction: Direction, work: Work[C]) -> None:
+        """Begin a move and wait for its end. Raises: PhaseloomError: what it failed by."""
+        await asyncio.shield(self._begin(Move(what, direction), work).done)
+
+    async def settled(self, what: C) -> None:
+        """Nothing moves it any more: a move up is joined, one down cancelled."""
+        while (move := self._moves.get(what)) is not None:
+            if move.is_up:
+                move.is_hint = False
+            else:
+                move.cancelled.set()
+            with contextlib.suppress(PhaseloomError):
+                await asyncio.shield(move.done)
+
+    def hint(self, what: C, work: Work[C]) -> None:
+        """It will be needed above: it begins to come up, unless it is on its way somewhere."""
+        if what not in self._moves:
+            self._begin(Move(what, Direction.LIFT, is_hint=True), work)
+
+    def withdraw(self, what: C) -> None:
+        """The hint was wrong: who waits for it by now gets it all the same."""
+        move = self._moves.get(what)
+        if move is not None and move.is_hint:
+            move.cancelled.set()
+
+    def cancel(self, what: C) -> bool:
+        """Nobody needs it any more. Returns: whether a move was under way, which ends now."""
+        move = self._moves.get(what)
+        if move is not None:
+            move.cancelled.set()
+        return move is not None
+
+    async def discard(self, file: Path) -> None:
+        """Remove what nobody needs any more. Raises nothing: a file that stays is swept later."""
+        with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
+            await asyncio.to_thread(self._directory.discard, file)
+
+    def _begin(self, move: Move[C], work: Work[C]) -> Move[C]:
+        assert move.what not in self._moves
+        self._moves[move.what] = move
+        self._tasks.create_task(self._run(move, work))
+        return move
+
+    async def _run(self, move: Move[C], work: Work[C]) -> None:
+        """A step that the books do not have ends this process: nobody knows where the copy is, and
+        the next life verifies both places."""
+        labels = {"node": self._node.name, "direction": move.direction}
+        failure: PhaseloomError | None = None
+        try:
+            with metrics.timed(metrics.TRANSFER_DURATION, **labels):
+                await work(move)
+            metrics.count(metrics.TRANSFER_MOVED, move.what.extent_bytes, **labels)
+        except InvalidTransition:
+            raise
+        except PhaseloomError as error:
+            log.info("the %s of %s ended: %s", move.direction, move.what, error)
+            failure = error
+        file = self._left_behind(move.what)
+        if file is not None:
+            await self.discard(file)
+        # Only now: whoever waits for its end finds the next move free to begin.
+        del self._moves[move.what]
+        if failure is None:
+            move.done.set_result(None)
+        else:
+            move.done.set_exception(failure)
+            # Of a hint nobody waits for it.
+            move.done.exception()
+        self._node.announce()

@@ -1,0 +1,242 @@
+"""Context switches: offload what is displaced, load what comes in, verify both, undo on failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
+from phaseloom.common.contract.state_rank import CopyIn, CopyOut
+from phaseloom.common.observability import telemetry
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Rank, State, Step
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
+
+log = logging.getLogger(__name__)
+
+Moved = dict[Rank, float]
+"""Seconds that each rank copied."""
+
+MAX_RESIDUE_BYTES = 64 * 1024
+"""What a rank may still hold of a released heap: nothing, give or take the pages at its edges."""
+
+
+async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched:
+    """Bring a deployment into device memory in place of what it displaces.
+
+    Its host copies come up from NVMe first, while the device goes on with what it does.
+
+    Raises: ResourceError: stale (ABORTED), no room (RESOURCE_EXHAUSTED, with the numbers, before
+            anything moved), a rank lost, a transition not verified. What had been moved is moved
+            back then. CallerError: not known, or not ready.
+    """
+    key, incarnation = request.deployment, request.incarnation
+    wpg = node.residency.current(key, incarnation)
+    own = set(wpg.devices)
+    displaced = filter(None, map(node.residency.find, request.displaces))
+    node.digests.begin(wpg.ranks)
+    async with (
+        tiering.in_host(wpg, *displaced),
+        node.holding(lambda: own | node.residency.devices_of(request.displaces)),
+    ):
+        plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
+        trace = telemetry.extract({"traceparent": request.traceparent})
+        offloaded: Moved = {}
+        loaded: Moved = {}
+        started = time.monotonic()
+        try:
+            await _offload(node, plan.offload, trace, offloaded)
+            ended = time.monotonic()
+            await _load(node, plan.load, trace, loaded)
+        except PhaseloomError as error:
+            log.warning("switch to %s failed, undoing it: %s", wpg, error)
+            await _undo(node, offloaded, loaded, trace)
+            raise
+        finally:
+            node.digests.begin(plan.offload)
+        return Switched(
+            offload_s=ended - started,
+            load_s=time.monotonic() - ended,
+            bytes_out=sum(rank.heap_bytes for rank in plan.offload),
+            bytes_in=sum(rank.heap_bytes for rank in plan.load),
+            displaced=list(dict.fromkeys(rank.wpg.key for rank in plan.offload)),
+            copy_s=_longest(offloaded) + _longest(loaded),
+        )
+
+
+async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switched:
+    """Offload a deployment without another coming in; one on NVMe stays there.
+
+    Raises: as `switch_in`.
+    """
+    key, incarnation = request.deployment, request.incarnation
+    wpg = node.residency.current(key, incarnation)
+    own = set(wpg.devices)
+    with tiering.using(wpg):
+        async with node.holding(lambda: own):
+            ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
+            if not ranks:
+                return Switched(0.0, 0.0, 0, 0, [])
+            offloaded: Moved = {}
+            started = time.monotonic()
+            try:
+                await _offload(node, ranks, Context(), offloaded)
+            except PhaseloomError:
+                await _undo(node, offloaded, {}, Context())
+                raise
+            finally:
+                node.digests.begin(ranks)
+            num_bytes = sum(rank.heap_bytes for rank in ranks)
+            took_s = time.monotonic() - started
+            return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
+
+
+async def _offload(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
+    async def offload(rank: Rank) -> None:
+        await node.until(lambda: rank.wpg.prepared is None)
+        with _span("offload", node, rank, trace):
+            done[rank] = await _copy_out(node, rank)
+
+    await on_each_device(ranks, offload)
+
+
+async def _load(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
+    async def load(rank: Rank) -> None:
+        await node.digests.taken(rank)
+        with _span("load", node, rank, trace):
+            node.device_copies.make_way(rank)
+            node.residency.begin_load(rank)
+            done[rank] = await _copy_in(node, rank)
+
+    await on_each_device(ranks, load)
+
+
+def _longest(moved: Moved) -> float:
+    """Seconds of copying on the device that had most of it."""
+    by_device: dict[int, float] = {}
+    for rank, seconds in moved.items():
+        by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds
+    return max(by_device.values(), default=0.0)
+
+
+async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
+    """All devices at the same time, the ranks of one in turn, until one of its fails.
+
+    Raises: the first failure, once nothing is under way any more.
+    """
+
+    async def in_turn(device: int) -> None:
+        for rank in ranks:
+            if rank.device == device:
+                await work(rank)
+
+    devices = list(dict.fromkeys(rank.device for rank in ranks))
+    if len(devices) == 1:
+        await in_turn(devices[0])
+        return
+    for failure in await asyncio.gather(*map(in_turn, devices), return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+async def _copy_out(node: Node, rank: Rank) -> float:
+    """Seconds that the rank copied."""
+    node.residency.begin_offload(rank)
+    try:
+        if rank.frozen:
+            copied = await sharing.copy_out(node, rank, release=True)
+        else:
+            copied = await node.ask(rank, CopyOut(release=True))
+    except PhaseloomError:
+        if rank.state is not State.LOST:
+            node.residency.step(rank, Step.OFFLOAD_FAILED)
+        raise
+    if copied.resident_bytes > MAX_RESIDUE_BYTES:
+        node.residency.step(rank, Step.RELEASE_UNVERIFIED)
+        if not rank.frozen:
+            rank.copied(copied.applied, "")
+            await node.digests.taken(rank)
+        await _copy_in(node, rank)
+        raise ResourceError(
+            f"{rank} still holds {copied.resident_bytes} bytes of device memory after its offload",
+            code=Code.ABORTED,
+        )
+    node.residency.finish_offload(rank, copied.applied, rank.digest)
+    return copied.duration_s
+
+
+async def _copy_in(node: Node, rank: Rank) -> float:
+    """Seconds that the rank copied."""
+    digest = rank.digest
+    assert digest, "nothing is loaded that cannot be verified"
+    try:
+        copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
+        if copied.digest != digest:
+            # Its memory holds something else than was asked for, and it did not notice.
+            node.retire(rank.wpg, "it loaded another content than it was told to")
+            raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
+    except PhaseloomError as error:
+        if error.info.code is Code.DATA_LOSS:
+            raise _bad_copy(node, rank, error) from error
+        if rank.state is not State.LOST:
+            node.residency.step(rank, Step.LOAD_FAILED)
+        raise
+    node.residency.step(rank, Step.LOAD_VERIFIED)
+    return copied.duration_s
+
+
+def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
+    """No load of it can succeed any more, so the lives that have it are over: what follows them
+    begins from a seal."""
+    why = f"its host copy is bad: {error.info.message}"
+    if rank.content is None:
+        node.retire(rank.wpg, why)
+    else:
+        node.lose_content(rank.content, why)
+    return ResourceError(
+        f"the host copy of {rank} is bad: {error.info.message}",
+        code=Code.DATA_LOSS,
+        remedy="start a new incarnation, from its last seal",
+        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+    )
+
+
+async def _undo(node: Node, offloaded: Moved, loaded: Moved, trace: Context) -> None:
+    """Move back what was moved; what cannot be loaded back stays whole in host memory."""
+
+    async def back(rank: Rank) -> None:
+        # One of a life that was lost meanwhile has no memory any more.
+        if rank.state is State.LOST:
+            return
+        move = _offload if rank in loaded else _load
+        try:
+            await move(node, [rank], trace, {})
+        except PhaseloomError as error:
+            log.error("%s could not be moved back: %s", rank, error)
+
+    # First what makes room for the rest.
+    await on_each_device(list(loaded), back)
+    await on_each_device(list(offloaded), back)
+
+
+def _span(name: str, node: Node, rank: Rank, trace: Context) -> AbstractContextManager[Span]:
+    key = rank.wpg.key
+    return telemetry.span(
+        name,
+        parent=trace,
+        tenant=key.tenant,
+        job=key.job,
+        deployment=key.deployment,
+        node=node.name,
+        device=rank.device,
+        epoch=rank.wpg.epoch,
+        num_bytes=rank.heap_bytes,
+    )

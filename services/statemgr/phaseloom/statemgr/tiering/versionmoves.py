@@ -1,0 +1,120 @@
+"""Weights versions that nobody reads give their host memory back when it is short.
+
+Those on disk are dropped from memory, and read again when somebody asks; others are written before.
+A rank that has a version mapped keeps its pages whatever is done here, so the ranks are asked to
+let go first. A version stays where one of them uses it, or where its memory is somebody else's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from weakref import WeakValueDictionary
+
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import StateHeader
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.versions.versions import Version
+
+log = logging.getLogger(__name__)
+
+
+class VersionMoves:
+    def __init__(self, node: Node, directory: StateDirectory) -> None:
+        self._node = node
+        self._directory = directory
+        self._under_way: dict[Version, asyncio.Future[None]] = {}
+        self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+        """A seal and the lack of memory may want the same one on disk at once."""
+
+    @property
+    def under_way(self) -> dict[Version, asyncio.Future[None]]:
+        """Those that are leaving, and when they have, or stay after all."""
+        return self._under_way
+
+    def unread(self, *, at_once: bool) -> list[Version]:
+        """What may leave host memory, as far as is known here; the oldest first.
+
+        Args: at_once: those for which no disk and no rank has to be waited for; else the others.
+        """
+        arena = self._node.memory.arena
+        return [
+            version
+            for version in self._node.versions.unused()
+            if version not in self._under_way
+            and version.extent is not None
+            and arena.num_holders(version.extent) == 1
+            and at_once == (version.is_on_disk and not _alive(version))
+        ]
+
+    async def leave(self, version: Version) -> None:
+        """Free its memory. Raises: ResourceError: it stays."""
+        ended = self._under_way[version] = asyncio.get_running_loop().create_future()
+        self._node.versions.acquire(version)
+        try:
+            await self._until_unmapped(version)
+            await self.persist(version)
+        finally:
+            self._node.release_version(version)
+            del self._under_way[version]
+            ended.set_result(None)
+        if version.is_dropped:
+            return
+        if version.users or _alive(version):
+            raise ResourceError(f"version {version.key} is being read")
+        self._node.memory.free(self._node.versions.leave_memory(version))
+        log.info("version %s is on disk only: host memory is short", version.key)
+        await self._node.handles.record()
+
+    async def persist(self, version: Version) -> None:
+        """Put it on disk, unless it is there.
+
+        Raises: ResourceError: the disk is full; DATA_LOSS: its memory is bad.
+        """
+        lock = self._writing.setdefault(version.key, asyncio.Lock())
+        async with lock:
+            if not version.is_on_disk and not version.is_dropped:
+                await self._write(version)
+
+    async def _write(self, version: Version) -> None:
+        node, key = self._node, version.key
+        assert version.extent is not None
+        header = StateHeader(
+            *("version", key.policy, key.seq, version.num_bytes),
+            *(version.tensors, version.digest),
+            part=key.part,
+        )
+        memory = node.memory[version.extent].view(version.num_bytes)
+        path = self._directory.version(key)
+        node.versions.acquire(version)
+        try:
+            await asyncio.to_thread(self._directory.write, path, header, [memory])
+            version.is_on_disk = True
+        finally:
+            node.release_version(version)
+        if version.is_dropped:
+            await asyncio.to_thread(self._directory.remove, path)
+
+    async def _until_unmapped(self, version: Version) -> None:
+        """Raises: ResourceError: somebody uses it."""
+        readers, openings = _alive(version), version.num_openings
+        still = [wpg for wpg in readers if not await self._lets_go(wpg, version)]
+        if still or version.num_openings != openings:
+            raise ResourceError(f"version {version.key} is being read")
+        version.readers.clear()
+
+    async def _lets_go(self, wpg: Wpg, version: Version) -> bool:
+        for rank in wpg.ranks:
+            used = await self._node.let_go(rank)
+            if used is None:
+                return wpg.is_lost
+            if version.key in used:
+                return False
+        return True
+
+
+def _alive(version: Version) -> list[Wpg]:
+    return [wpg for wpg in version.readers if not wpg.is_lost]

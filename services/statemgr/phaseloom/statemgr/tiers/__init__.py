@@ -1,1 +1,0 @@
-"""Where state lies: switches, host memory and NVMe, what is held once."""

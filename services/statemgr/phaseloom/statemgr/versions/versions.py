@@ -1,0 +1,265 @@
+"""Weights versions on this node: immutable cuts, in host memory, on disk, or both.
+
+Invariants (`validate`): a version is readable only when committed; what is committed never changes;
+one that is in use (being read, sent or written to disk) keeps its memory until its last user is
+done, also after it was dropped. Of one that is written in parts the manifest stands under the
+version's key; a part is readable only where that is committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.state_agent import VersionState
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import is_manifest
+from phaseloom.statemgr.memory.layouts import as_table, check_layout
+from phaseloom.statemgr.residency.residency import Wpg
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Version:
+    key: VersionKey
+    num_bytes: int
+    table: TensorTable = field(repr=False)
+    digest: str = ""
+    """Empty until committed."""
+    extent: int | None = None
+    """None: on disk only."""
+    incarnation: int | None = None
+    """Life of the policy that writes, or wrote, it here; None: fetched or read from disk."""
+    is_on_disk: bool = False
+    users: int = 0
+    is_dropped: bool = False
+    is_bad: bool = False
+    """Its memory is not what was committed: nobody uses that again."""
+    readers: set[Wpg] = field(default_factory=set, repr=False)
+    """Lives whose ranks were given its memory, and have not let go of it."""
+    num_openings: int = 0
+    """How often it was given to one."""
+
+    def __str__(self) -> str:
+        return f"version {self.key}"
+
+    @property
+    def tensors(self) -> list[TensorSlot]:
+        return self.table.tensors
+
+    @property
+    def is_committed(self) -> bool:
+        return self.digest != ""
+
+    @property
+    def is_manifest(self) -> bool:
+        return len(self.table) == 1 and is_manifest(self.tensors)
+
+    def check_kept(self) -> None:
+        """Raises: ResourceError: ABORTED: it was dropped."""
+        if self.is_dropped:
+            raise ResourceError(f"{self} was dropped", code=Code.ABORTED)
+
+
+@dataclass(slots=True)
+class Versions:
+    _versions: dict[VersionKey, Version] = field(default_factory=dict)
+    _leaving: set[Version] = field(default_factory=set)
+    """Dropped ones that are still in use."""
+
+    def find(self, key: VersionKey) -> Version | None:
+        return self._versions.get(key)
+
+    def is_above(self, key: VersionKey) -> bool:
+        """Whether it is whole, and in host memory. Not of one in parts: a manifest does not say
+        which of them belong on this node."""
+        version = self._versions.get(key)
+        if version is None or version.is_manifest:
+            return False
+        return version.is_committed and version.extent is not None
+
+    def begin(
+        self,
+        key: VersionKey,
+        num_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        extent: int,
+        incarnation: int | None = None,
+    ) -> Version:
+        """A version that is being filled. Raises: CallerError: bad layout; it is there already."""
+        table = as_table(tensors)
+        check_layout(table, num_bytes)
+        if key in self._versions:
+            raise CallerError(f"version {key} is here already", code=Code.ALREADY_EXISTS)
+        version = Version(key, num_bytes, table, extent=extent, incarnation=incarnation)
+        self._versions[key] = version
+        return version
+
+    def add_from_disk(
+        self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
+    ) -> None:
+        """A committed version found on disk at start."""
+        self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
+
+    def adopt(self, version: Version) -> bool:
+        """One in memory that the daemon before knew, verified; it may be on disk too.
+
+        Returns: False where another content of it is on disk, which stands.
+        """
+        on_disk = self._versions.get(version.key)
+        if on_disk is not None and on_disk.digest != version.digest:
+            return False
+        version.is_on_disk = on_disk is not None
+        self._versions[version.key] = version
+        return True
+
+    def parts_of(self, key: VersionKey) -> list[Version]:
+        """What is here of a version besides the whole, or the manifest."""
+        return [each for found, each in self._versions.items() if found.part and found.whole == key]
+
+    def is_readable(self, key: VersionKey) -> bool:
+        """Whether all of the version is committed, wherever it is: a part alone is nothing."""
+        if not key.part or key.is_copy:
+            return True
+        manifest = self._versions.get(key.whole)
+        return manifest is not None and manifest.is_committed and manifest.is_manifest
+
+    def pieces(self, key: VersionKey) -> list[Version]:
+        """All that is here of a version and must last as long as it: the whole; or manifest and
+        parts. Raises: CallerError: NOT_FOUND."""
+        found = self._versions.get(key)
+        if found is None or not found.is_committed:
+            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="versions")
+        parts = [each for each in self.parts_of(key) if each.is_committed and not each.key.is_copy]
+        return [found, *parts]
+
+    def stale_parts(self, policy: object, seq: int) -> list[Version]:
+        """What is left of versions before `seq` of which some part was never committed."""
+        return [
+            version
+            for key, version in self._versions.items()
+            if key.policy == policy
+            and key.seq < seq
+            and key.part
+            and not key.is_copy
+            and not self.is_readable(key)
+        ]
+
+    def known(self) -> list[Version]:
+        return list(self._versions.values())
+
+    def commit(self, version: Version, digest: str) -> None:
+        """It is whole, and immutable from now on. Committing the same content again is harmless.
+
+        Raises: CallerError: ALREADY_EXISTS: committed with another content.
+        """
+        assert digest
+        assert version.extent is not None or version.is_committed
+        if version.is_committed and version.digest != digest:
+            raise CallerError(
+                f"version {version.key} is committed with another content",
+                code=Code.ALREADY_EXISTS,
+                field="digest",
+            )
+        version.digest = digest
+
+    def opened(self, version: Version, reader: Wpg) -> None:
+        """Its ranks may have the memory mapped from now on."""
+        version.readers = {wpg for wpg in version.readers if not wpg.is_lost} | {reader}
+        version.num_openings += 1
+
+    def unused(self) -> list[Version]:
+        """Those in memory that nothing here uses; ranks may have them mapped."""
+        return [
+            version
+            for key, version in self._versions.items()
+            if version.is_committed
+            and version.extent is not None
+            and not version.users
+            and not key.is_copy
+            and not version.is_manifest
+        ]
+
+    def leave_memory(self, version: Version) -> int:
+        """It is on disk only from now on. Returns its extent, to be freed."""
+        assert version.is_on_disk
+        assert not version.users
+        extent, version.extent, version.incarnation = version.extent, None, None
+        assert extent is not None
+        return extent
+
+    def acquire(self, version: Version) -> None:
+        version.users += 1
+
+    def release(self, version: Version) -> int | None:
+        """One user less. Returns the extent to park where it was dropped meanwhile."""
+        version.users -= 1
+        return self._reap(version)
+
+    def drop(self, key: VersionKey) -> tuple[Version, int | None] | None:
+        """Nothing needs it any more. Returns it and, where nobody uses it, its extent to park."""
+        version = self._versions.pop(key, None)
+        if version is None:
+            return None
+        version.is_dropped = True
+        if version.extent is not None:
+            self._leaving.add(version)
+        return version, self._reap(version)
+
+    def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
+        """Those that this life of a policy was still writing, and parts of such."""
+        return [
+            key
+            for key, version in self._versions.items()
+            if key.policy == policy
+            and version.incarnation == incarnation
+            and not (version.is_committed and self.is_readable(key))
+        ]
+
+    def num_written(self, policy: object, incarnation: int) -> int:
+        """By this life of a policy, and here still."""
+        written = (v for k, v in self._versions.items() if k.policy == policy)
+        return sum(version.incarnation == incarnation for version in written)
+
+    def committed(self) -> list[VersionKey]:
+        return sorted(key for key, version in self._versions.items() if version.is_committed)
+
+    def states(self) -> list[VersionState]:
+        """Of the committed ones, in order."""
+        return [
+            VersionState(
+                version=key,
+                num_bytes=version.num_bytes,
+                in_host=version.extent is not None,
+                on_nvme=version.is_on_disk,
+                num_users=version.users,
+            )
+            for key, version in sorted(self._versions.items())
+            if version.is_committed
+        ]
+
+    def extents(self) -> list[int]:
+        every = {*self._versions.values(), *self._leaving}
+        return [version.extent for version in every if version.extent is not None]
+
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant does not hold."""
+        for key, version in self._versions.items():
+            assert version.key == key
+            assert not version.is_dropped
+            assert version.extent is not None or (version.is_committed and version.is_on_disk)
+        for version in self._leaving:
+            assert version.is_dropped
+            assert version.users > 0
+            assert version.extent is not None
+        extents = self.extents()
+        assert len(extents) == len(set(extents)), "one extent, two versions"
+
+    def _reap(self, version: Version) -> int | None:
+        assert version.users >= 0
+        if not version.is_dropped or version.users:
+            return None
+        extent, version.extent = version.extent, None
+        self._leaving.discard(version)
+        return extent

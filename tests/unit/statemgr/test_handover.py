@@ -1,0 +1,110 @@
+"""What is taken over from a killed daemon: verified, and in time for those who wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.transport.framing import Peer
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.handover.handover import Handover
+from phaseloom.statemgr.handover.manifest import encode_record, manifest_of
+from phaseloom.statemgr.node.handles import INDEX_HANDLES
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.versions.versions import Version
+
+SIZE = 4096
+SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
+
+
+class SideBySide(ThreadPoolExecutor):
+    """Work ends only where another piece of work is under way, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._meeting = threading.Barrier(number, timeout=10)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def work() -> Any:
+            self._meeting.wait()
+            return fn(*args, **kwargs)
+
+        return super().submit(work)
+
+
+def _node() -> Node:
+    return Node(NodeId("n"), [SIZE], 16 * SIZE, 10.0)
+
+
+def _filled(node: Node, number: int) -> tuple[int, str]:
+    """An extent, and its digest."""
+    extent = node.memory.reserve(SIZE, "state", may_freeze=True)
+    memory = node.memory[extent].view(SIZE)
+    memory[:] = bytes([number]) * SIZE
+    return extent, digest_of(memory)
+
+
+def _content(node: Node, number: int) -> None:
+    node.residency.register([f"token {number}"], _key(number), 1, [0], 0)
+    (rank,) = node.residency.current(_key(number), 1).ranks
+    extent, digest = _filled(node, number)
+    node.residency.register_heap(rank, SIZE, [SLOT], extent)
+    rank.frozen = True
+    node.residency.fill(rank, 1, digest)
+    sharing.settle_copy(node, rank, 1, digest)
+
+
+def _version(node: Node, number: int) -> None:
+    extent, digest = _filled(node, number)
+    key, table = VersionKey(_key(number), 1), TensorTable.of([SLOT])
+    assert node.versions.adopt(Version(key, SIZE, table, digest, extent, 1))
+
+
+def _key(number: int) -> DeploymentKey:
+    return DeploymentKey("acme", "job", f"d{number}")
+
+
+async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> None:
+    """Agent and ranks wait for no more than 30 s, whatever the node has."""
+    before, node = _node(), _node()
+    for number in range(2):
+        _content(before, number)
+    for number in range(2, 4):
+        _version(before, number)
+    books = manifest_of(
+        *(before.residency, before.versions, before.contents),
+        *(before.cuts, before.seals, ""),
+    )
+    index = [os.memfd_create("index") for _ in INDEX_HANDLES]
+    os.pwrite(index[0], encode_record(1, msgspec.msgpack.encode(books)), 0)
+    handles = before.memory.handles()
+    tiering = Tiering(node, await asyncio.to_thread(StateDirectory, tmp_path), 0)
+    adoption = Handover(node, tiering, "index")
+    adoption.take([*INDEX_HANDLES, *handles], [*index, *map(os.dup, handles.values())])
+    one, other = socket.socketpair()
+    agent: Peer[StateMessage] = Peer(one, StateMessage)
+    asyncio.get_running_loop().set_default_executor(SideBySide(2))
+    with other:
+        assert await adoption.restore(agent) == ""
+        assert len(node.contents.all()) == 2
+        assert len(node.versions.committed()) == 2
+        node.validate()
+        await agent.close()
+    for each in (before, node):
+        each.handles.close()
+        each.memory.close()

@@ -1,0 +1,113 @@
+"""The record that survives a kill: whatever is torn, an older whole one counts, and no other."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.checkpoints.snapshots import Snapshots
+from phaseloom.statemgr.handover.manifest import (
+    Manifest,
+    content_of,
+    encode_record,
+    manifest_of,
+    newest_record,
+)
+from phaseloom.statemgr.residency.residency import Residency, State
+from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
+from phaseloom.statemgr.versions.versions import Version, Versions
+
+KEY = DeploymentKey("acme", "sums", "policy")
+FROZEN = DeploymentKey("acme", "also", "reference")
+SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
+
+
+def test_nothing_is_found_where_nothing_was_written() -> None:
+    assert newest_record([]) is None
+    assert newest_record([b"", b"\0" * 4096]) is None
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200), st.binary(max_size=300), st.integers(1))
+def test_newest_whole_record_counts_whatever_older_ones_left_behind_it(
+    older: bytes, newer: bytes, remains: bytes, generation: int
+) -> None:
+    generation %= 2**63
+    first = encode_record(generation, older)
+    second = encode_record(generation + 1, newer)
+    places = [first + remains, second + remains]
+    assert newest_record(places) == (generation + 1, newer)
+    assert newest_record(reversed(places)) == (generation + 1, newer)
+
+
+@given(st.data())
+def test_record_that_was_being_written_at_the_kill_leaves_the_one_before(
+    data: st.DataObject,
+) -> None:
+    """A third record is written over the first, as the third `record` of a daemon does."""
+    payloads = [data.draw(st.binary(min_size=1, max_size=100)) for _ in range(3)]
+    first, second, third = (encode_record(n + 1, p) for n, p in enumerate(payloads))
+    cut = data.draw(st.integers(0, len(third) - 1))
+    torn = third[:cut] + first[cut:]
+    found = newest_record([second, torn])
+    # Nothing is torn where old and new bytes happen to be the same.
+    assert found == ((3, payloads[2]) if torn.startswith(third) else (2, payloads[1]))
+
+
+@given(st.data())
+def test_flipped_bit_is_found(data: st.DataObject) -> None:
+    record = bytearray(encode_record(7, data.draw(st.binary(max_size=50))))
+    place = data.draw(st.integers(0, len(record) - 1))
+    record[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert newest_record([bytes(record)]) is None
+
+
+def test_books_say_what_is_needed_to_go_on() -> None:
+    residency, versions, contents = Residency([100, 100]), Versions(), SharedCopies({})
+    residency.register(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0)
+    residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
+    residency.register(["t0", "t1"], KEY, 3, [0, 1], 5)
+    rank = residency.authenticate("t1")
+    residency.register_heap(rank, 24, [SLOT], 4)
+    residency.fill(rank, 5, "digest")
+    table = TensorTable.of([SLOT])
+    versions.adopt(Version(VersionKey(KEY, 6), 24, table, "version's digest", 8, 3))
+    versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
+    residency.register(["frozen"], FROZEN, 1, [0], 0)
+    frozen = residency.authenticate("frozen")
+    residency.register_heap(frozen, 24, [SLOT], 9)
+    frozen.frozen, frozen.model = True, "model"
+    residency.fill(frozen, 2, "its digest")
+    frozen.extent = None
+    contents.attach(frozen, content := contents.add(frozen, 9))
+    content.hash, content.is_immutable = "hash", True
+    encoded = msgspec.msgpack.encode(
+        manifest_of(residency, versions, contents, Snapshots(), HostSeals(), "host:1")
+    )
+    books = msgspec.msgpack.decode(encoded, type=Manifest)
+    assert books.endpoint == "host:1"
+    gone = DeploymentKey("acme", "gone", "policy")
+    assert dict(books.fences) == {gone: 9, KEY: 3, FROZEN: 1}
+    other, wpg = books.wpgs
+    assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "model")
+    assert (other.ranks[0].content, other.ranks[0].extent) == (content.number, None)
+    content.users.clear()
+    (found,) = map(content_of, books.contents)
+    assert {name: getattr(found, name) for name in found.__slots__} == {
+        name: getattr(content, name) for name in content.__slots__
+    }
+    assert (wpg.key, wpg.incarnation, wpg.seal_seq, wpg.prepared) == (KEY, 3, 5, None)
+    assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
+    described = wpg.ranks[1]
+    assert (described.token, described.device, described.extent) == ("t1", 1, 4)
+    assert (described.applied, described.digest, TensorTable.read(described.tensors).tensors) == (
+        5,
+        "digest",
+        [SLOT],
+    )
+    (version,) = books.versions
+    assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)

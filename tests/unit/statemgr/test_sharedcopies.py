@@ -1,0 +1,228 @@
+"""Contents: who may share what, and that each is held as long as somebody refers to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step
+from phaseloom.statemgr.sharing.sharedcopies import SharedCopies, bases_of
+
+SIZE = 64
+SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
+BASE, OTHER_BASE, PRIVATE = "a" * 64, "b" * 64, "c" * 64
+BASES = {BASE: "base", OTHER_BASE: "other base"}
+
+
+class World:
+    """Frozen ranks of several tenants, and what they refer to."""
+
+    def __init__(self) -> None:
+        self.residency = Residency([10**9])
+        self.contents = SharedCopies(BASES)
+        self.ranks: list[Rank] = []
+        self.extents: set[int] = set()
+
+    def rank(self, tenant: str, job: str = "job") -> Rank:
+        key = DeploymentKey(tenant, job, f"d{len(self.ranks)}")
+        self.residency.register([f"t{len(self.ranks)}"], key, 1, [0], 0)
+        (rank,) = self.residency.current(key, 1).ranks
+        self.residency.register_heap(rank, SIZE, [SLOT], 1)
+        rank.frozen, rank.extent = True, None
+        self.residency.fill(rank, 1, "digest")
+        self.ranks.append(rank)
+        return rank
+
+    def hold(self, rank: Rank, known: str = "", *, is_immutable: bool = True) -> SharedCopy:
+        """Give it a content of its own."""
+        extent = max(self.extents, default=0) + 1
+        self.extents.add(extent)
+        self.leave(rank)
+        content = self.contents.add(rank, extent)
+        self.contents.attach(rank, content)
+        content.is_immutable, content.hash = is_immutable, known
+        return content
+
+    def leave(self, rank: Rank) -> None:
+        gone = self.contents.detach(rank)
+        if gone is not None and gone.extent is not None:
+            self.extents.remove(gone.extent)
+
+    def merge(self, content: SharedCopy) -> SharedCopy | None:
+        """With its twin, if it has one."""
+        twin = self.contents.twin(content)
+        if twin is not None:
+            self.contents.merge(content, twin)
+            assert content.extent is not None
+            self.extents.remove(content.extent)
+        return twin
+
+    def check(self) -> None:
+        self.contents.validate()
+        assert set(self.contents.extents()) == self.extents
+        for rank in self.ranks:
+            assert rank.content is None or rank in rank.content.users
+
+
+def test_bases_are_hashes_with_one_name() -> None:
+    assert bases_of({"m": [BASE, OTHER_BASE], "n": [PRIVATE, PRIVATE]}) == {
+        BASE: "m",
+        OTHER_BASE: "m",
+        PRIVATE: "n",
+    }
+    for wrong, why in (({"m": ["m"]}, "no BLAKE3"), ({"m": [BASE], "n": [BASE]}, "already")):
+        with pytest.raises(CallerError, match=why) as caught:
+            bases_of(wrong)
+        assert caught.value.info.remedy
+
+
+@pytest.mark.parametrize(
+    ("tenants", "hashes", "immutable", "is_shared"),
+    [
+        (("a", "a"), (PRIVATE, PRIVATE), (True, True), True),
+        (("a", "b"), (PRIVATE, PRIVATE), (True, True), False),
+        (("a", "b"), (BASE, BASE), (True, True), True),
+        (("a", "a"), (BASE, OTHER_BASE), (True, True), False),
+        (("a", "a"), ("", ""), (True, True), False),
+        (("a", "a"), (PRIVATE, PRIVATE), (True, False), False),
+        (("a", "b"), (BASE, BASE), (False, True), False),
+    ],
+)
+def test_equal_contents_are_shared_where_they_may_be(
+    tenants: tuple[str, str],
+    hashes: tuple[str, str],
+    immutable: tuple[bool, bool],
+    is_shared: bool,
+) -> None:
+    world = World()
+    first, second = (
+        world.hold(world.rank(tenant), known, is_immutable=fixed)
+        for tenant, known, fixed in zip(tenants, hashes, immutable, strict=True)
+    )
+    assert (world.merge(second) is first) is is_shared
+    assert (len(first.users) == 2) is is_shared
+    world.check()
+
+
+def test_content_of_another_length_is_another_one() -> None:
+    world = World()
+    first, second = (world.hold(world.rank("a"), PRIVATE) for _ in range(2))
+    second.num_bytes += 1
+    assert world.contents.twin(first) is None
+
+
+def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more() -> None:
+    world = World()
+    content = world.hold(world.rank("a"), BASE)
+    world.merge(world.hold(world.rank("b"), BASE))
+    later = SharedCopies({})
+    users, content.users = content.users, []
+    later.adopt(content)
+    for rank in users:
+        rank.content = None
+        later.attach(rank, content)
+    later.validate()
+    stranger = World().rank("c")
+    newcomer = later.add(stranger, 99)
+    later.attach(stranger, newcomer)
+    newcomer.is_immutable, newcomer.hash = True, BASE
+    assert later.twin(newcomer) is None
+
+
+def test_jobs_share_nothing_that_one_of_them_can_write() -> None:
+    world = World()
+    content = world.hold(world.rank("a", "one"), PRIVATE, is_immutable=False)
+    world.contents.attach(world.rank("a", "two"), content)
+    with pytest.raises(AssertionError, match="can be written by another"):
+        world.contents.validate()
+
+
+def test_memory_of_a_version_is_found() -> None:
+    world = World()
+    version = VersionKey(DeploymentKey("a", "job", "policy"), 7)
+    rank = world.rank("a")
+    content = world.contents.add(rank, 5, version=version)
+    world.contents.attach(rank, content)
+    assert world.contents.of_version(version, 5) is content
+    assert world.contents.of_version(version, 6) is None
+    assert world.contents.states()[0].version == version
+
+
+def test_content_stays_while_a_user_needs_it() -> None:
+    world = World()
+    first, second = world.rank("a"), world.rank("a")
+    content = world.hold(first, PRIVATE)
+    world.merge(world.hold(second, PRIVATE))
+    spillable = world.contents.spillable
+    assert spillable() == [content]
+    world.residency.begin_use(second.wpg)
+    assert spillable() == []
+    world.residency.end_use(second.wpg)
+    first.wpg.next_use_s = 50.0
+    assert spillable(after_s=40.0) == [content]
+    assert spillable(after_s=60.0) == []
+    world.residency.prepare_seal(first.wpg, 1)
+    assert spillable() == []
+
+
+def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
+    world = World()
+    content = world.hold(world.rank("a"), PRIVATE)
+    world.merge(world.hold(world.rank("a"), PRIVATE))
+    with pytest.raises(InternalError):
+        world.contents.step(content, Step.LIFT_BEGUN)
+    world.contents.step(content, Step.SPILL_BEGUN)
+    assert world.contents.nvme_used_bytes() == SIZE
+    world.contents.step(content, Step.SPILL_VERIFIED)
+    assert content.state is State.SPILLED
+    assert world.contents.nvme_used_bytes() == SIZE
+    assert world.contents.states()[0].on_nvme
+
+
+class Storm(World):
+    """Anything that ranks of three tenants may do, in any order."""
+
+    def act(self, draw: st.DataObject) -> None:
+        whole = [rank for rank in self.ranks if rank.content is not None]
+        match draw.draw(st.sampled_from(["join", "write", "find", "leave"])):
+            case "join":
+                self.hold(self.rank(draw.draw(st.sampled_from("abc"))))
+            case "write" if whole:
+                self.hold(draw.draw(st.sampled_from(whole)))
+            case "find":
+                for content in self.contents.all():
+                    known = st.sampled_from([BASE, OTHER_BASE, PRIVATE])
+                    content.hash = content.hash or draw.draw(known)
+                for content in self.contents.all():
+                    if self.contents.is_known(content):
+                        self.merge(content)
+            case "leave" if whole:
+                self.leave(draw.draw(st.sampled_from(whole)))
+
+
+@given(st.data())
+def test_every_content_has_its_users_and_no_memory_is_lost(data: st.DataObject) -> None:
+    storm = Storm()
+    for _ in range(data.draw(st.integers(1, 30))):
+        storm.act(data)
+        storm.check()
+    for rank in storm.ranks:
+        storm.leave(rank)
+    storm.check()
+    assert storm.contents.all() == []
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_one_copy_a_tenant_is_held_of_what_is_no_base_and_one_of_what_is(tenants: str) -> None:
+    for known, expected in ((PRIVATE, len(set(tenants))), (BASE, 1)):
+        world = World()
+        for tenant in tenants:
+            world.merge(world.hold(world.rank(tenant), known))
+            world.check()
+        assert len(world.contents.all()) == expected
+        assert sum(len(content.users) for content in world.contents.all()) == len(tenants)

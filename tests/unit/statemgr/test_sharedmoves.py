@@ -1,0 +1,93 @@
+"""Contents that go to NVMe and come back, whoever still looks at their memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.incarnations import SharedCopy
+from phaseloom.statemgr.residency.residency import State
+from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering.tiering import Tiering
+from tests.support.threads import Remembering
+
+SIZE = 16 * 4096
+
+
+@dataclass
+class World:
+    node: Node
+    tiering: Tiering
+
+    def add(self, name: str) -> SharedCopy:
+        """A frozen deployment whose host copy nobody else has."""
+        node, key = self.node, DeploymentKey("acme", "job", name)
+        node.residency.register([name], key, 1, [0], 0)
+        (rank,) = node.residency.current(key, 1).ranks
+        slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
+        extent = node.memory.reserve(SIZE, name, may_freeze=True)
+        node.residency.register_heap(rank, SIZE, slots, extent)
+        rank.frozen = True
+        memory = node.memory[extent].view(SIZE)
+        memory[:] = name.encode() * SIZE
+        digest = digest_of(memory)
+        node.residency.fill(rank, 1, digest)
+        sharing.settle_copy(node, rank, 1, digest)
+        assert rank.content is not None
+        return rank.content
+
+
+@asynccontextmanager
+async def world(directory: Path) -> AsyncIterator[World]:
+    node = Node(NodeId("n"), [SIZE], 2 * SIZE, 10.0)
+    tiering = Tiering(node, await asyncio.to_thread(StateDirectory, directory), 10 * SIZE)
+    async with asyncio.TaskGroup() as tasks:
+        tiering.start(tasks)
+        yield World(node, tiering)
+        await node.until(lambda: not tiering.num_moves)
+        node.validate()
+    node.handles.close()
+    node.memory.close()
+
+
+async def test_content_comes_up_immutable_though_a_thread_forgets_late_what_it_was_given(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as w:
+        content = w.add("a")
+        await w.tiering.contents.spill(content)
+        assert (content.state, content.extent) == (State.SPILLED, None)
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(Remembering())
+        await w.tiering.contents.lift(content, w.node.reserve_frozen)
+        assert content.state is State.HOST
+        assert content.extent is not None
+        extent = w.node.memory[content.extent]
+        assert extent.is_frozen
+        assert digest_of(extent.readable(SIZE)) == content.digest
+
+
+async def test_content_whose_file_is_bad_comes_up_from_a_seal_immutable(tmp_path: Path) -> None:
+    """What was raised over the bad file refers to the memory, as long as it lasts."""
+    async with world(tmp_path) as w:
+        content = w.add("a")
+        await w.tiering.contents.spill(content)
+        directory = StateDirectory(tmp_path)
+        (file,) = directory.contents()
+        whole = file.read_bytes()
+        await asyncio.to_thread(directory.make_directory, directory.seal(content.owner, 1).parent)
+        directory.seal(content.owner, 1).write_bytes(whole)
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        await w.tiering.contents.lift(content, w.node.reserve_frozen)
+        assert content.extent is not None
+        extent = w.node.memory[content.extent]
+        assert extent.is_frozen
+        assert digest_of(extent.readable(SIZE)) == content.digest
