@@ -19,22 +19,22 @@ from phaseloom.common.tensors.resharding import (
     Parameter,
     Rule,
     Sharding,
-    Topology,
     Vocabulary,
+    node_fetches,
     plan,
-    scatter_broadcast,
 )
 
 NUM_LAYERS = 94
 NUM_EXPERTS = 128
 _HIDDEN, _EXPERT, _VOCABULARY = 4096, 1536, 151936
 _NUM_HEADS, _NUM_KV_HEADS, _HEAD = 64, 4, 128
-_DEVICES_PER_NODE = 8
 _AIM_S = 2.0
 _LIMIT = "the aim: two seconds of one core"
 
 SOURCE = Sharding(Layout(dp=2, tp=8, pp=12, ep=8), NUM_LAYERS, NUM_EXPERTS)
 TARGET = Sharding(Layout(dp=8, tp=4), NUM_LAYERS, NUM_EXPERTS, expert_tp=4)
+ONE_NODE = range(8)
+"""The target ranks that are on the first node."""
 
 
 def parameters() -> list[Parameter]:
@@ -48,21 +48,13 @@ def parameters() -> list[Parameter]:
     return found
 
 
-def topology() -> Topology:
-    sources = [f"train{rank // _DEVICES_PER_NODE}" for rank in range(SOURCE.layout.num_ranks)]
-    targets = [f"rollout{rank // _DEVICES_PER_NODE}" for rank in range(TARGET.layout.num_ranks)]
-    sites = dict.fromkeys(sources, "east") | dict.fromkeys(targets, "west")
-    return Topology(sources, targets, sites)
-
-
 def measure(num_rounds: int) -> list[Record]:
-    """Measure planning the direct fetches, and from them scatter and broadcast over a slow link."""
-    model, nodes = parameters(), topology()
-    direct = plan(model, SOURCE, TARGET, nodes)
+    """Measure the plan, and from it the list of what one node fetches."""
+    model = parameters()
+    made = plan(model, SOURCE, TARGET)
     return [
-        _record("plan_235b", num_rounds, lambda: plan(model, SOURCE, TARGET, nodes)),
-        _record("plan_235b_scatter", num_rounds, lambda: scatter_broadcast(direct, nodes)),
-        _record("plan_235b_one_rank", num_rounds, lambda: [*direct.copies(0)]),
+        _record("plan_235b", num_rounds, lambda: plan(model, SOURCE, TARGET)),
+        _record("plan_235b_one_node", num_rounds, lambda: node_fetches(made, ONE_NODE)),
     ]
 
 

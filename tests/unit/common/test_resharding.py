@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,58 +15,26 @@ from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import (
     Along,
-    Copy,
     End,
+    Fetch,
     FusedQkv,
     GatedMlp,
     Parameter,
-    Plan,
     Rule,
-    Shard,
     Sharding,
-    Topology,
     Vocabulary,
-    missing_bytes,
+    byte_runs,
     node_fetches,
     plan,
-    scatter_broadcast,
     source_parts,
-    traffic,
 )
-from phaseloom.common.tensors.resharding.planning import deal
+from phaseloom.common.tensors.resharding.planning import assign
 from tests.support.sharded import DTYPES, holdings, tensors
 
 QKV = FusedQkv(num_heads=8, num_kv_heads=2, head_size=2)
 NUM_LAYERS = 4
 NUM_EXPERTS = 4
 _SMALL = st.integers(1, 4)
-
-
-# --- A world of small arrays ---------------------------------------------------------------------
-
-
-def _carry_out(made: Plan, source: Sharding, target: Sharding) -> None:
-    """Every byte of every target comes once and is right; nobody relays what it has not got."""
-    parameters = list(made.parameters)
-    there, wanted = tensors(parameters, source), tensors(parameters, target)
-    here = {key: np.zeros(each.nbytes, np.uint8) for key, each in wanted.items()}
-    written = {key: np.zeros(each.nbytes, np.uint8) for key, each in wanted.items()}
-    moved = 0
-    for copy in made.copies():
-        key = (copy.parameter, copy.target)
-        sender = (copy.parameter, copy.source)
-        memory = here[sender] if copy.is_relayed else there[sender].reshape(-1).view(np.uint8)
-        for offset, at, length in copy.runs():
-            if copy.is_relayed:
-                assert written[sender][offset : offset + length].all()
-            here[key][at : at + length] = memory[offset : offset + length]
-            written[key][at : at + length] += 1
-            moved += length
-    for key, each in wanted.items():
-        raw = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-        assert np.array_equal(here[key], raw)
-        assert np.array_equal(written[key], (raw != 0).astype(np.uint8))
-    assert moved == made.num_bytes == sum(int((w != 0).sum()) for w in written.values())
 
 
 # --- Random worlds -------------------------------------------------------------------------------
@@ -127,45 +95,7 @@ def _shardings(draw: st.DrawFn) -> Sharding:
     )
 
 
-@st.composite
-def _topologies(draw: st.DrawFn, source: Sharding, target: Sharding) -> Topology:
-    nodes = {f"n{i}": draw(st.sampled_from(["east", "west"])) for i in range(4)}
-    somewhere = st.sampled_from(sorted(nodes))
-
-    def ranks(sharding: Sharding) -> list[str]:
-        size = sharding.layout.num_ranks
-        return draw(st.lists(somewhere, min_size=size, max_size=size))
-
-    return Topology(ranks(source), ranks(target), nodes)
-
-
-# --- Direct --------------------------------------------------------------------------------------
-
-
-@given(_parameters(), _shardings(), _shardings(), st.data())
-def test_every_byte_comes_once_and_is_right(
-    parameters: list[Parameter], source: Sharding, target: Sharding, data: st.DataObject
-) -> None:
-    topology = data.draw(st.none() | _topologies(source, target))
-    made = plan(parameters, source, target, topology)
-    _carry_out(made, source, target)
-    by_target = [copy for rank in range(target.layout.num_ranks) for copy in made.copies(rank)]
-    assert Counter(by_target) == Counter(made.copies())
-
-
-@given(_parameters(), _shardings(), _shardings(), st.data())
-def test_every_byte_comes_from_the_nearest_that_has_it(
-    parameters: list[Parameter], source: Sharding, target: Sharding, data: st.DataObject
-) -> None:
-    topology = data.draw(_topologies(source, target))
-    for copy in plan(parameters, source, target, topology).copies():
-        here = topology.targets[copy.target]
-        distance = topology.distance(topology.sources[copy.source], here)
-        # Element by element, from the ranks' own indices: who else has the box's first element?
-        held = holdings(parameters[copy.parameter], source)
-        first = _indices(held[copy.source], copy.source_start)
-        others = [rank for rank, shard in held.items() if _has(shard, first)]
-        assert distance == min(topology.distance(topology.sources[r], here) for r in others)
+# --- Plans ---------------------------------------------------------------------------------------
 
 
 @given(_parameters(), _shardings(), _shardings(), st.data())
@@ -195,91 +125,69 @@ def test_a_node_fetches_what_its_ranks_need_once(
     for key, each in built.items():
         assert np.array_equal(each, wanted[key])
     assert set(boxes.values()) <= {1}
-    nodes = [f"n{rank}" for rank in range(target.layout.num_ranks)]
-    nodes = ["here" if rank in here else node for rank, node in enumerate(nodes)]
-    away = Topology(
-        ["away"] * source.layout.num_ranks,
-        nodes,
-        {**{node: node for node in nodes}, "away": "away"},
-    )
-    assert fetched == _needed(parameters, source, target, away).get("here", 0)
+    assert fetched == _needed(parameters, target, here)
+
+
+def _needed(parameters: list[Parameter], target: Sharding, here: set[int]) -> int:
+    """Distinct bytes that these target ranks hold."""
+    needed = 0
+    for parameter in parameters:
+        mask = np.zeros(parameter.shape, dtype=bool)
+        for rank, shard in holdings(parameter, target).items():
+            if rank in here:
+                indices = [[i for i in held.indices if i is not None] for held in shard.dims]
+                mask[np.ix_(*indices) if indices else ()] = True
+        needed += int(mask.sum()) * np.dtype(DTYPES[parameter.dtype]).itemsize
+    return needed
 
 
 def _inside(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))
 
 
-def _indices(shard: Shard, at: tuple[int, ...]) -> list[int]:
-    found = [held.indices[i] for held, i in zip(shard.dims, at, strict=True)]
-    return [i for i in found if i is not None]
-
-
-def _has(shard: Shard, indices: list[int]) -> bool:
-    return all(i in held.indices for held, i in zip(shard.dims, indices, strict=True))
-
-
-@given(_parameters(), _shardings(), _shardings())
-def test_replicas_send_alike(
-    parameters: list[Parameter], source: Sharding, target: Sharding
-) -> None:
-    """Ranks that hold the same are at most one parameter's cell apart."""
-    made = plan(parameters, source, target)
-    held: dict[int, list[tuple[int, Shard]]] = {}
-    for number, parameter in enumerate(parameters):
-        for rank, shard in holdings(parameter, source).items():
-            held.setdefault(rank, []).append((number, shard))
-    largest = max((_num_bytes(copy) for copy in made.copies()), default=0)
-    for rank, other in product(held, held):
-        if held[rank] == held[other]:
-            assert abs(made.sent_bytes[rank] - made.sent_bytes[other]) <= largest
-
-
-def _num_bytes(copy: Copy) -> int:
-    return sum(length for _, _, length in copy.runs())
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=5),
     st.lists(st.integers(0, 30), min_size=1, max_size=5),
 )
-def test_dealing_is_one_by_one_to_the_least_loaded(
+def test_assignment_is_one_by_one_to_the_least_loaded(
     items: list[tuple[int, int]], loads: list[int]
 ) -> None:
-    dealt, by_hand = Counter(dict(enumerate(loads))), [*loads]
+    assigned, by_hand = Counter(dict(enumerate(loads))), [*loads]
     for count, size in items:
-        runs = deal(range(10, 10 + count), size, range(len(loads)), dealt)
+        runs = assign(range(10, 10 + count), size, range(len(loads)), assigned)
         assert [i for _, run in runs for i in run] == [*range(10, 10 + count)]
         for _ in range(count):
             by_hand[by_hand.index(min(by_hand))] += size
-        assert sorted(dealt.values()) == sorted(by_hand)
+        assert sorted(assigned.values()) == sorted(by_hand)
+
+
+def _runs(fetch: Fetch, part_shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    (use,) = fetch.uses
+    return [*byte_runs(fetch.size, 4, (fetch.start, part_shape), (use.start, use.shape))]
 
 
 def test_runs_are_as_long_as_both_sides_allow() -> None:
     """Rows that are whole on both sides are one run; a column is one for each row."""
     column, row = Sharding(Layout(tp=2), 1), Sharding(Layout(tp=4), 1)
     parameters = [Parameter("w", (8, 6), "float32", 0, Along(0))]
-    copies = [*plan(parameters, column, row).copies()]
-    assert [[*copy.runs()] for copy in copies] == [
-        [(0, 0, 48)],
-        [(48, 0, 48)],
-        [(0, 0, 48)],
-        [(48, 0, 48)],
-    ]
+    made = plan(parameters, column, row)
+    runs = [_runs(fetch, (4, 6)) for rank in range(4) for fetch in node_fetches(made, [rank])]
+    assert runs == [[(0, 0, 48)], [(48, 0, 48)], [(0, 0, 48)], [(48, 0, 48)]]
     turned = Sharding(Layout(tp=2), 1, rules={Along(0): Along(1)})
-    (first, *_) = plan(parameters, turned, column).copies()
-    assert [*first.runs()] == [(12 * i, 24 * i, 12) for i in range(4)]
+    (first, *_) = node_fetches(plan(parameters, turned, column), [0])
+    assert _runs(first, (8, 3)) == [(12 * i, 24 * i, 12) for i in range(4)]
 
 
-def test_adjacent_boxes_are_one() -> None:
-    """Half as many target ranks: each fetches one box from each of two ranks, and no more."""
+def test_adjacent_slices_are_one() -> None:
+    """Half as many target ranks: each fetches one slice from each of two ranks, and no more."""
     parameters = [Parameter("w", (64, 8), "bfloat16", 0, Along(0))]
     made = plan(parameters, Sharding(Layout(tp=8), 1), Sharding(Layout(tp=4), 1))
-    boxes = [(copy.source, copy.target, copy.size) for copy in made.copies()]
-    assert boxes == [(2 * t + i, t, (8, 8)) for t in range(4) for i in range(2)]
+    slices = [(f.part, rank, f.size) for rank in range(4) for f in node_fetches(made, [rank])]
+    assert slices == [(2 * t + i, t, (8, 8)) for t in range(4) for i in range(2)]
     # Gate and up are two pieces, and lie end to end on both sides.
     gated = [Parameter("g", (8, 8), "int8", 0, GatedMlp())]
     one = Sharding(Layout(), 1)
-    assert [copy.size for copy in plan(gated, one, one).copies()] == [(8, 8)]
+    assert [fetch.size for fetch in node_fetches(plan(gated, one, one), [0])] == [(8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -301,99 +209,6 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(CallerError, match=complaint):
         plan([parameter], sharding, sharding)
-
-
-# --- Over a slow link ----------------------------------------------------------------------------
-
-
-@given(_parameters(), _shardings(), _shardings(), st.data())
-def test_scattering_brings_the_same_and_each_byte_crosses_once(
-    parameters: list[Parameter], source: Sharding, target: Sharding, data: st.DataObject
-) -> None:
-    topology = data.draw(_topologies(source, target))
-    direct = plan(parameters, source, target, topology)
-    made = scatter_broadcast(direct, topology)
-    _carry_out(made, source, target)
-    needed = _needed(parameters, source, target, topology)
-    assert missing_bytes(direct, topology) == Counter(needed)
-    crossed: Counter[str] = Counter()
-    for (_, site), num_bytes in traffic(made, topology).crossing.items():
-        crossed[site] += num_bytes
-    assert crossed == Counter(needed)
-    assert sum(traffic(direct, topology).crossing.values()) >= sum(needed.values())
-
-
-def _needed(
-    parameters: list[Parameter], source: Sharding, target: Sharding, topology: Topology
-) -> dict[str, int]:
-    """By site: distinct bytes that its target ranks hold and its source ranks do not."""
-    needed: Counter[str] = Counter()
-    for parameter, site in product(parameters, set(topology.sites.values())):
-        here, there = (np.zeros(parameter.shape, dtype=bool) for _ in range(2))
-        for mask, nodes, sharding in (
-            (here, topology.targets, target),
-            (there, topology.sources, source),
-        ):
-            for rank, shard in holdings(parameter, sharding).items():
-                if topology.sites[nodes[rank]] == site:
-                    indices = [[i for i in held.indices if i is not None] for held in shard.dims]
-                    mask[np.ix_(*indices) if indices else ()] = True
-        size = np.dtype(DTYPES[parameter.dtype]).itemsize
-        needed[site] += int((here & ~there).sum()) * size
-    return {site: count for site, count in needed.items() if count}
-
-
-@given(_shardings(), st.integers(1, 6), st.integers(1, 4))
-def test_parts_that_cross_are_alike(source: Sharding, num_nodes: int, size: int) -> None:
-    """Many equal parameters, a replica a node: nodes receive alike over the slow link."""
-    parameters = [Parameter(f"w{i}", (size,), "int8", 0) for i in range(20)]
-    target = Sharding(Layout(dp=num_nodes), NUM_LAYERS)
-    sites = {"trainer": "east"} | {f"n{i}": "west" for i in range(num_nodes)}
-    topology = Topology(
-        ["trainer"] * source.layout.num_ranks, [f"n{i}" for i in range(num_nodes)], sites
-    )
-    made = scatter_broadcast(plan(parameters, source, target, topology), topology)
-    received: Counter[int] = Counter(dict.fromkeys(range(num_nodes), 0))
-    for copy in made.copies():
-        if not copy.is_relayed:
-            received[copy.target] += _num_bytes(copy)
-    assert max(received.values()) - min(received.values()) <= size
-    assert sum(received.values()) == 20 * size
-
-
-def test_figure_9_of_weave() -> None:
-    """TP 2, DP 2 to DP 4: the baseline sends four copies over the slow link, scattering one."""
-    parameters = [
-        Parameter(f"layer{i}.w", (8, 8), "bfloat16", i, Along(0)) for i in range(NUM_LAYERS)
-    ]
-    source = Sharding(Layout(dp=2, tp=2), NUM_LAYERS)
-    target = Sharding(Layout(dp=4), NUM_LAYERS)
-    topology = Topology(
-        ["train"] * 4,
-        [f"rollout{i}" for i in range(4)],
-        {"train": "east"} | {f"rollout{i}": "west" for i in range(4)},
-    )
-    model = NUM_LAYERS * 8 * 8 * 2
-    direct = plan(parameters, source, target, topology)
-    made = scatter_broadcast(direct, topology)
-    link = ("east", "west")
-    assert traffic(direct, topology).crossing == {link: 4 * model}
-    assert traffic(made, topology).crossing == {link: model}
-    assert traffic(made, topology).within_sites == 3 * model
-    assert made.sent_bytes == dict.fromkeys(range(4), model // 4)
-    # A slow link of one model a second, nodes with a hundred times that.
-    assert traffic(direct, topology).seconds(model, 100 * model) == 4.0
-    assert traffic(made, topology).seconds(model, 100 * model) == 1.0
-
-
-def test_neighbours_on_a_node_share_what_comes_to_it() -> None:
-    parameters = [Parameter(f"w{i}", (4,), "int8", 0) for i in range(4)]
-    source, target = Sharding(Layout(), 1), Sharding(Layout(dp=4), 1)
-    sites = {"far": "east", "a": "west", "b": "west"}
-    topology = Topology(["far"], ["a", "a", "b", "b"], sites)
-    cost = traffic(scatter_broadcast(plan(parameters, source, target), topology), topology)
-    assert cost.crossing == {("east", "west"): 16}
-    assert (cost.within_sites, cost.within_nodes) == (16, 32)
 
 
 def test_the_plan_is_made_once_for_what_is_alike() -> None:

@@ -188,15 +188,11 @@ def test_drain_is_undone_while_the_node_is_away() -> None:
     assert world.core.state.cluster.free["train"] == ["t1"]
 
 
-def test_drain_of_what_is_not_there_or_cannot_move_is_refused() -> None:
+def test_drain_of_what_is_not_there_is_refused_and_so_is_a_loss_of_what_is_up() -> None:
     world = world_of()
     error = ask(world, "t7").error
     assert error is not None
     assert (error.code, "t0" in error.remedy) == (Code.NOT_FOUND, True)
-    world.feed(replace(node_up("t2", "train"), can_move=False))
-    error = ask(world, "t2").error
-    assert error is not None
-    assert error.code is Code.FAILED_PRECONDITION
     error = ask(world, "t0", gone=True).error
     assert error is not None
     assert error.code is Code.FAILED_PRECONDITION

@@ -158,9 +158,9 @@ def test_copy_that_is_dirty_may_be_sealed_and_spilled_but_not_taken_for_verified
     residency.prepare_seal(rank.wpg, 3)
     residency.validate()
     residency.end_seal(rank.wpg)
-    residency.step(rank, Step.SPILL_BEGUN)
+    residency.step(rank, Step.DEMOTE_BEGUN)
     residency.validate()
-    residency.step(rank, Step.SPILL_VERIFIED)
+    residency.step(rank, Step.DEMOTE_VERIFIED)
     with pytest.raises(AssertionError):
         residency.validate()
     rank.copied(3, "as it was written")

@@ -120,7 +120,7 @@ def test_plan_moves_all_ranks_of_both_and_counts_each_device_by_itself() -> None
         books.plan_switch_in(C, 1, 2, [])
     assert books.plan_switch_out(A, 1, 3) == a.ranks
     assert books.plan_switch_out(C, 1, 4) == []
-    for state in (State.SPILLING, State.SPILLED, State.LIFTING):
+    for state in (State.DEMOTING, State.DEMOTED, State.PROMOTING):
         c.ranks[0].state = state
         assert books.plan_switch_out(C, 1, 4) == []
         with pytest.raises(CallerError, match=state):

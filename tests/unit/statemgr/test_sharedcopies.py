@@ -158,16 +158,16 @@ def test_content_stays_while_a_user_needs_it() -> None:
     first, second = world.rank("a"), world.rank("a")
     content = world.hold(first, PRIVATE)
     world.merge(world.hold(second, PRIVATE))
-    spillable = world.contents.spillable
-    assert spillable() == [content]
+    demotable = world.contents.demotable
+    assert demotable() == [content]
     world.residency.begin_use(second.wpg)
-    assert spillable() == []
+    assert demotable() == []
     world.residency.end_use(second.wpg)
     first.wpg.next_use_s = 50.0
-    assert spillable(after_s=40.0) == [content]
-    assert spillable(after_s=60.0) == []
+    assert demotable(after_s=40.0) == [content]
+    assert demotable(after_s=60.0) == []
     world.residency.prepare_seal(first.wpg, 1)
-    assert spillable() == []
+    assert demotable() == []
 
 
 def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
@@ -175,11 +175,11 @@ def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
     content = world.hold(world.rank("a"), PRIVATE)
     world.merge(world.hold(world.rank("a"), PRIVATE))
     with pytest.raises(InternalError):
-        world.contents.step(content, Step.LIFT_BEGUN)
-    world.contents.step(content, Step.SPILL_BEGUN)
+        world.contents.step(content, Step.PROMOTE_BEGUN)
+    world.contents.step(content, Step.DEMOTE_BEGUN)
     assert world.contents.nvme_used_bytes() == SIZE
-    world.contents.step(content, Step.SPILL_VERIFIED)
-    assert content.state is State.SPILLED
+    world.contents.step(content, Step.DEMOTE_VERIFIED)
+    assert content.state is State.DEMOTED
     assert world.contents.nvme_used_bytes() == SIZE
     assert world.contents.states()[0].on_nvme
 

@@ -147,7 +147,7 @@ async def world(directory: Path, *, room: int = 2, closed: bool = True) -> Async
             async with tiering.in_host(made.wpgs[name]):
                 pass
         await made.rest()
-        assert [made.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+        assert [made.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
         await made.at_gate()
         if closed:
             gated.gate.clear()
@@ -163,13 +163,13 @@ async def test_spill_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
         await w.at_gate()
-        assert w.state("b") is State.SPILLING
+        assert w.state("b") is State.DEMOTING
         using = asyncio.create_task(w.use("b"))
         # `b` stays; room is made by `c` instead.
         await w.at_gate()
         await using
         assert w.state("b") is State.HOST
-        assert w.state("c") is State.SPILLING
+        assert w.state("c") is State.DEMOTING
         w.directory.gate.set()
         w.node.memory.free(await asking)
         assert [p.name for p in w.directory.spilled()] == ["spill-1-0.state"] * 2
@@ -181,7 +181,7 @@ async def test_move_upward_is_joined_and_then_no_withdrawn_hint_ends_it(tmp_path
         w.directory.gate.clear()
         w.hint("a", 5.0)
         await w.at_gate()
-        assert w.state("a") is State.LIFTING
+        assert w.state("a") is State.PROMOTING
         using = asyncio.create_task(w.use("a"))
         await asyncio.sleep(0)
         w.hint("a", None)
@@ -199,7 +199,7 @@ async def test_withdrawn_hint_leaves_the_copy_below(tmp_path: Path) -> None:
         await w.at_gate()
         w.hint("a", None)
         await w.rest()
-        assert w.state("a") is State.SPILLED
+        assert w.state("a") is State.DEMOTED
         assert w.node.memory.arena.used_bytes == used_bytes
         w.directory.gate.set()
         await w.use("a")
@@ -242,7 +242,7 @@ async def test_deployment_that_ends_as_its_way_down_begins_makes_the_room_itself
     async with world(tmp_path) as w:
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
         await asyncio.sleep(0)
-        assert w.state("b") is State.SPILLING
+        assert w.state("b") is State.DEMOTING
         w.node.retire(w.wpgs["b"], "its rank has left")
         w.node.memory.free(await asking)
         await w.rest()
@@ -364,7 +364,7 @@ async def test_nothing_goes_down_for_what_cannot_fit_anyway(tmp_path: Path) -> N
         assert caught.value.info.details["needed_bytes"] == str(3 * SIZE)
         with w.tiering.using(w.wpgs["b"]), pytest.raises(ResourceError):
             await w.tiering.reserve(2 * SIZE, "too large beside what is in use")
-        assert [w.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+        assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
 
 
 async def test_host_copy_that_went_bad_is_not_spilled_and_its_life_is_over(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ async def test_caller_that_is_cancelled_leaves_the_move_whole(tmp_path: Path) ->
             await asking
         w.directory.gate.set()
         await w.rest()
-        assert w.state("b") is State.SPILLED
+        assert w.state("b") is State.DEMOTED
         await w.use("b")
 
 
@@ -409,7 +409,7 @@ async def test_directory_in_the_way_of_a_copy_down_leaves_it_above(tmp_path: Pat
             (w.directory.spill(w.wpgs[name].key, 1, 0) / "in the way").mkdir(parents=True)
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await w.tiering.reserve(SIZE, "new")
-        assert [w.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+        assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
         w.node.retire(w.wpgs["c"], "its rank has left")
 
 
@@ -430,12 +430,12 @@ async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_whe
         async with without_threads():
             with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
                 await w.tiering.reserve(SIZE, "new")
-            assert [w.state(name) for name in NAMES] == [State.SPILLED, State.HOST, State.HOST]
+            assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
             w.node.validate()
             w.node.retire(w.wpgs["c"], "room")
             with pytest.raises(InternalError, match="RuntimeError"):
                 await w.use("a")
-            assert w.state("a") is State.SPILLED
+            assert w.state("a") is State.DEMOTED
             w.node.validate()
         await w.use("a")
     assert "Traceback" in caplog.text
@@ -468,7 +468,7 @@ async def draining(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIter
 
 
 def drained(w: World) -> list[str]:
-    return [name for name, wpg in w.wpgs.items() if wpg.ranks[0].is_drained]
+    return [name for name, wpg in w.wpgs.items() if wpg.ranks[0].is_written_back]
 
 
 async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_for_the_disk(
@@ -478,7 +478,7 @@ async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_fo
         assert w.tiering.num_moves == 0
         await w.add("c")
         await w.at_gate()
-        assert w.state("a") is State.SPILLING
+        assert w.state("a") is State.DEMOTING
         w.directory.gate.set()
         await w.node.until(lambda: drained(w) == ["a"] and not w.tiering.num_moves)
         assert w.state("a") is State.HOST
@@ -487,10 +487,10 @@ async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_fo
         w.node.validate()
         w.directory.gate.clear()
         extent = await w.tiering.reserve(SIZE, "new")
-        assert (w.state("a"), drained(w)) == (State.SPILLED, [])
+        assert (w.state("a"), drained(w)) == (State.DEMOTED, [])
         # That took the room which was to be had at once: the next one is on its way.
         await w.at_gate()
-        assert w.state("b") is State.SPILLING
+        assert w.state("b") is State.DEMOTING
         w.directory.gate.set()
         await w.rest()
         w.node.memory.free(extent)
@@ -505,7 +505,7 @@ async def test_draining_gives_way_to_who_needs_the_copy(tmp_path: Path) -> None:
         assert w.state("a") is State.HOST
         # Another one is needed last now.
         await w.at_gate()
-        assert w.state("b") is State.SPILLING
+        assert w.state("b") is State.DEMOTING
         w.directory.gate.set()
         await w.node.until(lambda: drained(w) == ["b"])
 
@@ -517,13 +517,13 @@ async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_drained(tmp_
         await w.add("c")
         w.hint("c", 3.0)
         await w.at_gate()
-        going = [name for name in w.wpgs if w.state(name) is State.SPILLING]
+        going = [name for name in w.wpgs if w.state(name) is State.DEMOTING]
         with w.tiering.using(*(w.wpgs[name] for name in w.wpgs if name not in going)):
             asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
             await asyncio.sleep(0)
             w.directory.gate.set()
             w.node.memory.free(await asking)
-        assert [name for name in w.wpgs if w.state(name) is State.SPILLED] == going
+        assert [name for name in w.wpgs if w.state(name) is State.DEMOTED] == going
 
 
 async def test_copy_that_goes_to_the_device_is_drained_no_more(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ async def test_drained_copy_goes_though_nothing_more_fits_below(tmp_path: Path) 
         w.directory.gate.set()
         await w.node.until(lambda: drained(w) == ["a"] and not w.tiering.num_moves)
         w.node.memory.free(await w.tiering.reserve(SIZE, "new"))
-        assert w.state("a") is State.SPILLED
+        assert w.state("a") is State.DEMOTED
         assert w.node.nvme_used_bytes() == HEAP
 
 
@@ -572,7 +572,7 @@ async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_book
             await asyncio.sleep(0)
             w.directory.last_gate.set()
             w.node.memory.free(await asking)
-        assert w.state("a") is State.SPILLED
+        assert w.state("a") is State.DEMOTED
 
 
 async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(
@@ -582,7 +582,7 @@ async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(
         (rank,) = w.wpgs["b"].ranks
         rank.copied(1, "")
         w.node.memory.free(await w.tiering.reserve(SIZE, "new"))
-        assert (w.state("b"), rank.digest) == (State.SPILLED, w.digests["b"])
+        assert (w.state("b"), rank.digest) == (State.DEMOTED, w.digests["b"])
         await w.use("b")
 
 
@@ -601,7 +601,7 @@ async def test_memory_that_is_given_back_is_not_taken_again_by_who_reads_it_for_
         w.node.digests.begin([rank])
         await asyncio.sleep(0)  # it has asked for a thread
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
-        while w.state("b") is not State.SPILLED:
+        while w.state("b") is not State.DEMOTED:
             await asyncio.sleep(0)
         threads.may_begin.set()
         w.node.memory.free(await asking)

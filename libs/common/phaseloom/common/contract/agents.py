@@ -27,12 +27,12 @@ class TakePart(Message, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     number: int
-    """Of the call in this incarnation, from 1."""
+    """The number of the call in this incarnation, counted from 1."""
     num_ended: int
-    """Calls up to this one are not asked for again."""
+    """The newest call that is not asked for again."""
     share: bytes
-    """As MessagePack, what agents tell ranks (`phaseloom.worker.rank.wire.RunShare`), but that the
-    payloads are left out: they are read from the operation stream."""
+    """The command to the ranks (`phaseloom.worker.rank.wire.RunShare`), as MessagePack, without the
+    payloads: the agent reads these from the operation stream."""
     offset: int = 0
     """How much of the answer has come."""
 
@@ -61,15 +61,15 @@ class StoreFound(Message, frozen=True):
 
 
 class NotYet(Message, frozen=True):
-    """Ask again."""
+    """The answer is not there yet: ask again."""
 
 
 class PartTaken(Message, frozen=True):
     num_bytes: int
-    """Of the whole answer: as MessagePack, what each rank of the node said, in order
+    """Size of the whole answer: as MessagePack, the answer of each rank of the node, in order
     (`phaseloom.worker.rank.wire.ShareDone`)."""
     chunk: bytes
-    """Of it, from the offset on."""
+    """The bytes of the answer from the offset on."""
 
 
 class PartFailed(Message, frozen=True):
@@ -77,11 +77,11 @@ class PartFailed(Message, frozen=True):
 
 
 class Present(Message, frozen=True):
-    """All of them are alive."""
+    """All ranks of this incarnation on the node are alive."""
 
 
 class IncarnationOver(Message, frozen=True):
-    """Answer to any of them: no rank of this incarnation is alive here, nor will be."""
+    """Answer to any request: no rank of this incarnation is alive here, nor will be."""
 
     error: ErrorInfo
 

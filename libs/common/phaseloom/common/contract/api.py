@@ -26,7 +26,7 @@ class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str
     failed: bool = False
-    """Of `job.finish`: the controller gives up, or an operator cancels the job."""
+    """For `job.finish`: whether the controller gives up, or an operator cancels the job."""
 
 
 class CreateDeployment(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Slots that have no outcome yet."""
     error: ErrorInfo | None = None
     moving: str = ""
-    """Where it is on its way to, and what it waits for, in words; empty: it stays where it is."""
+    """In words: the nodes that it moves to, and what the move waits for. Empty: it stays."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,14 +64,14 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     deployments: list[DeploymentStatus] = []
     error: ErrorInfo | None = None
     placement: str = ""
-    """Where it is, with whom and why, in words; empty: it has no place."""
+    """In words: the nodes of the job, the jobs it shares them with, and why. Empty: it has none."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """A job's last checkpoint with a controller's blob. leader → KV, router → controller."""
 
     deployment: str
-    """That the `save_state` was sent to."""
+    """The deployment that the `save_state` was sent to."""
     seq: int
     checkpoints: dict[str, str]
     """Deployment → name, for `load_state`."""
@@ -79,7 +79,7 @@ class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Attached(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to `session.attach`: from now on older sessions of this job are refused."""
+    """The answer to `session.attach`: from now on older sessions of this job are refused."""
 
     session: int
     status: JobStatus
@@ -116,8 +116,8 @@ class OperationRequest(msgspec.Struct, frozen=True):
 
 
 class DrainNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`pl.v1.node.{drain,status}`, of operators: answered with a NodeStatus. `status` changes
-    nothing."""
+    """`pl.v1.node.{drain,status}`, called by operators, answered with a NodeStatus. A `status` call
+    changes nothing."""
 
     node: str
     undo: bool = False
@@ -132,26 +132,26 @@ class NodeStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     is_draining: bool = False
     is_gone: bool = False
     deployments: list[DeploymentKey] = []
-    """That are on it, or on their way to it."""
+    """The deployments that are on the node, or on their way to it."""
     waits_for: list[str] = []
-    """Why those that are to leave have not left, and which copies still count on it; one line
-    each."""
+    """One line for each deployment that is to leave and has not, and for each copy that only this
+    node has."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to `operation.explain`, and to `operation.cancel` (as it stands then)."""
+    """The answer to `operation.explain`, and to `operation.cancel` (as it stands then)."""
 
     key: OperationKey
     kind: str
-    """Empty where it has ended and its outcome does not tell."""
+    """The operation's kind; empty where it has ended and its outcome does not tell."""
     state: str
     """`queued` or `permitted`; its outcome where it has ended."""
     waits_for: list[str] = []
-    """One line each: an operation, a WPG, a device that is busy, a phase that is held."""
+    """One line for each operation, WPG, busy device or held phase that it waits for."""
     place: int = 0
-    """1: next on its device; 0: it is not among what is ready."""
+    """Its place among the ready operations of its device: 1 is next; 0: it is not ready."""
     predicted_start_s: float = -1.0
-    """From now; -1: not known."""
+    """Seconds from now; -1: not known."""
     why: str = ""
     """Why the policy chose so."""
 
@@ -161,12 +161,12 @@ class UsageRequest(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a tenant has open."""
+    """The operations that a tenant has open."""
 
     open_operations: int
     """Queued or permitted; also those that were refused behind a gap, until it is closed."""
     sequence: int
-    """Of the decision log: what stands behind it is not counted."""
+    """The place in the decision log up to which operations are counted."""
 
 
 class ResultRequest(msgspec.Struct, frozen=True):
@@ -185,6 +185,6 @@ class ResultReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """What an API call answers when it fails; told apart by the NATS service error header."""
+    """The answer of an API call that fails; the NATS service error header tells it apart."""
 
     error: ErrorInfo

@@ -1,4 +1,4 @@
-"""What every message of the contract is built on."""
+"""The base of every message of the contract."""
 
 from __future__ import annotations
 

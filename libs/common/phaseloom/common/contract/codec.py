@@ -32,7 +32,7 @@ def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def content_type_of(headers: Mapping[str, str] | None) -> str:
-    """What the `Content-Type` header says; JSON where there is none, as a person types it."""
+    """The content type by the `Content-Type` header; JSON without one, as a person types it."""
     return (headers or {}).get(CONTENT_TYPE, JSON)
 
 

@@ -13,38 +13,38 @@ class NodeCommand(Message, frozen=True):
     id: CommandId
     node: NodeId
     revision: int
-    """The node's life this is meant for."""
+    """The life of the node that the command is meant for; the agent of another life refuses it."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Leave for nodes to fetch a weights version from others, for one life of one deployment.
+    """Leave for nodes to fetch a weights version from others, for one incarnation of its reader.
 
-    It lasts as long as that life and the version: a state manager that has seen the ticket of a
-    later life refuses it.
+    It lasts as long as that incarnation and the version: a state manager that has seen the ticket
+    of a later incarnation refuses it.
     """
 
     version: VersionKey
     reader: DeploymentKey
     incarnation: int
-    """Of the reader."""
+    """The incarnation of the reader that the ticket is for."""
     nodes: list[str]
-    """Where the reader's ranks are; certificates name nodes so."""
+    """The nodes of the reader's ranks, as their certificates name them."""
     mac: bytes = b""
-    """Of the scheduler that permits the read; see `phaseloom.common.transport.tickets`."""
+    """The scheduler's signature, by which it permits the read: see `transport.tickets`."""
 
 
 class FilesTicket(msgspec.Struct, frozen=True):
     """Leave for nodes to fetch a deployment's seals and durable weights versions from others.
 
-    It lasts until a later life of the deployment asks.
+    It lasts until a later incarnation of the deployment asks.
     """
 
     deployment: DeploymentKey
     incarnation: int
     nodes: list[str]
-    """Who may have them, as their certificates name them."""
+    """The nodes that may fetch, as their certificates name them."""
     mac: bytes = b""
-    """Of the scheduler; see `phaseloom.common.transport.tickets`."""
+    """The scheduler's signature: see `phaseloom.common.transport.tickets`."""
 
 
 class StartWpg(NodeCommand, frozen=True):
@@ -54,24 +54,25 @@ class StartWpg(NodeCommand, frozen=True):
     incarnation: int
     spec: DeploymentSpec
     devices: list[int]
-    """Of each rank on this node."""
+    """The device of each rank on this node."""
     seal_seq: int
     """Start from the seal at this seq; 0: from the checkpoint, or the spec's seeds."""
     checkpoint: str = ""
-    """Where the job fell back to one."""
+    """The checkpoint that the job fell back to; empty: none."""
     applied: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
     rank_offset: int = 0
-    """Of this node's first rank; rank 0 leads."""
+    """The number of this node's first rank; rank 0 leads."""
     nodes: list[NodeId] = []
-    """Of the whole WPG, by rank, where it is spread over several; each starts its own ranks."""
+    """The node of each rank of the WPG, where it is spread over several nodes; each of them starts
+    its own ranks. Empty: all ranks are on this node."""
     versions: list[int] = []
     """Weights versions of this policy that are as durable as the seal."""
     sources: list[str] = []
     """Endpoints of the state managers that have the seal and the versions, where this node may
     lack them."""
     ticket: FilesTicket | None = None
-    """With sources."""
+    """Leave to fetch from the sources; given wherever there are any."""
 
 
 class StopWpg(NodeCommand, frozen=True):
@@ -80,8 +81,8 @@ class StopWpg(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     forget: bool
-    """Its job has ended, it was deleted, or it has moved away: seals and weights versions go too
-    (checkpoints stay)."""
+    """Whether its seals and weights versions are deleted too, because its job has ended, it was
+    deleted, or it has moved away. Checkpoints always stay."""
 
 
 class OpenActivation(NodeCommand, frozen=True):
@@ -92,7 +93,7 @@ class OpenActivation(NodeCommand, frozen=True):
     epoch: int
     displaces: list[DeploymentKey]
     early: bool = False
-    """No operation waits for it yet."""
+    """Whether the operation that it is opened for is only predicted."""
 
 
 class Permit(NodeCommand, frozen=True):
@@ -106,25 +107,25 @@ class Permit(NodeCommand, frozen=True):
     prev: int
     """seq of the last mutating operation that took effect."""
     replay: bool = False
-    """Rebuilding: run it even if its DONE is stored, whose result stands."""
+    """Whether it rebuilds the state: it runs even if its outcome is stored, and that one stands."""
     sources: list[str] = []
-    """Of `sync_weights`: endpoints of the state managers that have the version."""
+    """For `sync_weights`: endpoints of the state managers that have the version."""
     partial: bool = False
-    """Of `optim_step`: a `forward_backward` since the last one was not completed."""
+    """For `optim_step`: whether a `forward_backward` since the last step was not completed."""
     ticket: Ticket | None = None
-    """Of `sync_weights`: what the sources ask for."""
+    """For `sync_weights`: leave to fetch from the sources."""
     sealing: int = 0
-    """Of a WPG over several nodes: the seal that is being made of it. Each node has its part of
-    that seal apart before its ranks run this; 0: none is being made."""
+    """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
+    that seal before its ranks run this operation. 0: none is being made."""
 
 
 class Permits(NodeCommand, frozen=True):
-    """Leave to run several reading operations of one deployment within one activation; each counts
-    as one of its own. Its id is the first one's."""
+    """Leave to run several reading operations of one deployment within one activation. Each permit
+    counts as one of its own; the id of the command is the first permit's."""
 
     permits: list[Permit]
     traceparents: list[str]
-    """Of each permit; an empty list: none of them is traced."""
+    """The trace of each permit's operation; an empty list: none of them is traced."""
 
     def __post_init__(self) -> None:
         if self.traceparents and len(self.traceparents) != len(self.permits):
@@ -147,7 +148,8 @@ class CloseActivation(NodeCommand, frozen=True):
 
 
 class SealState(NodeCommand, frozen=True):
-    """Commit a copy of the whole state at `seq`, and these versions."""
+    """Commit a copy of the whole state at `seq`, and these versions. Answered by a SealCommitted or
+    a SealFailed."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -155,12 +157,12 @@ class SealState(NodeCommand, frozen=True):
     versions: list[int]
     durability: Durability = Durability.NODE
     replicas: dict[NodeId, str] = {}
-    """Of `remote`: nodes whose disks get a copy before it is committed, and the endpoints of their
-    state managers."""
+    """For `remote`: the nodes whose disks get a copy before the seal is committed, with the
+    endpoints of their state managers."""
     num_parts: int = 1
-    """Nodes of the WPG: the seal is committed with the last one's part."""
+    """How many nodes the WPG has: the seal is committed with the last node's part."""
     ticket: FilesTicket | None = None
-    """Of the replicas."""
+    """Leave for the replicas to fetch it."""
 
 
 class MirrorState(NodeCommand, frozen=True):
@@ -168,30 +170,30 @@ class MirrorState(NodeCommand, frozen=True):
 
     deployment: DeploymentKey
     seal_seq: int
-    """0: only versions."""
+    """The seal to fetch; 0: only versions are fetched."""
     versions: list[int]
-    """Its own."""
+    """Weights versions of this deployment to fetch."""
     sources: list[str]
     """Endpoints of the state managers that have them."""
     ticket: FilesTicket
     holds: Ticket | None = None
-    """For the version that it holds, which may be another deployment's."""
+    """Leave to fetch the version that the deployment holds, which may be another deployment's."""
     keeps: Ticket | None = None
-    """For a version that nobody can make again: it is to be here, or this has failed."""
+    """Leave to fetch a version that nobody can make again: without it the command fails."""
     rank_offset: int = 0
-    """Of the first rank that the node is to have,"""
+    """The number of the first rank that the node is to have."""
     num_ranks: int = 0
-    """of so many on all nodes; 0: not said."""
+    """How many ranks the WPG has on all nodes; 0: not known."""
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
-    """Nothing needs these weights versions any more."""
+    """Drop these weights versions: nothing needs them any more."""
 
     versions: list[VersionKey]
 
 
 class PrefetchState(NodeCommand, frozen=True):
-    """A hint: bring a deployment's host copies up from NVMe, and keep what is used sooner."""
+    """A hint: promote a deployment's host copies from NVMe; copies that are used sooner stay."""
 
     deployment: DeploymentKey
     incarnation: int

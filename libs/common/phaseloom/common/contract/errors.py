@@ -99,7 +99,7 @@ class InternalError(PhaseloomError):
 
 
 def unforeseen(error: BaseException) -> ErrorInfo:
-    """What is told of an exception that is none of ours: a bug, in its own words."""
+    """The error that reports an exception that is none of ours: a bug, in its own words."""
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 

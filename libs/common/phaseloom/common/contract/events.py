@@ -39,14 +39,12 @@ class NodeUp(Message, frozen=True):
     devices: list[DeviceSpec]
     host_memory_bytes: int
     revision: int
-    """Of the node lease: every command names it, and an agent refuses another's."""
+    """Revision of the node lease: every command names it, and an agent refuses another's."""
     state_endpoint: str
     """host:port where this node's state manager serves weights versions."""
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
-    """Of the whole node, in any currency: placement weighs nodes by it."""
-    can_move: bool = False
-    """Whether deployments can be moved between this node and others that say so."""
+    """Price of the whole node, in any currency: placement weighs nodes by it."""
 
 
 class NodeLost(Message, frozen=True):
@@ -67,7 +65,7 @@ class WpgStarted(Message, frozen=True):
     applied: int
     """seq of the last mutating operation in the state: 0, or the seal's."""
     devices: list[int] = []
-    """Of each rank; for whoever reads the log."""
+    """The device of each rank; for people who read the log."""
 
 
 class WpgLost(Message, frozen=True):
@@ -80,15 +78,15 @@ class WpgLost(Message, frozen=True):
 
 
 class NodeDrainRequested(Message, frozen=True, omit_defaults=True):
-    """operator API → scheduler. What is on the node is to go to others."""
+    """operator API → scheduler. The deployments on the node are to move to others."""
 
     node: NodeId
     request: str
     """Id of the API request that this answers."""
     undo: bool = False
-    """It is not to be drained any more."""
+    """Whether an earlier request is taken back instead."""
     gone: bool = False
-    """It is gone for good, with all that it alone had."""
+    """Whether the node is gone for good, with all that it alone had."""
 
 
 class StateMirrored(Message, frozen=True, omit_defaults=True):
@@ -96,11 +94,11 @@ class StateMirrored(Message, frozen=True, omit_defaults=True):
 
     deployment: DeploymentKey
     seq: int
-    """Of the seal; 0: none was asked for."""
+    """seq of the seal; 0: none was asked for."""
     node: NodeId
     command: CommandId
     error: ErrorInfo | None = None
-    """It is not here, and why."""
+    """Why the copy is not on the node; None: it is."""
 
 
 class JobSubmitted(Message, frozen=True):
@@ -183,27 +181,27 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     kind: str
     after: list[After] = []
     version: VersionKey | None = None
-    """Of `sync_weights`: what it will bring."""
+    """For `sync_weights`: the version that it will bring."""
     size: int = 0
     """Tokens at most (prompt and new tokens, over all samples), for whoever reads the log: the
     scheduler's estimates go by kind."""
     content_type: str = "application/msgpack"
-    """As the operation came, so is its outcome written."""
+    """How the operation was encoded, and how its outcome is written."""
     session: int = 0
     timeout_s: float = 0.0
     num_bytes: int = 0
-    """Of the payload, as it is stored."""
+    """Size of the payload, as it is stored."""
     error: ErrorInfo | None = None
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 
 
 class OperationsQueued(Message, frozen=True, omit_defaults=True):
-    """router → scheduler, profiler. Several that one append brought; each counts as one of its
-    own, in this order."""
+    """router → scheduler, profiler. Several operations that were appended together; each counts as
+    one of its own, in this order."""
 
     operations: list[QueuedOperation]
     traceparents: list[str] = []
-    """Of each operation; an empty list: none of them is traced."""
+    """The trace of each operation; an empty list: none of them is traced."""
 
 
 class OperationFinished(Message, frozen=True, omit_defaults=True):
@@ -223,12 +221,12 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     num_tokens: int = 0
     """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
     checkpoints: dict[str, str] = {}
-    """Of a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
+    """For a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
 
 
 class OperationsFinished(Message, frozen=True):
-    """WPG leader → scheduler, profiler. Several that one append brought; each counts as one of its
-    own, in this order."""
+    """WPG leader → scheduler, profiler. Several operations that were appended together; each counts
+    as one of its own, in this order."""
 
     operations: list[OperationFinished]
 
@@ -246,7 +244,7 @@ class ActivationOpened(Message, frozen=True):
     bytes_in: int
     displaced: list[DeploymentKey] = []
     early: bool = False
-    """Opened for an operation that was only predicted."""
+    """Whether it was opened for an operation that was only predicted."""
 
 
 class ActivationRefused(Message, frozen=True):
@@ -259,7 +257,8 @@ class ActivationRefused(Message, frozen=True):
 
 
 class PermitReturned(Message, frozen=True):
-    """WPG leader → scheduler. Not run, nothing changed: what it needs cannot be reached now."""
+    """WPG leader → scheduler. The operation was not run and nothing changed: something it needs is
+    out of reach now."""
 
     key: OperationKey
     epoch: int
@@ -268,8 +267,8 @@ class PermitReturned(Message, frozen=True):
 
 
 class StateCut(Message, frozen=True):
-    """WPG leader → scheduler. What a `save_state` saves is apart from the devices now: others may
-    go on while it is written."""
+    """WPG leader → scheduler. The state that a `save_state` saves is copied from the devices: other
+    operations may go on while the copy is written."""
 
     key: OperationKey
     epoch: int
@@ -332,7 +331,7 @@ class KindEstimate(msgspec.Struct, frozen=True):
     p95_s: float = 0.0
     """95th percentile of the recent durations."""
     worst_s: float = 0.0
-    """As long as it may take where every sample reaches its token limit."""
+    """Longest duration, where every sample reaches its token limit."""
     gap_p10_s: float = -1.0
     gap_p90_s: float = -1.0
     """10th and 90th percentile of the gap; -1: not known."""
@@ -351,7 +350,7 @@ class PhaseTrace(Message, frozen=True):
     drift: float = 0.0
     """Relative change of the period against the one that was told before; 0: none to speak of."""
     num_optim_steps: int = 1
-    """Of all deployments, in one period."""
+    """`optim_step`s of all deployments in one period."""
 
 
 class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -359,24 +358,25 @@ class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: JobKey
     group: str
-    """Empty: a new one."""
+    """The group it goes to; empty: a new one."""
     nodes: dict[str, list[NodeId]]
-    """By pool: those that it is pinned to there; free ones among them join the group."""
+    """Pool → the nodes that it is pinned to there; free ones among them join the group."""
     why: str = ""
     shift_s: float = 0.0
 
 
 class ReplanComputed(Message, frozen=True):
-    """scheduler's shell → scheduler. What is worth moving, of the groups as they were."""
+    """scheduler's shell → scheduler. The moves that are worth their price, by the groups as they
+    were when this was asked."""
 
     as_of: int
     """Sequence of the log's entry after which this was asked."""
     moves: list[PlannedMove]
-    """In order: each may build on those before it."""
+    """The moves in order: each may build on those before it."""
     num_groups: int
-    """Ever made until then: the k-th of the moves to a new group makes `g<num_groups + k>`."""
+    """Groups made until then: the k-th of the moves to a new group makes `g<num_groups + k>`."""
     versions: dict[str, int]
-    """Of the groups that the moves touch: one that has changed since is left alone."""
+    """Version of each group that the moves touch: one that has changed since is left alone."""
 
 
 class TimerFired(Message, frozen=True):
@@ -419,17 +419,18 @@ Event = (
 
 
 def parts(event: Event) -> Seq[Event]:
-    """What an entry of the decision log stands for: one event, or several in order."""
+    """The events that an entry of the decision log stands for: one, or several in order."""
     if isinstance(event, OperationsQueued | OperationsFinished):
         return event.operations
     return (event,)
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something dropped, refused, retried, restarted, rolled back: with its reason."""
+    """every service → EVENTS → people. Something was dropped, refused, retried, restarted or rolled
+    back, with its reason."""
 
     source: str
     what: str
     reason: str
     subject: str = ""
-    """What it is about: an operation, a deployment, a node, a service."""
+    """The operation, deployment, node or service that it is about."""

@@ -93,8 +93,8 @@ class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     policy: DeploymentKey
     seq: int
     part: str = ""
-    """What of it, for state managers: `2of4`, what one rank wrote, counted from 0; `slices-…`, a
-    copy of what one reader needs. Empty: all of it."""
+    """For state managers, which part of it: `2of4` is what one rank wrote, counted from 0;
+    `slices-…` is a copy of what one reader needs. Empty: all of it."""
 
     def __str__(self) -> str:
         return f"{self.policy}.{self.seq}{'/' if self.part else ''}{self.part}"
@@ -105,7 +105,7 @@ class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @property
     def is_copy(self) -> bool:
-        """Of parts that are elsewhere, too."""
+        """Whether it is a copy of slices of parts that are elsewhere, too."""
         return self.part.startswith(COPY_PREFIX)
 
 

@@ -42,12 +42,12 @@ _ARRAY_BYTES = 8
 
 
 class Gradients(Enum):
-    """What a kind does with the gradients that accumulate between two steps."""
+    """How a kind changes the gradients that accumulate between two steps."""
 
     NONE = auto()
     ADDS = auto()
     USES = auto()
-    """It ends the batch: afterwards there are none."""
+    """The kind ends the batch: afterwards there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Kind(Generic[A, R]):
 
     @property
     def name(self) -> str:
-        """As in subjects, spans, traces and on the wire."""
+        """The name that stands in headers, spans, traces and on the wire."""
         return str(self.args.__struct_config__.tag)
 
     @property

@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: list[int] = []
-    """Beside the end-of-sequence tokens of the model's config."""
+    """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
     """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
     ignore_eos: bool = False
@@ -116,8 +116,9 @@ class SaveState(Message, frozen=True):
     checkpoints: dict[str, str] = {}
     """Other deployment of the job → the name of its checkpoint that belongs to this one."""
     keep: int = 0
-    """Once it is durable, those of this deployment's checkpoints that were saved with a `keep` too
-    go, but for the newest so many and those that may be needed; 0: it stays, whatever is saved."""
+    """How many of this deployment's checkpoints that were saved with a `keep` stay once this one is
+    durable, this one included; older ones are deleted, except those that may be needed. 0: this
+    checkpoint stays, whatever is saved later."""
 
 
 class LoadState(Message, frozen=True):
@@ -163,7 +164,7 @@ class After(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
+    """A message that a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
 
     id: str
     """Chosen by the client, unique: tells a resend from another session's operation."""
@@ -171,7 +172,7 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
     args: Args
     after: list[After] = []
     timeout_s: float = 0.0
-    """It ends EXPIRED where it has no permit so long after it was queued; 0: it waits."""
+    """The operation ends EXPIRED if it has no permit so long after it was queued; 0: it waits."""
 
 
 class Sequence(msgspec.Struct, frozen=True):
@@ -187,7 +188,7 @@ class GenerateResult(Message, frozen=True):
     sequences: list[list[Sequence]]
     """[prompt][sample]"""
     prompt_logprobs: list[Float32s] = []
-    """Where asked for, one (T,) array a prompt; the first token's is 0."""
+    """One (T,) array a prompt, where asked for; the first token's is 0."""
 
 
 class ForwardResult(Message, frozen=True):
@@ -207,11 +208,11 @@ class OptimStepResult(Message, frozen=True):
 
 class SaveStateResult(Message, frozen=True):
     path: str
-    """Under the tenant's root: `<job>/<deployment>/<name>`."""
+    """Path under the tenant's root: `<job>/<deployment>/<name>`."""
     weights_sha256: str
-    """Over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
+    """Digest over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
     checkpoints: dict[str, str] = {}
-    """Where it carried a controller's blob: deployment → checkpoint, this one's too."""
+    """Deployment → checkpoint, this one's too, if the operation carried a controller's blob."""
 
 
 class LoadStateResult(Message, frozen=True):
@@ -247,7 +248,7 @@ def result_kind(result: Result) -> str:
 
 
 def checkpoints_of(completion: Completion) -> dict[str, str]:
-    """What a completed `save_state` with a controller's blob made the job's last checkpoint."""
+    """The job's last checkpoint, where this completed a `save_state` with a controller's blob."""
     result = completion.result
     return result.checkpoints if isinstance(result, SaveStateResult) else {}
 

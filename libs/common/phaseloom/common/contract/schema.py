@@ -66,7 +66,7 @@ _NODE_API = {
     "drain": (DrainNode, NodeStatus),
     "status": (DrainNode, NodeStatus),
 }
-"""As `_API`, of operators."""
+"""The calls of operators: name → (request, answer)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Channel:
 
 
 def channels() -> list[Channel]:
-    """What a tenant's programs publish and hear, then what the services tell one another."""
+    """The channels of a tenant's programs, then those between the services."""
     prefix = streams.PREFIX
     log: dict[str, list[type]] = {}
     for kind, subject in streams.LOG_SUBJECTS.items():

@@ -1,4 +1,4 @@
-"""What jobs, deployments, devices and the scheduler are described by, in many messages.
+"""The descriptions of jobs, deployments, devices and the scheduler, which many messages carry.
 
 controller → router, scheduler (`JobSpec`, `DeploymentSpec`); agent → scheduler (`DeviceSpec`);
 scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (`Cycle`).
@@ -13,7 +13,7 @@ import msgspec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What to build: a Hugging Face causal-LM config, initialised from a seed."""
+    """The model to build: a Hugging Face causal-LM config, initialised from a seed."""
 
     config: dict[str, Any]
     """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
@@ -49,8 +49,9 @@ class OptimizerOn(StrEnum):
     DEVICE = "device"
     """The optimizer's state comes and goes with the weights."""
     HOST = "host"
-    """It lives in host memory, where `optim_step` runs too: half as many bytes on the device and in
-    a switch. The same numbers, a slower step where the device is faster than the host."""
+    """The optimizer's state lives in host memory, where `optim_step` runs too: half as many bytes
+    on the device and in a switch. The numbers are the same; the step is slower where the device is
+    faster than the host."""
 
 
 class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,8 +77,10 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """What the scheduler's core decides by. Set in `[scheduler]` of the configuration; the first
-    entry of the decision log, and a new one at each change."""
+    """The settings that the scheduler's core decides by, from `[scheduler]` of the configuration.
+
+    They are the first entry of the decision log, and a new one at each change.
+    """
 
     placement: str
     """Policy that chooses which nodes of each pool a job is pinned to, and with whom it shares
@@ -151,27 +154,27 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     offset_s: float
     duration_s: float
     worst_s: float = 0.0
-    """Where every sample reaches its token limit; 0: as `duration_s`."""
+    """Duration where every sample reaches its token limit; 0: as `duration_s`."""
 
 
 class Cycle(msgspec.Struct, frozen=True):
-    """What a job does again and again while it runs alone, each pool's segments in order."""
+    """A job's repeated pattern of work while it runs alone, each pool's segments in order."""
 
     period_s: float
     segments: list[Segment]
     num_optim_steps: int = 1
-    """Of all deployments, in one period."""
+    """`optim_step`s of all deployments in one period."""
 
 
 class Durability(StrEnum):
-    """What a committed seal survives. Above it the operation stream is kept."""
+    """The loss that a committed seal survives. Above it the operation stream is kept."""
 
     HOST = "host"
-    """The death of every process; kept in its node's memory."""
+    """It survives the death of every process: it is kept in its node's memory."""
     NODE = "node"
-    """A restart of its node, too: on its disk, fsynced."""
+    """It survives a restart of its node, too: it is on the node's disk, fsynced."""
     REMOTE = "remote"
-    """The loss of its node: on the disk of another one as well."""
+    """It survives the loss of its node: it is on the disk of another one as well."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -179,13 +182,14 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
     deployments: list[DeploymentSpec] = []
     cycle: Cycle | None = None
-    """As an earlier run measured it, or as the owner estimates it; None: it is profiled first."""
+    """The cycle as an earlier run measured it, or as the owner estimates it. None: the job is
+    profiled first."""
     duration_s: float = 0.0
-    """How long it would run alone; 0: not known. Only reservations of others go by it."""
+    """How long it would run alone; 0: not known. Only reservations for other jobs go by it."""
     may_wait: bool = True
     """Whether it waits for a place that is not there now, or is refused."""
     durability: Durability = Durability.NODE
-    """Of the seals of its deployments."""
+    """The durability of its deployments' seals."""
 
 
 class DeviceKind(StrEnum):

@@ -104,17 +104,17 @@ def permit_subject(node: NodeId) -> str:
 
 
 def state_subject(node: NodeId) -> str:
-    """Where a node's agent answers people's requests for its `StatusReport`."""
+    """The subject on which a node's agent answers requests for its `StatusReport`."""
     return f"{PREFIX}.state.{node}"
 
 
 def wpg_subject(node: NodeId) -> str:
-    """Where a node's agent answers those of other nodes, about the WPGs that they share."""
+    """The subject on which a node's agent answers other nodes' agents about WPGs they share."""
     return f"{PREFIX}.wpg.{node}"
 
 
 def node_subject(call: str) -> str:
-    """Where the scheduler answers operators' calls about nodes."""
+    """The subject on which the scheduler answers operators' calls about nodes."""
     return f"{PREFIX}.node.{call}"
 
 
@@ -168,7 +168,8 @@ def log_subject(event: Event) -> str:
 
 
 DEDUP_WINDOW_S = 600.0
-"""Longer than any redelivery (ack_wait × max_deliver) of a message that causes another."""
+"""The server drops repeats for so long: longer than any redelivery (ack_wait × max_deliver) of a
+message that causes another."""
 
 
 def mesh_streams() -> list[StreamConfig]:

@@ -74,7 +74,7 @@ class Switch:
     deployment: DeploymentKey
     node: str
     end_s: float
-    """When the log had it."""
+    """The time at which the log had it."""
     offload_s: float
     load_s: float
     bytes_out: int
@@ -107,11 +107,11 @@ class Activity:
     holders: dict[str, DeploymentKey] = field(default_factory=dict)
     """Node → deployment that its newest activation is of."""
     pools: dict[str, str] = field(default_factory=dict)
-    """Of each node."""
+    """Node → its pool."""
     _open: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
-    """In order of arrival."""
+    """Deployment → its open operations, in order of arrival."""
     _ready: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
-    """Those of `_open` that are ready."""
+    """The operations of `_open` that are ready."""
     _readiness: Readiness = field(default_factory=Readiness)
     _places: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
     _deployment_pools: dict[DeploymentKey, str] = field(default_factory=dict)

@@ -40,7 +40,7 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What of a merged set lies outside another merged set."""
+    """The parts of a merged set that lie outside another merged set."""
     rest: list[Interval] = []
     first = 0
     for start, end in left:

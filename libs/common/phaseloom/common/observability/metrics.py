@@ -63,20 +63,20 @@ class Metric:
     """
 
     name: str
-    """By OpenTelemetry's conventions."""
+    """Name by OpenTelemetry's conventions."""
     kind: Kind
     unit: str
     """UCUM: `s`, `By`, or what is counted in braces."""
     labels: tuple[str, ...]
     service: str
-    """That exposes it."""
+    """The service that exposes it."""
     meaning: str
     buckets: tuple[float, ...] = _SECONDS
-    """Upper bounds, of a histogram."""
+    """Upper bounds of a histogram's buckets."""
 
     @property
     def prometheus(self) -> str:
-        """As Prometheus calls it; a histogram has `_bucket`, `_sum` and `_count` behind that."""
+        """Its name in Prometheus; a histogram has `_bucket`, `_sum` and `_count` behind that."""
         name = self.name.replace(".", "_") + _SUFFIX.get(self.unit, "")
         return f"{name}_total" if self.kind is Kind.COUNTER else name
 

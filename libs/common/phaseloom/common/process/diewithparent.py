@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def arm(parent_pid: int) -> None:
-    """From now on this process is killed (SIGKILL) as soon as its parent is gone.
+    """Have this process killed (SIGKILL) as soon as its parent is gone.
 
     Args:   parent_pid: who started this process: if it died before the request was in place, the
                 parent is another by now, and this process ends at once.

@@ -53,7 +53,7 @@ class LogFormat(StrEnum):
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """What holds for any process of the mesh: PHASELOOM_<FIELD>."""
+    """Settings of every process of the mesh: PHASELOOM_<FIELD>."""
 
     die_with_parent: int = 0
     """Pid of the parent to die with; 0: outlive it."""
@@ -94,7 +94,7 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
-    """What a call returns that may wait for long: for the server, or for another process.
+    """Await a call that may wait for long, for the server or for another process.
 
     Raises: Stopped: it was told to stop first; the call has ended.
     """
@@ -235,7 +235,7 @@ class _StopSignal:
         self.bound()
 
     def bound(self) -> None:
-        """From now on the process has `STOP_TIMEOUT_S` to end."""
+        """Give the process `STOP_TIMEOUT_S` from now to end."""
         timer = threading.Timer(STOP_TIMEOUT_S, self._give_up)
         timer.daemon = True
         timer.start()

@@ -76,7 +76,7 @@ def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 
 
 
 def speakers(layout: Layout) -> list[int]:
-    """By replica, the rank whose results are its: of the last stage, where logits are."""
+    """The rank of each replica whose results count: one of the last stage, where logits are."""
     return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
 
 
@@ -88,12 +88,12 @@ def _stage_ranks(layout: Layout) -> int:
 
 
 def split(args: A, layout: Layout, rank: int) -> A:
-    """What this rank does of an operation; kinds that have no data go to all ranks alike."""
+    """The part of an operation that this rank does; kinds without data go to all ranks alike."""
     return split_shared([args], layout, rank)[0]
 
 
 def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
-    """What this rank does of each of several operations of one kind that run together."""
+    """The part that this rank does of each of several operations of one kind that run together."""
     part = coordinates(rank, layout).dp
     return kind_for(requests[0]).cut(requests, layout.dp, part)
 
@@ -127,7 +127,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a whole tensor's dim, in its own order."""
+    """The indices of a whole tensor's dim that a rank holds, in its own order."""
 
     pieces: tuple[Piece, ...]
 
@@ -138,7 +138,7 @@ class Held:
 
     @property
     def indices(self) -> list[int | None]:
-        """Of the whole dim, by the rank's own; None is padding."""
+        """The index in the whole dim of each of the rank's own; None is padding."""
         held: list[int | None] = []
         for piece in self.pieces:
             held += [*piece.indices, *[None] * (piece.length - len(piece.indices))]

@@ -22,19 +22,19 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 
 ALIGNMENT_BYTES = 64
 MAX_TENSORS = 2**18
-"""Of one rank: decoding what a hostile one sends must not exhaust memory."""
+"""Most tensors of one rank: decoding what a hostile one sends must not exhaust memory."""
 _MAX_DIMS = 64
 _ALIGNED = bytes(range(0, 256, ALIGNMENT_BYTES))
-"""What the lowest byte of an aligned offset can be."""
+"""Every value of the lowest byte of an aligned offset."""
 _POSITIVE = bytes(range(128))
-"""What the highest byte of a number can be that is not below zero."""
+"""Every value of the highest byte of a number that is not below zero."""
 _ROW_BYTES = 304
-"""Of a `TensorSlot`, its two integers, its name but for the characters, and where columns and rows
-name what they hold; of CPython, at most."""
+"""Most bytes in CPython of a `TensorSlot`, its two integers, its name but for the characters, and
+the references of columns and rows to them."""
 _KIND_BYTES = 416
 _DIM_BYTES = 48
 _TABLE_BYTES = 4096
-"""Of empty columns, and of a table without one."""
+"""Bytes of empty columns, and of a table without one."""
 
 T = TypeVar("T")
 _Column = Annotated[list[T], msgspec.Meta(max_length=MAX_TENSORS)]
@@ -42,7 +42,7 @@ _Dims = Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
 
 
 class _Kind(msgspec.Struct, frozen=True, array_like=True):
-    """What tensors have in common."""
+    """The attributes that many tensors have in common."""
 
     role: Role
     dtype: str
@@ -54,9 +54,9 @@ class _Kind(msgspec.Struct, frozen=True, array_like=True):
 class _Columns(msgspec.Struct, frozen=True, array_like=True):
     names: _Column[str]
     kinds: _Column[_Kind]
-    """Each once, in the order in which they come first."""
+    """Each kind once, in the order in which they come first."""
     numbers: bytes
-    """Of each tensor's kind: its place in `kinds`, uint32."""
+    """The place of each tensor's kind in `kinds`, as uint32."""
     offsets: bytes
     """int64, as `sizes`; all little-endian."""
     sizes: bytes
@@ -131,7 +131,7 @@ class TensorTable:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """What it takes in memory, packed, as columns and as slots: never more than this.
+        """Most bytes that it takes in memory: packed, as columns and as slots.
 
         Cost: O(n) in tensors, once.
         """
@@ -174,7 +174,7 @@ class TensorTable:
 
 
 def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
-    """Those that there are, and the number of each tensor's."""
+    """The kinds that there are, and the number of each tensor's kind."""
     known: dict[tuple[object, ...], int] = {}
     kinds: list[_Kind] = []
     numbers = []
@@ -203,7 +203,7 @@ def _unpacked(code: str, column: bytes) -> tuple[int, ...]:
 
 
 def _end_of(offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Of the last one, where each begins behind the one before."""
+    """The end of the last tensor; None unless each begins behind the one before."""
     ends = map(add, offsets, sizes)
     is_behind = all(map(le, ends, islice(offsets, 1, None)))
     return offsets[-1] + sizes[-1] if is_behind else None

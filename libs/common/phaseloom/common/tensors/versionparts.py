@@ -37,7 +37,7 @@ def part_of(version: VersionKey, part: str) -> VersionKey:
 
 
 def layout_digest(table: bytes) -> str:
-    """Of a packed `TensorTable`."""
+    """The digest of a packed `TensorTable`."""
     return blake3(table).hexdigest()
 
 

@@ -67,8 +67,8 @@ _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 _BATCH = 256
 _ANSWER_BYTES = 16 * 2**20
-"""Of many stored messages at once. The server, left to itself, sends more than it lets wait for a
-connection (64 MiB), and cuts off who reads it slowly."""
+"""Most bytes of one answer with many stored messages. The server, left to itself, sends more than
+it lets wait for a connection (64 MiB), and cuts off a slow reader."""
 _MICROSECOND = 1e-6
 _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
@@ -80,7 +80,7 @@ class BusConfig(msgspec.Struct, frozen=True):
     """How a service reaches the mesh account."""
 
     url: str
-    """`nats://host:port`."""
+    """Address of the server: `nats://host:port`."""
     user: str
     password: str
 
@@ -95,7 +95,7 @@ class LogEntry:
     headers: dict[str, str]
 
     def apart(self) -> Iterator[LogEntry]:
-        """One for each of the events that it stands for."""
+        """One entry for each of the events that this one stands for."""
         for event in parts(self.event):
             yield LogEntry(self.sequence, self.time_s, event, self.headers)
 
@@ -110,7 +110,7 @@ class Stored:
 
     @property
     def is_gone(self) -> bool:
-        """Of a KV key: this only marks that it was deleted or has expired."""
+        """Whether this only marks that a KV key was deleted or has expired."""
         return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
 
 
@@ -169,8 +169,8 @@ class _Purged(msgspec.Struct, frozen=True):
 _json = msgspec.json.Encoder()
 _purged = msgspec.json.Decoder(_Purged)
 _pub_ack = msgspec.json.Decoder(_PubAck)
-"""What is on the path of every operation goes without nats-py's JetStream layer, which parses more
-of an answer than we use."""
+"""Calls on the path of every operation bypass nats-py's JetStream layer, which parses more of an
+answer than we use."""
 
 
 class AlreadyStored(Exception):
@@ -308,7 +308,7 @@ async def close_client(client: Client) -> None:
 
 
 class Bus:
-    """What a service does with the mesh account. Make it with `Bus.open`."""
+    """A service's connection to the mesh account. Make it with `Bus.open`."""
 
     def __init__(self, client: MeshClient) -> None:
         self.client = client
@@ -549,7 +549,7 @@ class Bus:
         return (await self.js.stream_info(streams.SCHED)).state.last_seq
 
     async def newest_notices(self, number: int) -> list[Notice]:
-        """What people were told last, oldest first."""
+        """The newest notices, oldest first."""
         state = (await self.js.stream_info(streams.EVENTS)).state
         notices = []
         first = max(1, state.first_seq, state.last_seq - number + 1)
@@ -642,7 +642,8 @@ class Bus:
         raise APIError.from_msg(message)
 
     async def _get_by_api(self, stream: str, subject: str) -> Stored | None:
-        """Of no such stream, one without direct get, or a server that is starting.
+        """The stored message, where direct get gave no answer: there is no such stream, it has no
+        direct get, or the server is starting.
 
         Absence must not be concluded from silence: the JetStream API tells them apart.
         """
@@ -732,7 +733,7 @@ class Bus:
         return None if stored is None or stored.is_gone else stored
 
     async def kv_get_raw(self, bucket: Bucket, key: str) -> Stored | None:
-        """As `kv_get`, but with the marker of a deleted or expired key, whose sequence counts."""
+        """Like `kv_get`, but with the marker of a deleted or expired key, whose sequence counts."""
         return await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
 
     async def kv_put(self, bucket: Bucket, key: str, value: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Where the certificates of a mesh lie, by which state managers know one another.
+"""The files with the certificates by which the state managers of a mesh know one another.
 
 <directory>/ca.pem, ca.key              the authority; its key stays where certificates are made
 <directory>/nodes/<node>/ca.pem         what the node verifies others by
@@ -17,5 +17,5 @@ KEY_FILE = "node.key"
 
 
 def directory_of(directory: Path, node: str) -> Path:
-    """Of a node: the files there are all that it needs."""
+    """The directory of a node: the files there are all that it needs."""
     return directory / "nodes" / node

@@ -48,10 +48,10 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 MAX_PEERS = 256
 """Connections of one server at once; more wait in the listen queue."""
 MAX_PATH_BYTES = 107
-"""Of a Unix socket's path (Linux)."""
+"""Longest path of a Unix socket (Linux)."""
 
 _READ_BYTES = 64 * 1024
-"""Below what malloc asks the system for, and gives back, every time."""
+"""Bytes read at once: fewer than malloc asks the system for, and gives back, every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")

@@ -25,7 +25,7 @@ class _Group(Generic[T, R]):
         self.stored: asyncio.Future[R] | None = None
         """Made for the second one; the first stores it."""
         self.complete: asyncio.Future[None] | None = None
-        """What the first waits for, before it does."""
+        """The first waits for this before it stores them."""
 
 
 class GroupCommit(Generic[T, R]):

@@ -42,17 +42,17 @@ _LOOK_AGAIN_S = 30.0
 
 
 def node_lease_key(node: str) -> str:
-    """Under which a node's agent holds its lease."""
+    """The key under which a node's agent holds its lease."""
     return f"node.{node}"
 
 
 def scheduler_lease_key() -> str:
-    """Under which the scheduler that leads is known."""
+    """The key under which the scheduler that leads is known."""
     return "scheduler"
 
 
 def session_lease_key(job: JobKey) -> str:
-    """Under which a job's controller is known to live; the value is its session number."""
+    """The key under which a job's controller is known to live; the value is its session number."""
     return f"session.{job}"
 
 

@@ -37,7 +37,7 @@ _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
 _GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
-"""In the connection's buffer; above it a publisher waits until the server reads on."""
+"""Most bytes in the connection's buffer; above it a publisher waits until the server reads on."""
 
 
 class _Reader(Parser):
@@ -109,13 +109,13 @@ class MeshClient(Client):
         super().__init__()
         self._ps = _Reader(self, read_pause_s)
         self._answers: dict[bytes, tuple[asyncio.Future[Msg], list[Msg] | None]] = {}
-        """Of each request: its answer, and what of it has come before its end."""
+        """Each request's answer, and the messages of it that have come before its end."""
         self._inbox = ""
         self._inbox_bytes = 0
         self._inbox_sid = -1
         self._numbers = itertools.count(1)
         self._gathered: list[bytes] = []
-        """What is written at the end of this pass of the loop."""
+        """The bytes that are written at the end of this pass of the loop."""
         self._is_gathering = False
 
     # --- requests -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class MeshClient(Client):
     async def request_many(
         self, subject: str, payload: bytes = b"", timeout: float = 0.5
     ) -> list[Msg]:
-        """As `request`, where the answer is messages up to and including one with a status."""
+        """Like `request`, where the answer is messages up to and including one with a status."""
         before: list[Msg] = []
         last = await self._ask(subject, payload, timeout, None, before)
         if last.headers and last.headers.get("Status") == _NO_RESPONDERS:
@@ -274,7 +274,7 @@ def _headers(block: bytes) -> dict[str, str]:
 
 
 def _status(block: bytes) -> dict[str, str]:
-    """Of a block that has nothing but a status."""
+    """The headers of a block that has nothing but a status."""
     status, _, description = block[len(_STATUS_START) : -4].decode().partition(" ")
     return {"Status": status, "Description": description}
 
@@ -298,7 +298,7 @@ def _time_out(answer: asyncio.Future[Msg]) -> None:
 
 
 class _Direct(asyncio.Queue[Msg]):
-    """In the place of a subscription's queue: each message is handed over as it is read."""
+    """A stand-in for a subscription's queue, which hands each message over as it is read."""
 
     def __init__(self, take: Callable[[Msg], None]) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
 
 
 def _receiving(subscription: Subscription) -> Subscription:
-    """What the client puts messages in: JetStream's subscription is a copy of it."""
+    """The subscription that the client puts messages in: JetStream's is a copy of it."""
     if isinstance(subscription, JetStreamContext.PushSubscription):
         original: Subscription = subscription._sub
         return original

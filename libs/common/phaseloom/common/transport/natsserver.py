@@ -37,7 +37,7 @@ _PORTS_FILE_PAUSE_S = 0.005
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """Who may connect, as `credentials.json` says."""
+    """The users that may connect, as `credentials.json` says."""
 
     url: str
     user: str
@@ -125,7 +125,7 @@ class EmbeddedServer:
         )
 
     async def wait(self) -> int:
-        """Until the server ends; its exit code."""
+        """Wait until the server ends, and return its exit code."""
         assert self._process is not None, "not started"
         return await self._process.wait()
 

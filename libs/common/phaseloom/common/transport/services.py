@@ -145,7 +145,7 @@ async def call_api(
 async def call_node_api(
     client: Client, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
 ) -> Any:
-    """As `call_api`, of an operator."""
+    """Like `call_api`, for an operator."""
     return await _called(client, node_subject(call), request, answer, timeout_s)
 
 

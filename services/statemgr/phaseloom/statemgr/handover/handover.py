@@ -182,8 +182,8 @@ class Handover:
                 return
             memory.free(extent)
         content.extent = None
-        content.state = State.SPILLED
-        if await asyncio.to_thread(self._tiering.contents.is_spilled, content):
+        content.state = State.DEMOTED
+        if await asyncio.to_thread(self._tiering.contents.is_demoted, content):
             self._contents[content.number] = content
         else:
             log.error("%s cannot be taken over", content)
@@ -369,11 +369,11 @@ class Handover:
         if not is_below and (not digest or await self._is_whole(rank, digest)):
             # Without a digest: the rank says that it copied it out, and nobody has come to hash it.
             return State.HOST
-        if not await asyncio.to_thread(self._tiering.is_spilled, rank, digest):
+        if not await asyncio.to_thread(self._tiering.is_demoted, rank, digest):
             return None
         if not is_below and rank.extent is not None:
             self._node.memory.vacate(rank.extent)
-        return State.SPILLED
+        return State.DEMOTED
 
     def begin_again(self, token: str) -> None:
         """A rank that has not heard of its extent says hello: it has none."""

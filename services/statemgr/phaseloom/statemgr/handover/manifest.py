@@ -1,6 +1,6 @@
 """What a state manager's next life must know of this one, and the record that survives a kill.
 
-    magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Books`
+    magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Manifest`
 
 Records are written in turn to two places, so that a kill in the middle of one leaves the one
 before. The checksum covers generation and content; of two whole records the one of the higher

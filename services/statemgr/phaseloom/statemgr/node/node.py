@@ -86,7 +86,7 @@ class Node:
         self.on_retired: Callable[[Wpg], None] = lambda wpg: None
         """Called as a life ends, maybe more than once."""
         self.reserve_frozen: Callable[[int, str], Awaitable[int]]
-        """As `Hierarchy.reserve`, memory that can be made immutable."""
+        """As `Tiering.reserve`, memory that can be made immutable."""
         self.on_content: Callable[[SharedCopy], None] = lambda content: None
         """Called with a content that is new, or in host memory again."""
         self.on_content_gone: Callable[[SharedCopy], None] = lambda content: None
@@ -166,7 +166,7 @@ class Node:
                 f"{rank} did not unpin its host copy in time", code=Code.DEADLINE_EXCEEDED
             ) from None
 
-    async def let_go(self, rank: Rank) -> list[VersionKey] | None:
+    async def unmap(self, rank: Rank) -> list[VersionKey] | None:
         """Let a rank unmap what it only keeps for reuse: pages stay while somebody maps them.
 
         Returns: the versions that it uses; None: it is gone, or does not say.

@@ -27,11 +27,11 @@ class State(StrEnum):
     RESIDENT = "resident"
     """In device memory: the host copy, if any, is older."""
     OFFLOADING = "offloading"
-    SPILLING = "spilling"
+    DEMOTING = "demoting"
     """In host memory, on its way to NVMe."""
-    SPILLED = "spilled"
+    DEMOTED = "demoted"
     """On NVMe only."""
-    LIFTING = "lifting"
+    PROMOTING = "promoting"
     """On NVMe, on its way to host memory."""
     LOST = "lost"
     """A rank of its life is gone, or it was fenced."""
@@ -48,14 +48,14 @@ class Step(StrEnum):
     OFFLOAD_FAILED = "offload failed"
     RELEASE_UNVERIFIED = "release unverified"
     """Copied out, but the device memory was not given back: it is loaded again."""
-    SPILL_BEGUN = "spill begun"
-    SPILL_VERIFIED = "spill verified"
-    SPILL_FAILED = "spill failed"
-    DRAINED = "drained"
+    DEMOTE_BEGUN = "demote begun"
+    DEMOTE_VERIFIED = "demote verified"
+    DEMOTE_FAILED = "demote failed"
+    WRITTEN_BACK = "written back"
     """It is on NVMe now, and stays in host memory while nothing needs the room."""
-    LIFT_BEGUN = "lift begun"
-    LIFT_VERIFIED = "lift verified"
-    LIFT_FAILED = "lift failed"
+    PROMOTE_BEGUN = "promote begun"
+    PROMOTE_VERIFIED = "promote verified"
+    PROMOTE_FAILED = "promote failed"
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
@@ -68,18 +68,18 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.OFFLOADING, Step.OFFLOAD_VERIFIED): State.HOST,
     (State.OFFLOADING, Step.OFFLOAD_FAILED): State.RESIDENT,
     (State.OFFLOADING, Step.RELEASE_UNVERIFIED): State.LOADING,
-    (State.HOST, Step.SPILL_BEGUN): State.SPILLING,
-    (State.SPILLING, Step.SPILL_VERIFIED): State.SPILLED,
-    (State.SPILLING, Step.SPILL_FAILED): State.HOST,
-    (State.SPILLING, Step.DRAINED): State.HOST,
-    (State.SPILLED, Step.LIFT_BEGUN): State.LIFTING,
-    (State.LIFTING, Step.LIFT_VERIFIED): State.HOST,
-    (State.LIFTING, Step.LIFT_FAILED): State.SPILLED,
+    (State.HOST, Step.DEMOTE_BEGUN): State.DEMOTING,
+    (State.DEMOTING, Step.DEMOTE_VERIFIED): State.DEMOTED,
+    (State.DEMOTING, Step.DEMOTE_FAILED): State.HOST,
+    (State.DEMOTING, Step.WRITTEN_BACK): State.HOST,
+    (State.DEMOTED, Step.PROMOTE_BEGUN): State.PROMOTING,
+    (State.PROMOTING, Step.PROMOTE_VERIFIED): State.HOST,
+    (State.PROMOTING, Step.PROMOTE_FAILED): State.DEMOTED,
 }
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
-ON_NVME = frozenset({State.SPILLED, State.LIFTING})
+ON_NVME = frozenset({State.DEMOTED, State.PROMOTING})
 """What the host copy is whole in."""
-OFFLOADED = frozenset({State.HOST, State.SPILLING, *ON_NVME})
+OFFLOADED = frozenset({State.HOST, State.DEMOTING, *ON_NVME})
 """It is on no device; its host copy is whole, in whatever tier."""
 
 
@@ -119,7 +119,7 @@ class Rank:
     """Of the newest host copy; empty: it is dirty, or there is none that is whole."""
     is_dirty: bool = False
     """The newest host copy is whole, and its digest not taken yet."""
-    is_drained: bool = False
+    is_written_back: bool = False
     """The newest host copy is in host memory, and on NVMe too."""
     num_copies: int = 0
     """Of the heap that were begun: tells the newest host copy from those before."""
@@ -180,7 +180,7 @@ class Rank:
 
     def overwritten(self) -> None:
         """What there was of a host copy is so no more."""
-        self.digest, self.is_dirty, self.is_drained = "", False, False
+        self.digest, self.is_dirty, self.is_written_back = "", False, False
         self.num_copies += 1
 
     @property
@@ -240,7 +240,7 @@ class Wpg:
         return f"{self.key} (incarnation {self.incarnation})"
 
 
-def is_spillable(wpg: Wpg) -> bool:
+def is_demotable(wpg: Wpg) -> bool:
     """Nothing needs its host copies to be in host memory."""
     return not wpg.num_users and not wpg.on_device and wpg.prepared is None
 

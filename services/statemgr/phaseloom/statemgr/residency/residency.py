@@ -30,7 +30,7 @@ from phaseloom.statemgr.residency.incarnations import (
     State,
     Step,
     Wpg,
-    is_spillable,
+    is_demotable,
 )
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "Step",
     "SwitchPlan",
     "Wpg",
-    "is_spillable",
+    "is_demotable",
 ]
 
 
@@ -402,7 +402,7 @@ class Residency:
     def end_use(self, wpg: Wpg) -> None:
         wpg.num_users -= 1
 
-    def spillable(self, after_s: float | None = None) -> list[Rank]:
+    def demotable(self, after_s: float | None = None) -> list[Rank]:
         """Whose host copies may go to NVMe, what is needed last first.
 
         What nobody said anything of goes before what is predicted to be used; of the first what
@@ -410,7 +410,7 @@ class Residency:
 
         Args: after_s: only what is predicted to be used after this time, or not at all.
         """
-        wpgs = [wpg for wpg in self.alive() if is_spillable(wpg)]
+        wpgs = [wpg for wpg in self.alive() if is_demotable(wpg)]
         if after_s is not None:
             wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
         wpgs.sort(key=lambda wpg: (-_or_never(wpg.next_use_s), wpg.last_used))
@@ -488,12 +488,12 @@ class Residency:
             rank.extent_bytes
             for wpg in self.alive()
             for rank in wpg.ranks
-            if rank.state in ON_NVME or rank.state is State.SPILLING or rank.is_drained
+            if rank.state in ON_NVME or rank.state is State.DEMOTING or rank.is_written_back
         )
 
-    def drained_bytes(self) -> int:
+    def written_back_bytes(self) -> int:
         """Host memory that can be had at once, for its content is on NVMe too."""
-        return sum(rounded(rank.extent_bytes) for rank in self.spillable() if rank.is_drained)
+        return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
         return sum(
@@ -552,16 +552,16 @@ class Residency:
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
         assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
         assert not (rank.is_dirty and rank.digest)
-        assert not rank.is_drained or rank.digest
+        assert not rank.is_written_back or rank.digest
         assert not (rank.is_dirty and rank.state in ON_NVME)
-        assert rank.wpg.prepared is None or rank.state not in {State.SPILLING, *ON_NVME}
+        assert rank.wpg.prepared is None or rank.state not in {State.DEMOTING, *ON_NVME}
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         assert rank.snapshot is None or rank.host_bytes
         has_memory = rank.state not in {State.AWAITING, State.LOST}
         assert not has_memory or rank.extent is not None or rank.content is not None
         assert rank.content is None or rank.frozen
         assert rank.held_version is None or rank.frozen
-        assert not rank.frozen or rank.state not in {State.SPILLING, *ON_NVME}
+        assert not rank.frozen or rank.state not in {State.DEMOTING, *ON_NVME}
 
     def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
         return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]

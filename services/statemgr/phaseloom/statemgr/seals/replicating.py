@@ -145,7 +145,7 @@ class Replicator:
             version.is_on_disk = True
 
     async def _bring_held(self, request: BringState) -> None:
-        """It is only sooner here so: the sync that brings it does so where this cannot."""
+        """Fetch a version ahead; where that fails, the sync that needs it fetches it."""
         assert request.holds is not None
         try:
             await self._weights.get(request.holds, request.sources)
@@ -157,8 +157,10 @@ class Replicator:
         self._elsewhere.pop(key, None)
 
     async def fetch_again(self, key: DeploymentKey, seq: int) -> None:
-        """Of a seal that is bad here, each block of it, for any may be. Raises: PhaseloomError:
-        there is no good one either."""
+        """Fetch every block of a seal that is bad here, for any block may be.
+
+        Raises: PhaseloomError: no other node has a good one.
+        """
         nowhere = BringState(key, seq, [], [])
         await self._fetch(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
 

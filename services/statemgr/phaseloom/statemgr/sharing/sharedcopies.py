@@ -27,7 +27,7 @@ from phaseloom.statemgr.residency.residency import (
     Rank,
     State,
     Step,
-    is_spillable,
+    is_demotable,
 )
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -151,13 +151,13 @@ class SharedCopies:
             raise InvalidTransition(f"{content} is {content.state}: no {step!r} from there")
         content.state = following
 
-    def spillable(self, after_s: float | None = None) -> list[SharedCopy]:
-        """Those that nothing needs now, as `Residency.spillable`; unordered."""
+    def demotable(self, after_s: float | None = None) -> list[SharedCopy]:
+        """Those that nothing needs now, as `Residency.demotable`; unordered."""
         return [
             content
             for content in self.all()
             if content.state is State.HOST
-            and all(is_spillable(wpg) for wpg in content.wpgs)
+            and all(is_demotable(wpg) for wpg in content.wpgs)
             and (after_s is None or (content.next_use_s or math.inf) > after_s)
         ]
 
@@ -166,7 +166,7 @@ class SharedCopies:
 
     def nvme_used_bytes(self) -> int:
         """What is there in whole, or is being written there."""
-        below = ON_NVME | {State.SPILLING}
+        below = ON_NVME | {State.DEMOTING}
         return sum(content.num_bytes for content in self.all() if content.state in below)
 
     def states(self) -> list[ContentState]:
@@ -192,7 +192,7 @@ class SharedCopies:
             assert all(rank.content is content for rank in content.users)
             assert len(set(content.users)) == len(content.users)
             assert content.digest, f"{content} is not whole"
-            assert (content.extent is None) is (content.state is State.SPILLED), content
+            assert (content.extent is None) is (content.state is State.DEMOTED), content
             jobs = {rank.wpg.key.job_key for rank in content.users}
             assert len(jobs) == 1 or content.is_immutable, f"{content} can be written by another"
             assert len(content.tenants) == 1 or content.is_base, f"{content} is shared"

@@ -33,7 +33,7 @@ from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
-_MOVING = frozenset({State.SPILLING, State.LIFTING})
+_MOVING = frozenset({State.DEMOTING, State.PROMOTING})
 _HASHED_BYTES = 16 * 1024 * 1024
 """Between looks at whether to stop."""
 _FREEZE_TRIES = 20
@@ -176,13 +176,13 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
-async def let_go(node: Node, ranks: Iterable[Rank]) -> None:
+async def unmap(node: Node, ranks: Iterable[Rank]) -> None:
     """Ranks keep what they loaded last mapped, and with it its memory: let these unmap that.
 
     One that does not answer keeps it until it loads again, or is gone.
     """
     for rank in ranks:
-        await node.let_go(rank)
+        await node.unmap(rank)
 
 
 class Sharing:
@@ -257,7 +257,7 @@ class Sharing:
                 kept, gone = twin, content
             moved = contents.merge(gone, kept)
             node.free_content(gone)
-            await let_go(node, moved)
+            await unmap(node, moved)
             log.info("%s is the same as %s: held once", gone, kept)
             content = kept
             node.announce()

@@ -38,9 +38,9 @@ C = TypeVar("C", bound=Copy)
 
 
 class Direction(StrEnum):
-    LIFT = "lift"
-    SPILL = "spill"
-    DRAIN = "drain"
+    PROMOTE = "lift"
+    DEMOTE = "spill"
+    WRITE_BACK = "drain"
     """Down, and in host memory all the same."""
 
 
@@ -59,7 +59,7 @@ class Move(Generic[C]):
 
     @property
     def is_up(self) -> bool:
-        return self.direction is Direction.LIFT
+        return self.direction is Direction.PROMOTE
 
 
 Work = Callable[[Move[C]], Awaitable[None]]
@@ -96,12 +96,12 @@ class Moves(Generic[C]):
         move = self._moves.get(what)
         return None if move is None else move.done
 
-    def making_room(self, spillable: Iterable[C]) -> dict[C, asyncio.Future[None]]:
+    def making_room(self, demotable: Iterable[C]) -> dict[C, asyncio.Future[None]]:
         """What is on its way down, and when it is there; and of those that may go down, what has
         come up a moment ago, and when it can."""
         moves = self._moves
         going = {what: move.done for what, move in moves.items() if not move.is_up}
-        return going | {what: moves[what].done for what in spillable if what in moves}
+        return going | {what: moves[what].done for what in demotable if what in moves}
 
     async def do(self, what: C, direction: Direction, work: Work[C]) -> None:
         """Begin a move and wait for its end. Raises: PhaseloomError: what it failed by."""
@@ -120,7 +120,7 @@ class Moves(Generic[C]):
     def hint(self, what: C, work: Work[C]) -> None:
         """It will be needed above: it begins to come up, unless it is on its way somewhere."""
         if what not in self._moves:
-            self._begin(Move(what, Direction.LIFT, is_hint=True), work)
+            self._begin(Move(what, Direction.PROMOTE, is_hint=True), work)
 
     def withdraw(self, what: C) -> None:
         """The hint was wrong: who waits for it by now gets it all the same."""

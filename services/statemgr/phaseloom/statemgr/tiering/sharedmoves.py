@@ -37,46 +37,46 @@ class SharedMoves:
         self.moves: Moves[SharedCopy] = Moves(node, directory, self._left_behind)
         node.on_content_gone = self._give_up
 
-    def spillable(self, after_s: float | None) -> list[SharedCopy]:
+    def demotable(self, after_s: float | None) -> list[SharedCopy]:
         """Those that nothing needs now, in memory that is nobody else's: a version's goes with it.
 
-        Args: after_s: as of `Residency.spillable`.
+        Args: after_s: as of `Residency.demotable`.
         """
         num_holders = self._node.memory.arena.num_holders
         return [
             content
-            for content in self._node.contents.spillable(after_s)
+            for content in self._node.contents.demotable(after_s)
             if self.moves.end_of(content) is None
             and content.extent is not None
             and num_holders(content.extent) == 1
         ]
 
-    async def spill(self, content: SharedCopy) -> None:
+    async def demote(self, content: SharedCopy) -> None:
         """Raises: ResourceError: it stays in host memory."""
-        self._node.contents.step(content, Step.SPILL_BEGUN)
-        await self.moves.do(content, Direction.SPILL, self._spill)
+        self._node.contents.step(content, Step.DEMOTE_BEGUN)
+        await self.moves.do(content, Direction.DEMOTE, self._demote)
 
-    async def lift(self, content: SharedCopy, reserve: Reserve) -> None:
+    async def promote(self, content: SharedCopy, reserve: Reserve) -> None:
         """Bring it up, unless it is there.
 
         Args:   reserve: memory for it.
         Raises: ResourceError: no room; DATA_LOSS: it is bad, the lives of its users are over.
         """
         await self.moves.settled(content)
-        if content.state is State.SPILLED and self._node.contents.is_known(content):
-            await self.moves.do(content, Direction.LIFT, partial(self._lift, reserve))
+        if content.state is State.DEMOTED and self._node.contents.is_known(content):
+            await self.moves.do(content, Direction.PROMOTE, partial(self._promote, reserve))
 
     def hint(self, content: SharedCopy, reserve: Reserve, *, is_wanted: bool) -> None:
         """Somebody will use it, or will not after all."""
         if not is_wanted:
             self.moves.withdraw(content)
-        elif content.state is State.SPILLED:
-            self.moves.hint(content, partial(self._lift, reserve))
+        elif content.state is State.DEMOTED:
+            self.moves.hint(content, partial(self._promote, reserve))
 
     def _left_behind(self, content: SharedCopy) -> Path | None:
         return None if self._node.contents.is_known(content) else self._path(content)
 
-    async def _spill(self, move: Move[SharedCopy]) -> None:
+    async def _demote(self, move: Move[SharedCopy]) -> None:
         node, content = self._node, move.what
         if content.extent is None:
             raise ResourceError(f"{content} is not needed any more")
@@ -94,29 +94,29 @@ class SharedMoves:
             if error.info.code is Code.DATA_LOSS:
                 node.lose_content(content, "its host copy is bad")
             elif node.contents.is_known(content):
-                node.contents.step(content, Step.SPILL_FAILED)
+                node.contents.step(content, Step.DEMOTE_FAILED)
                 node.on_content(content)
             raise
         finally:
             del memory
         if not node.contents.is_known(content):
             raise ResourceError(f"{content} is not needed any more")
-        node.contents.step(content, Step.SPILL_VERIFIED)
+        node.contents.step(content, Step.DEMOTE_VERIFIED)
         content.version = None
         # Its descriptor, which the agent has too, goes only after the books say where it is.
         await node.handles.record()
-        await sharing.let_go(node, list(content.users))
+        await sharing.unmap(node, list(content.users))
         node.vacate_content(content)
         await node.handles.record()
 
-    async def _lift(self, reserve: Reserve, move: Move[SharedCopy]) -> None:
+    async def _promote(self, reserve: Reserve, move: Move[SharedCopy]) -> None:
         node, content = self._node, move.what
         extent = await reserve(content.num_bytes, f"the host copy of {content.owner}")
         if move.cancelled.is_set() or not node.contents.is_known(content):
             node.memory.free(extent)
             raise ResourceError(f"{content} is not wanted any more", code=Code.ABORTED)
         content.extent = extent
-        node.contents.step(content, Step.LIFT_BEGUN)
+        node.contents.step(content, Step.PROMOTE_BEGUN)
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 await asyncio.to_thread(self._read, content, node.memory[extent], move.cancelled)
@@ -124,14 +124,14 @@ class SharedMoves:
             if error.info.code is Code.DATA_LOSS:
                 node.lose_content(content, f"its state on NVMe is bad: {error}")
             elif node.contents.is_known(content):
-                node.contents.step(content, Step.LIFT_FAILED)
+                node.contents.step(content, Step.PROMOTE_FAILED)
                 node.vacate_content(content)
             raise
         if not node.contents.is_known(content):
             raise ResourceError(f"{content} is not needed any more")
         is_frozen = node.memory[extent].freeze()
         assert is_frozen, "nobody else has ever seen it"
-        node.contents.step(content, Step.LIFT_VERIFIED)
+        node.contents.step(content, Step.PROMOTE_VERIFIED)
         await node.handles.record()
         await self.moves.discard(self._path(content))
         if node.contents.is_known(content):
@@ -168,7 +168,7 @@ class SharedMoves:
         if not self.moves.cancel(content) and content.state in ON_NVME:
             self._directory.discard(self._path(content))
 
-    def is_spilled(self, content: SharedCopy) -> bool:
+    def is_demoted(self, content: SharedCopy) -> bool:
         """Whether a whole file of it is there; its blocks are verified when it is read.
 
         Blocking: call it in a thread.

@@ -62,7 +62,7 @@ class Tiering:
         self._spare_bytes = spare_bytes
         self._used = asyncio.Event()
         """Host memory was taken, or what had to stay there need not any more."""
-        self._drain: asyncio.Task[None] | None = None
+        self._write_back: asyncio.Task[None] | None = None
         self._node = node
         self._directory = directory
         self._moves: Moves[Rank] = Moves(node, directory, self._left_behind)
@@ -79,11 +79,11 @@ class Tiering:
         self.contents.moves.start(tasks)
         self.touching.start(tasks)
         if self._spare_bytes:
-            self._drain = tasks.create_task(self._keep_draining())
+            self._write_back = tasks.create_task(self._keep_writing_back())
 
     def stop(self) -> None:
-        if self._drain is not None:
-            self._drain.cancel()
+        if self._write_back is not None:
+            self._write_back.cancel()
         self.touching.stop()
         self.contents.moves.stop()
         self._moves.stop()
@@ -113,11 +113,11 @@ class Tiering:
                 bad and nowhere else, its life is over.
         """
         with self.using(wpg, *others):
-            await self._lift_all(wpg)
+            await self._promote_all(wpg)
             try:
                 yield
             finally:
-                await self._forget_drained(wpg)
+                await self._forget_written_back(wpg)
 
     @contextmanager
     def using(self, *wpgs: Wpg) -> Iterator[None]:
@@ -131,46 +131,46 @@ class Tiering:
                 self._node.residency.end_use(wpg)
             self._used.set()
 
-    async def _forget_drained(self, wpg: Wpg) -> None:
+    async def _forget_written_back(self, wpg: Wpg) -> None:
         """Of what is on a device now, the host copy grows old, and what NVMe has of it."""
         for rank in wpg.ranks:
-            if rank.is_drained and rank.state in ON_DEVICE:
-                rank.is_drained = False
+            if rank.is_written_back and rank.state in ON_DEVICE:
+                rank.is_written_back = False
                 await self._moves.discard(self._path(rank))
 
     # --- ahead of need ---
 
-    async def _keep_draining(self) -> None:
+    async def _keep_writing_back(self) -> None:
         while True:
             await self._used.wait()
             self._used.clear()
             try:
-                while (rank := self._to_drain()) is not None:
+                while (rank := self._to_write_back()) is not None:
                     self._check_nvme(rank)
-                    await self._down(rank, Direction.DRAIN)
+                    await self._down(rank, Direction.WRITE_BACK)
             except PhaseloomError as error:
                 # Tried again when somebody uses host memory next.
                 log.info("nothing more is drained: %s", error)
 
-    def _to_drain(self) -> Rank | None:
+    def _to_write_back(self) -> Rank | None:
         """What to write ahead: what is needed last; None: enough can be had at once."""
         arena, residency = self._node.memory.arena, self._node.residency
-        if arena.free_bytes + residency.drained_bytes() >= self._spare_bytes:
+        if arena.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
             return None
-        return next((rank for rank in self._spillable() if not rank.is_drained), None)
+        return next((rank for rank in self._demotable() if not rank.is_written_back), None)
 
     async def _reserve_frozen(self, num_bytes: int, what: str, after_s: float | None = None) -> int:
         """Memory that can be made immutable."""
         reserve = self._node.memory.reserve
         return await self._with_room(lambda: reserve(num_bytes, what, may_freeze=True), after_s)
 
-    async def _lift_all(self, wpg: Wpg) -> None:
+    async def _promote_all(self, wpg: Wpg) -> None:
         for rank in wpg.ranks:
             if rank.content is not None:
-                await self.contents.lift(rank.content, self._reserve_frozen)
+                await self.contents.promote(rank.content, self._reserve_frozen)
             await self._moves.settled(rank)
-            if rank.state is State.SPILLED:
-                await self._moves.do(rank, Direction.LIFT, self._lift)
+            if rank.state is State.DEMOTED:
+                await self._moves.do(rank, Direction.PROMOTE, self._promote)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction; moves begin in the background."""
@@ -185,8 +185,8 @@ class Tiering:
         for rank in wpg.ranks:
             if hint.in_s is None:
                 self._moves.withdraw(rank)
-            elif rank.state is State.SPILLED:
-                self._moves.hint(rank, self._lift)
+            elif rank.state is State.DEMOTED:
+                self._moves.hint(rank, self._promote)
 
     def sweep(self) -> asyncio.Task[None]:
         """Remove the spilled files that belong to no host copy, once what was is taken over."""
@@ -195,7 +195,7 @@ class Tiering:
         stale = (self._directory.spilled() - kept) | self.contents.sweep()
         return self._tasks.create_task(asyncio.to_thread(self._directory.discard, *stale))
 
-    def is_spilled(self, rank: Rank, digest: str) -> bool:
+    def is_demoted(self, rank: Rank, digest: str) -> bool:
         """Whether a whole file of this content is there; its blocks are verified when it is read.
 
         Blocking: call it in a thread.
@@ -247,24 +247,24 @@ class Tiering:
         Versions for which ranks or a disk must be waited for go last, and for no hint.
         """
         copies: list[Rank | SharedCopy] = []
-        copies += self._spillable(after_s)
-        copies += self.contents.spillable(after_s)
+        copies += self._demotable(after_s)
+        copies += self.contents.demotable(after_s)
         last = self.versions.unread(at_once=False) if after_s is None else []
         return [*self.versions.unread(at_once=True), *sorted(copies, key=_need), *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
         """What is on its way down, or has come up a moment ago and can go again; its end."""
-        ranks = self._moves.making_room(self._node.residency.spillable())
-        contents = self.contents.moves.making_room(self._node.contents.spillable())
+        ranks = self._moves.making_room(self._node.residency.demotable())
+        contents = self.contents.moves.making_room(self._node.contents.demotable())
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
         going.update({each: end for each, end in ranks.items()})
         going.update({each: end for each, end in contents.items()})
         return going
 
-    def _spillable(self, after_s: float | None = None) -> list[Rank]:
+    def _demotable(self, after_s: float | None = None) -> list[Rank]:
         """What can go: not before the end of its last move is booked."""
-        ranks = self._node.residency.spillable(after_s)
+        ranks = self._node.residency.demotable(after_s)
         return [rank for rank in ranks if self._moves.end_of(rank) is None]
 
     async def _send_down(self, victim: Victim) -> None:
@@ -274,9 +274,9 @@ class Tiering:
             return
         self._check_nvme(victim)
         if isinstance(victim, SharedCopy):
-            await self.contents.spill(victim)
+            await self.contents.demote(victim)
         else:
-            await self._down(victim, Direction.SPILL)
+            await self._down(victim, Direction.DEMOTE)
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
@@ -290,7 +290,7 @@ class Tiering:
 
     def _check_nvme(self, copy: Rank | SharedCopy) -> None:
         used = self._node.nvme_used_bytes()
-        if isinstance(copy, Rank) and copy.is_drained:
+        if isinstance(copy, Rank) and copy.is_written_back:
             return  # it is there, and counted
         if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
@@ -301,15 +301,15 @@ class Tiering:
 
     async def _down(self, rank: Rank, direction: Direction) -> None:
         # Before the first await: no two that look for room choose the same one.
-        self._node.residency.step(rank, Step.SPILL_BEGUN)
-        await self._moves.do(rank, direction, self._spill)
+        self._node.residency.step(rank, Step.DEMOTE_BEGUN)
+        await self._moves.do(rank, direction, self._demote)
 
     def _left_behind(self, rank: Rank) -> Path | None:
         return self._path(rank) if rank.state is State.LOST else None
 
-    async def _spill(self, move: Move[Rank]) -> None:
+    async def _demote(self, move: Move[Rank]) -> None:
         node, rank = self._node, move.what
-        is_drain = move.direction is Direction.DRAIN
+        is_write_back = move.direction is Direction.WRITE_BACK
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         header = StateHeader(
@@ -318,34 +318,34 @@ class Tiering:
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
             with contained(metrics.UNFORESEEN, "move"):
-                if not rank.is_drained:
+                if not rank.is_written_back:
                     header = await asyncio.to_thread(
                         self._directory.write, self._path(rank), header, [memory], move.cancelled
                     )
-                if not is_drain:
+                if not is_write_back:
                     await node.unpin(rank)
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 node.retire(rank.wpg, "its host copy is bad")
             elif rank.state is not State.LOST:
-                node.residency.step(rank, Step.SPILL_FAILED)
+                node.residency.step(rank, Step.DEMOTE_FAILED)
             raise
-        node.residency.step(rank, Step.DRAINED if is_drain else Step.SPILL_VERIFIED)
+        node.residency.step(rank, Step.WRITTEN_BACK if is_write_back else Step.DEMOTE_VERIFIED)
         rank.copied(rank.applied, header.digest)
-        rank.is_drained = is_drain
+        rank.is_written_back = is_write_back
         await node.handles.record()
-        if is_drain:
+        if is_write_back:
             return
         await node.digests.ended(rank)
         if rank.state is State.LOST or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         node.memory.vacate(rank.extent)
 
-    async def _lift(self, move: Move[Rank]) -> None:
+    async def _promote(self, move: Move[Rank]) -> None:
         node, rank = self._node, move.what
         after_s = rank.wpg.next_use_s if move.is_hint else None
         await self._with_room(lambda: self._occupy(move), after_s)
-        node.residency.step(rank, Step.LIFT_BEGUN)
+        node.residency.step(rank, Step.PROMOTE_BEGUN)
         assert rank.extent is not None
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
@@ -355,16 +355,16 @@ class Tiering:
             if error.info.code is Code.DATA_LOSS:
                 node.retire(rank.wpg, f"its state on NVMe is bad: {error}")
             elif rank.state is not State.LOST:
-                node.residency.step(rank, Step.LIFT_FAILED)
+                node.residency.step(rank, Step.PROMOTE_FAILED)
                 node.memory.vacate(rank.extent)
             raise
-        node.residency.step(rank, Step.LIFT_VERIFIED)
+        node.residency.step(rank, Step.PROMOTE_VERIFIED)
         await node.handles.record()
         await self._moves.discard(self._path(rank))
 
     def _occupy(self, move: Move[Rank]) -> None:
         rank = move.what
-        if rank.state is not State.SPILLED or rank.extent is None:
+        if rank.state is not State.DEMOTED or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         if move.cancelled.is_set():
             raise ResourceError("the hint was withdrawn", code=Code.ABORTED)

@@ -108,7 +108,7 @@ class VersionMoves:
 
     async def _lets_go(self, wpg: Wpg, version: Version) -> bool:
         for rank in wpg.ranks:
-            used = await self._node.let_go(rank)
+            used = await self._node.unmap(rank)
             if used is None:
                 return wpg.is_lost
             if version.key in used:

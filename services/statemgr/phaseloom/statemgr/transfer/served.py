@@ -36,7 +36,7 @@ class Found(Protocol):
         """Raises: CallerError: there is no such box."""
 
     def of(self, box: Box) -> Found:
-        """The piece for a box inside this one."""
+        """A box inside this one."""
 
     def read(self) -> list[memoryview]:
         """The bytes of the box, end to end. Long: run it in a thread.

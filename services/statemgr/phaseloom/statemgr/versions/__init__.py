@@ -1,1 +1,1 @@
-"""Weights versions: written, served, fetched whole or by slices."""
+"""Weights versions: made by policies, read by ranks, fetched from disk and other nodes."""

@@ -17,13 +17,13 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot, VersionParts
 from phaseloom.common.tensors.resharding import (
-    Copy,
     End,
     Fetch,
     Parameter,
     Plan,
     Sharding,
     Use,
+    byte_runs,
     item_bytes,
     node_fetches,
     part_bytes,
@@ -158,22 +158,13 @@ def _runs(
         )
         if not inside:
             raise of_another_model(f"{at} + {fetch.size} is not inside {slot.name} {slot.shape}")
-    copied = Copy(
-        parameter=fetch.parameter,
-        source=0,
-        source_start=start,
-        source_shape=tuple(there.shape),
-        target=use.rank,
-        target_start=use.start,
-        target_shape=tuple(here.shape),
-        size=fetch.size,
-        item_bytes=item_bytes(there.dtype),
-        is_relayed=False,
+    runs = byte_runs(
+        fetch.size,
+        item_bytes(there.dtype),
+        (start, tuple(there.shape)),
+        (use.start, tuple(here.shape)),
     )
-    return [
-        (there.offset + source, here.offset + target, size)
-        for source, target, size in copied.runs()
-    ]
+    return [(there.offset + source, here.offset + target, size) for source, target, size in runs]
 
 
 def _heap(reader: Reader) -> dict[str, TensorSlot]:

@@ -1,18 +1,14 @@
 """Weights from one parallel layout to another: a plan of exact slices. See `planning`."""
 
-from phaseloom.common.tensors.resharding.gathering import (
+from phaseloom.common.tensors.resharding.planning import (
     Fetch,
+    Plan,
     Use,
+    byte_runs,
     node_fetches,
     part_bytes,
+    plan,
     source_parts,
-)
-from phaseloom.common.tensors.resharding.planning import Copy, Plan, Topology, plan
-from phaseloom.common.tensors.resharding.scattering import (
-    Traffic,
-    missing_bytes,
-    scatter_broadcast,
-    traffic,
 )
 from phaseloom.common.tensors.resharding.sharding import (
     Along,
@@ -30,7 +26,6 @@ from phaseloom.common.tensors.resharding.sharding import (
 
 __all__ = [
     "Along",
-    "Copy",
     "End",
     "Fetch",
     "FusedQkv",
@@ -40,17 +35,13 @@ __all__ = [
     "Rule",
     "Shard",
     "Sharding",
-    "Topology",
-    "Traffic",
     "Use",
     "Vocabulary",
+    "byte_runs",
     "item_bytes",
-    "missing_bytes",
     "node_fetches",
     "part_bytes",
     "plan",
-    "scatter_broadcast",
     "shards",
     "source_parts",
-    "traffic",
 ]

@@ -48,7 +48,7 @@ class _Interval:
 
 
 def cells(shape: Index, sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Cell]:
-    """What some target shard holds, cut into cells."""
+    """Everything that some target shard holds, cut into cells."""
     dims = [
         _intervals(size, [s.dims[dim] for s in sources], [t.dims[dim] for t in targets])
         for dim, size in enumerate(shape)

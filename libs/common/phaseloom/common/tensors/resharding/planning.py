@@ -1,11 +1,11 @@
-"""Which rank sends which part of which parameter to which rank, so that a deployment's weights
-reach another one that is laid out otherwise.
+"""Which slice of which parameter a node fetches, so that weights reach another parallel layout.
 
-Every byte that a target rank holds, except padding, reaches it exactly once. It comes from the
-nearest ranks that hold it, dealt out so that none of them sends much more than another. Parameters
-that are alike (shape, rule, place) share one plan, in which each is one of the *members*.
+A *part* is what one source rank holds; source ranks that hold the same share one. Every byte that
+any target rank of a node holds, except padding, reaches the node exactly once, and no part is asked
+for much more than another. Parameters that are alike (shape, rule, place) share one plan, in which
+each is one of the *members*.
 
-`Plan.copies` is what an executor carries out. Pure; the same inputs give the same plan.
+Pure; the same inputs give the same plan, and the same plan the same parts and fetches.
 
 Source: PlexRL §5.3 (each rollout rank fetches only the slices that its layout requires).
 """
@@ -13,9 +13,8 @@ Source: PlexRL §5.3 (each rollout rank fetches only the slices that its layout 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from phaseloom.common.tensors.resharding.cells import Cell, Index, cells
 from phaseloom.common.tensors.resharding.sharding import (
@@ -29,41 +28,6 @@ from phaseloom.common.tensors.resharding.sharding import (
 
 
 @dataclass(frozen=True)
-class Topology:
-    """Where ranks are. A *site* is what fast links join; between sites links are slow."""
-
-    sources: Sequence[str]
-    """Node of source rank 0, 1, …"""
-    targets: Sequence[str]
-    sites: dict[str, str]
-    """Of each node."""
-
-    def distance(self, node: str, other: str) -> int:
-        """0: the same node; 1: the same site; 2: another one."""
-        if node == other:
-            return 0
-        return 1 if self.sites[node] == self.sites[other] else 2
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One cell of some of a group's members, from one rank to another."""
-
-    cell: Cell
-    source: int
-    source_start: Index
-    target: int
-    target_start: Index
-    members: range
-    is_relayed: bool = False
-    """`source` is a target rank too, which has got it by an earlier leg of the group."""
-
-    @property
-    def num_elements(self) -> int:
-        return self.cell.num_elements * len(self.members)
-
-
-@dataclass(frozen=True)
 class Group:
     """Parameters that lie alike."""
 
@@ -74,65 +38,12 @@ class Group:
     sources: list[list[int]]
     """Ranks that hold each source shard."""
     targets: list[list[int]]
-    source_shards: list[Shard]
+    """Ranks that hold each target shard."""
     target_shards: list[Shard]
-    legs: tuple[Leg, ...] = ()
 
     def sources_of(self, cell: Cell) -> list[tuple[int, Index]]:
-        """(rank, where the cell starts in its tensor)."""
+        """Each rank that holds the cell, and where the cell starts in the rank's tensor."""
         return [(rank, at) for shard, at in cell.sources for rank in self.sources[shard]]
-
-    def targets_of(self, cell: Cell) -> list[tuple[int, Index]]:
-        return [(rank, at) for shard, at in cell.targets for rank in self.targets[shard]]
-
-    def bytes_of(self, leg: Leg) -> int:
-        return leg.num_elements * self.item_bytes
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A box of one parameter, as an executor moves it."""
-
-    parameter: int
-    source: int
-    source_start: Index
-    source_shape: Index
-    """Of the tensor that the sender holds."""
-    target: int
-    target_start: Index
-    target_shape: Index
-    size: Index
-    item_bytes: int
-    is_relayed: bool
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(offset at the sender, offset at the receiver, length): bytes that are adjacent there
-        and here, the longest such runs."""
-        inner, dim = self.item_bytes, len(self.size)
-        while (
-            dim and self.size[dim - 1] == self.source_shape[dim - 1] == self.target_shape[dim - 1]
-        ):
-            dim -= 1
-            inner *= self.size[dim]
-        if dim:
-            dim -= 1
-            inner *= self.size[dim]
-        source_strides = _strides(self.source_shape, self.item_bytes)
-        target_strides = _strides(self.target_shape, self.item_bytes)
-        source = sum(
-            at * stride for at, stride in zip(self.source_start, source_strides, strict=True)
-        )
-        target = sum(
-            at * stride for at, stride in zip(self.target_start, target_strides, strict=True)
-        )
-        offsets = [(source, target)]
-        for axis in range(dim):
-            offsets = [
-                (there + step * source_strides[axis], here + step * target_strides[axis])
-                for there, here in offsets
-                for step in range(self.size[axis])
-            ]
-        yield from ((there, here, inner) for there, here in offsets)
 
 
 @dataclass(frozen=True)
@@ -140,116 +51,146 @@ class Plan:
     parameters: Sequence[Parameter]
     groups: tuple[Group, ...]
 
-    def copies(self, target: int | None = None) -> Iterator[Copy]:
-        """In an order in which nobody relays what it has not got.
 
-        Args: target: only what this rank fetches.
-        """
-        for group in self.groups:
-            for leg in group.legs:
-                if target is None or leg.target == target:
-                    yield from self._copies(group, leg)
+@dataclass(frozen=True)
+class Use:
+    """The place of a slice in a target rank's tensor."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Moved in all."""
-        return sum(group.bytes_of(leg) for group in self.groups for leg in group.legs)
-
-    @cached_property
-    def sent_bytes(self) -> Counter[int]:
-        """By source rank; what targets relay is not in it."""
-        sent: Counter[int] = Counter()
-        for group in self.groups:
-            for leg in group.legs:
-                if not leg.is_relayed:
-                    sent[leg.source] += group.bytes_of(leg)
-        return sent
-
-    def _copies(self, group: Group, leg: Leg) -> Iterator[Copy]:
-        senders = group.targets if leg.is_relayed else group.sources
-        shapes = group.target_shards if leg.is_relayed else group.source_shards
-        source_shape = _shape_of(leg.source, senders, shapes)
-        target_shape = _shape_of(leg.target, group.targets, group.target_shards)
-        for member in leg.members:
-            yield Copy(
-                parameter=group.parameters[member],
-                source=leg.source,
-                source_start=leg.source_start,
-                source_shape=source_shape,
-                target=leg.target,
-                target_start=leg.target_start,
-                target_shape=target_shape,
-                size=leg.cell.size,
-                item_bytes=group.item_bytes,
-                is_relayed=leg.is_relayed,
-            )
+    rank: int
+    start: Index
+    shape: Index
+    """Shape of the rank's tensor."""
 
 
-def plan(
-    parameters: Sequence[Parameter],
-    source: Sharding,
-    target: Sharding,
-    topology: Topology | None = None,
-) -> Plan:
-    """Every target rank fetches what it holds from the nearest ranks that have it.
+@dataclass(frozen=True)
+class Fetch:
+    """A slice of one parameter that comes to a node once."""
 
-    Args:   topology: None: all are equally near.
+    parameter: int
+    part: int
+    start: Index
+    """Where it starts in the tensor as the part has it."""
+    size: Index
+    num_bytes: int
+    uses: tuple[Use, ...]
+
+
+def plan(parameters: Sequence[Parameter], source: Sharding, target: Sharding) -> Plan:
+    """Plan which source ranks hold each piece of what each target rank holds.
+
     Raises: CallerError: a sharding that is none, or a parameter that cannot be cut so.
     """
-    loads: Counter[int] = Counter()
-    found: list[Group] = []
-    for group in _groups(parameters, source, target):
-        legs: list[Leg] = []
+    return Plan(parameters, tuple(_groups(parameters, source, target)))
+
+
+def source_parts(plan: Plan) -> list[list[int]]:
+    """The source ranks that hold each part."""
+    held: dict[int, list[tuple[int, int]]] = {}
+    for number, group in enumerate(plan.groups):
+        for shard, ranks in enumerate(group.sources):
+            for rank in ranks:
+                held.setdefault(rank, []).append((number, shard))
+    parts: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank in sorted(held):
+        parts.setdefault(tuple(held[rank]), []).append(rank)
+    return list(parts.values())
+
+
+def part_bytes(plan: Plan) -> list[int]:
+    """Bytes of each part that any target needs; parts that hold the same bytes count them each."""
+    part_of = {rank: part for part, held in enumerate(source_parts(plan)) for rank in held}
+    sizes = [0] * len(set(part_of.values()))
+    for group in plan.groups:
         for cell in group.cells:
-            holders = group.sources_of(cell)
-            for rank, start in group.targets_of(cell):
-                near = nearest(holders, rank, topology)
-                legs += deal_legs(group, cell, near, (rank, start), loads)
-        found.append(replace(group, legs=tuple(legs)))
-    return Plan(parameters, tuple(found))
+            num_bytes = cell.num_elements * group.item_bytes * len(group.parameters)
+            for part in {part_of[rank] for rank, _ in group.sources_of(cell)}:
+                sizes[part] += num_bytes
+    return sizes
 
 
-def deal_legs(
-    group: Group,
-    cell: Cell,
-    senders: Sequence[tuple[int, Index]],
-    target: tuple[int, Index],
-    loads: Counter[int],
-    *,
-    members: range | None = None,
-) -> list[Leg]:
-    """Legs that bring a cell of these members to one rank, dealt out over the senders.
+def node_fetches(plan: Plan, ranks: Collection[int]) -> list[Fetch]:
+    """Everything that the target ranks of one node need, spread over the parts that have it.
 
-    Args: loads: bytes that each rank sends already; added to.
+    Cost: O(what is returned).
     """
-    members = range(len(group.parameters)) if members is None else members
-    num_bytes = cell.num_elements * group.item_bytes
-    starts = dict(senders)
-    return [
-        Leg(cell, rank, starts[rank], *target, run)
-        for rank, run in deal(members, num_bytes, [*starts], loads)
-    ]
+    part_of = {rank: part for part, held in enumerate(source_parts(plan)) for rank in held}
+    loads: Counter[int] = Counter()
+    found: list[Fetch] = []
+    for group in plan.groups:
+        for cell in group.cells:
+            uses = _uses(group, cell, ranks)
+            if not uses:
+                continue
+            starts = {part_of[rank]: start for rank, start in group.sources_of(cell)}
+            num_bytes = cell.num_elements * group.item_bytes
+            members = range(len(group.parameters))
+            for part, assigned in assign(members, num_bytes, sorted(starts), loads):
+                found += [
+                    Fetch(group.parameters[m], part, starts[part], cell.size, num_bytes, uses)
+                    for m in assigned
+                ]
+    return sorted(found, key=lambda fetch: (fetch.part, fetch.parameter, fetch.start))
 
 
-def deal(
-    members: range, num_bytes: int, ranks: Sequence[int], loads: Counter[int]
+def _uses(group: Group, cell: Cell, ranks: Collection[int]) -> tuple[Use, ...]:
+    return tuple(
+        Use(rank, start, group.target_shards[shard].shape)
+        for shard, start in cell.targets
+        for rank in group.targets[shard]
+        if rank in ranks
+    )
+
+
+def byte_runs(
+    size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
+) -> Iterator[tuple[int, int, int]]:
+    """(Offset at the sender, offset at the receiver, length) of the longest runs of a slice's bytes
+    that are adjacent on both sides.
+
+    Args: there: where the slice starts in the sender's tensor, and that tensor's shape.
+          here: likewise at the receiver.
+    """
+    inner, dim = item_bytes, len(size)
+    (source_start, source_shape), (target_start, target_shape) = there, here
+    while dim and size[dim - 1] == source_shape[dim - 1] == target_shape[dim - 1]:
+        dim -= 1
+        inner *= size[dim]
+    if dim:
+        dim -= 1
+        inner *= size[dim]
+    source_strides = _strides(source_shape, item_bytes)
+    target_strides = _strides(target_shape, item_bytes)
+    source = sum(at * stride for at, stride in zip(source_start, source_strides, strict=True))
+    target = sum(at * stride for at, stride in zip(target_start, target_strides, strict=True))
+    offsets = [(source, target)]
+    for axis in range(dim):
+        offsets = [
+            (away + step * source_strides[axis], near + step * target_strides[axis])
+            for away, near in offsets
+            for step in range(size[axis])
+        ]
+    yield from ((away, near, inner) for away, near in offsets)
+
+
+def assign(
+    members: range, num_bytes: int, parts: Sequence[int], loads: Counter[int]
 ) -> list[tuple[int, range]]:
-    """Deal members of equal size out to ranks, always to the least loaded one; adds to `loads`.
+    """Assign members of equal size to parts, always to the least loaded one; adds to `loads`.
 
-    Cost: O(ranks · log ranks), however many members there are.
+    Cost: O(parts · log parts), however many members there are.
     """
-    if len(ranks) == 1:
-        loads[ranks[0]] += num_bytes * len(members)
-        return [(ranks[0], members)]
-    counts = _filled(len(members), num_bytes, [loads[rank] for rank in ranks])
-    dealt: list[tuple[int, range]] = []
+    if len(parts) == 1:
+        loads[parts[0]] += num_bytes * len(members)
+        return [(parts[0], members)]
+    counts = _filled(len(members), num_bytes, [loads[part] for part in parts])
+    assigned: list[tuple[int, range]] = []
     start = members.start
-    for rank, count in zip(ranks, counts, strict=True):
+    for part, count in zip(parts, counts, strict=True):
         if count:
-            dealt.append((rank, range(start, start + count)))
+            assigned.append((part, range(start, start + count)))
             start += count
-            loads[rank] += num_bytes * count
-    return dealt
+            loads[part] += num_bytes * count
+    return assigned
 
 
 def _filled(count: int, size: int, loads: list[int]) -> list[int]:
@@ -275,7 +216,7 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
 
 
 def _groups(parameters: Sequence[Parameter], source: Sharding, target: Sharding) -> Iterator[Group]:
-    """Without legs; the largest parameters first, so that small ones even the loads out."""
+    """The largest parameters come first, so that small ones even the loads out."""
     source.check()
     target.check()
     members: dict[tuple[object, ...], list[int]] = {}
@@ -287,7 +228,7 @@ def _groups(parameters: Sequence[Parameter], source: Sharding, target: Sharding)
             *(places_of_source(parameter), places_of_target(parameter)),
         )
         members.setdefault(key, []).append(number)
-    patterns: dict[object, tuple[list[Shard], list[Shard], list[Cell]]] = {}
+    patterns: dict[object, tuple[list[Shard], list[Cell]]] = {}
     groups: list[Group] = []
     for numbers in members.values():
         first = parameters[numbers[0]]
@@ -297,15 +238,14 @@ def _groups(parameters: Sequence[Parameter], source: Sharding, target: Sharding)
         pattern = (first.shape, rules, cuts)
         if pattern not in patterns:
             patterns[pattern] = _pattern(first.shape, rules, cuts)
-        there, here, boxes = patterns[pattern]
+        here, pieces = patterns[pattern]
         groups.append(
             Group(
                 tuple(numbers),
                 item_bytes(first.dtype),
-                boxes,
+                pieces,
                 source.ranks(*places_of_source(first)),
                 target.ranks(*places_of_target(first)),
-                there,
                 here,
             )
         )
@@ -314,9 +254,9 @@ def _groups(parameters: Sequence[Parameter], source: Sharding, target: Sharding)
 
 def _pattern(
     shape: Index, rules: tuple[Rule, Rule], cuts: tuple[tuple[int, int], tuple[int, int]]
-) -> tuple[list[Shard], list[Shard], list[Cell]]:
+) -> tuple[list[Shard], list[Cell]]:
     there, here = (shards(shape, rule, *cut) for rule, cut in zip(rules, cuts, strict=True))
-    return there, here, cells(shape, there, here)
+    return here, cells(shape, there, here)
 
 
 def _remembered(
@@ -335,26 +275,8 @@ def _remembered(
     return remembered
 
 
-def nearest(
-    holders: list[tuple[int, Index]], target: int, topology: Topology | None
-) -> list[tuple[int, Index]]:
-    """Those of the ranks that are least far from a target rank."""
-    if topology is None or len(holders) == 1:
-        return holders
-    here = topology.targets[target]
-    distances = [topology.distance(topology.sources[rank], here) for rank, _ in holders]
-    least = min(distances)
-    return [each for each, distance in zip(holders, distances, strict=True) if distance == least]
-
-
 def _member_bytes(group: Group) -> int:
     return group.item_bytes * max((cell.num_elements for cell in group.cells), default=0)
-
-
-def _shape_of(rank: int, ranks: list[list[int]], shards: list[Shard]) -> Index:
-    return next(
-        shard.shape for shard, holders in zip(shards, ranks, strict=True) if rank in holders
-    )
 
 
 def _strides(shape: Index, item_bytes: int) -> list[int]:

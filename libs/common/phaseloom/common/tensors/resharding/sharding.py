@@ -122,13 +122,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a parameter: by dim, which indices in which order."""
+    """The indices of a parameter that a rank holds: for each dim which ones, in which order."""
 
     dims: tuple[Held, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rank's own tensor, padding included."""
+        """Shape of the rank's own tensor, padding included."""
         return tuple(held.length for held in self.dims)
 
 
@@ -143,15 +143,15 @@ class Sharding:
     layout: Layout
     num_layers: int
     num_experts: int = 0
-    """Of each layer that has any."""
+    """Experts of each layer that has any."""
     expert_tp: int = 1
-    """Into how many parts each expert is cut, by its parameters' rules."""
+    """Parts into which each expert is cut, by its parameters' rules."""
     fsdp: int = 1
-    """Over how many of the dp · cp replicas rows are sharded; the rest are replicas of that."""
+    """How many of the dp · cp replicas share the rows of a parameter; the rest repeat these."""
     expert_fsdp: int = 1
     """The same for experts, over the replicas of theirs."""
     rules: Mapping[Rule, Rule] = field(default_factory=dict)
-    """Where it keeps parameters otherwise than their rule says: {a parameter's rule: its own}."""
+    """Exceptions from the parameters' own rules: {a parameter's rule: the rule that holds here}."""
 
     def check(self) -> None:
         """Raises: CallerError: sizes that do not divide what they cut."""

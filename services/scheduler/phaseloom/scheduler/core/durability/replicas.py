@@ -142,7 +142,7 @@ def _copy_orphan(step: Step, job: Job, version: VersionKey) -> None:
     sources = [step.node(node).state_endpoint for node in nodes if step.node(node).is_up]
     hosts = step.state.cluster.hosts.values()
     told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
-    fit = [h.node for h in hosts if h.is_up and h.can_move and h.node not in (*nodes, *told)]
+    fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *told)]
     own = {node for deployment in step.deployments_of(job.key) for node in deployment.nodes}
     fit.sort(key=lambda node: (node not in own, node))  # rather where it is read
     node = _another(fit, before)

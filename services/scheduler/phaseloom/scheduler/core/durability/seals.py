@@ -447,7 +447,6 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
         host
         for host in step.state.cluster.hosts.values()
         if host.is_up
-        and host.can_move
         and host.node not in deployment.nodes
         and deployment.name not in step.state.stopping.get(host.node, {})
     ]

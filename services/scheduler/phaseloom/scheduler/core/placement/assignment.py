@@ -58,7 +58,6 @@ def node_up(step: Step, event: NodeUp) -> None:
         num_devices=len(event.devices),
         host_bytes=event.host_memory_bytes,
         price_per_hour=event.price_per_hour,
-        can_move=event.can_move,
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
