@@ -67,6 +67,6 @@ def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if other is None:
             continue
-        if not other.is_done(after.seq) and after.seq not in other.queue.operations:
+        if not other.queue.is_done(after.seq) and after.seq not in other.queue.operations:
             return f"{after.deployment} {after.seq}"
     return ""

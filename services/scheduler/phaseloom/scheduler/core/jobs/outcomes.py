@@ -52,7 +52,7 @@ def cut(step: Step, event: StateCut) -> None:
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
     deployment.queue.cut(op)
@@ -65,7 +65,7 @@ def cut(step: Step, event: StateCut) -> None:
 
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
     seq = event.key.seq
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None or op.has_ended:
         return
     if op.state is OpState.QUEUED:
@@ -96,7 +96,7 @@ def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> Non
 
     Where it changes what is in effect, a live incarnation has been made from something else.
     """
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None:
         return
     applied, history = deployment.durability.applied, list(deployment.durability.history)

@@ -29,17 +29,17 @@ class Op(msgspec.Struct):
     """Its WPG died while it was permitted: it may have taken effect in the dead incarnation."""
     refusals: int = 0
     expires_s: float = 0.0
-    """It ends EXPIRED where it has no permit by then; 0: it waits."""
+    """The operation ends EXPIRED where it has no permit by then; 0: it waits."""
     is_cancelled: bool = False
-    """Whoever made it wants it no more: it is not permitted again."""
+    """Whether it was cancelled: it is not permitted again."""
     is_settling: bool = False
-    """Its outcome is being found out: what is stored decides."""
+    """Whether its outcome is being found out: what is stored decides."""
     permitted_s: float = 0.0
     """When it was permitted last."""
     num_bytes: int = 0
-    """Of its payload."""
+    """Size of its payload."""
     is_cut: bool = False
-    """Of a `save_state`: it needs neither devices nor state any more, and is being written; where
+    """Whether a `save_state` needs neither devices nor state any more, and is being written. Where
     its WPG died meanwhile, it is run again in its place among the mutations."""
 
     @property
@@ -54,6 +54,42 @@ class Op(msgspec.Struct):
     def ready_s(self) -> float:
         """Since when it could run, as far as other deployments go."""
         return max(self.queued_s, self.eligible_s)
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def enter(self, state: OpState) -> None:
+        """Called by `Step.move_op`, which knows the transitions."""
+        self.state = state
+
+    def become_eligible(self, now_s: float) -> None:
+        self.eligible_s = now_s
+
+    def permitted_at(self, now_s: float) -> None:
+        self.permitted_s = now_s
+
+    def count_refusal(self) -> None:
+        self.refusals += 1
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def settle(self) -> None:
+        """Its outcome is looked up: nothing of it runs meanwhile."""
+        self.is_settling = True
+        self.eligible_s = -1.0
+
+    def lose_wpg(self) -> None:
+        """Its WPG died while it was permitted. An ordered `save_state` that is cut stays so: it is
+        run again among the mutations, where its place is."""
+        self.uncertain = True
+        self.is_cut = self.is_cut and self.key.seq is not None
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+    def saved(self) -> None:
+        """A `save_state` that was cut has its outcome."""
+        self.is_cut = False
 
 
 class Mutation(msgspec.Struct, frozen=True):

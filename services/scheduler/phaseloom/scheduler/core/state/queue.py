@@ -74,7 +74,7 @@ class OperationQueue(msgspec.Struct):
 
     def cut(self, op: Op) -> None:
         """A `save_state` needs neither devices nor state any more: those behind it may go on."""
-        op.is_cut = True
+        op.cut()
         if op.key.seq is not None:
             bisect.insort(self.cuts, op.key.seq)
             self._pass()
@@ -92,7 +92,7 @@ class OperationQueue(msgspec.Struct):
             return False
         self.queued_syncs.pop(seq, None)
         if op.is_cut:
-            op.is_cut = False
+            op.saved()
             self.cuts.remove(seq)
         if not completed:
             bisect.insort(self.not_completed, seq)

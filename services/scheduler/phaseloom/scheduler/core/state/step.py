@@ -164,7 +164,7 @@ class Step:
     def move_op(self, op: Op, to: OpState) -> None:
         if to not in OP_TRANSITIONS[op.state]:
             raise InvalidTransition(f"operation {op.key}", op.state, to, self.sequence)
-        op.state = to
+        op.enter(to)
 
     def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
         if to not in WPG_TRANSITIONS[deployment.wpg.state]:
@@ -177,5 +177,5 @@ class Step:
     def move_job(self, job: Job, to: JobState) -> None:
         if to not in JOB_TRANSITIONS[job.state]:
             raise InvalidTransition(f"job {job.key}", job.state, to, self.sequence)
-        job.state = to
+        job.enter(to)
         self.job_changed(str(job.key))

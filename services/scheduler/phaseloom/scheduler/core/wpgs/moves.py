@@ -274,7 +274,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
         _wait(step, deployment, move)
     elif event.seq and event.seq == deployment.durability.seal_seq:
         index = next(i for i, span in enumerate(move.spans) if span.node == event.node)
-        seals.note_copy(deployment, index, event.node)
+        seals.note_replica(deployment, index, event.node)
 
 
 def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:

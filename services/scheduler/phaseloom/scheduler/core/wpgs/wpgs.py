@@ -251,7 +251,7 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.wpg.measure(max(deployment.wpg.state_bytes, event.state_bytes))
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # Where it came from elsewhere, it is on this node's disk now.
-        seals.note_copy(deployment, deployment.nodes.index(event.node), event.node)
+        seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
     host_memory.weigh(step, deployment)
@@ -262,7 +262,7 @@ def started(step: Step, event: WpgStarted) -> None:
     )
     seals.release_restored(step, deployment)
     if not deployment.durability.seal_seq:
-        seals.clear_left(step, deployment)
+        seals.clear_stale_holders(step, deployment)
     if step.state.closing:
         step.follow(FollowUp.PLACE)  # its copies count anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
@@ -381,7 +381,7 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
-    ops = [deployment.open_operation(key) for key in deployment.activation.running]
+    ops = [deployment.queue.find(key) for key in deployment.activation.running]
     return [op for op in ops if op is not None]
 
 
