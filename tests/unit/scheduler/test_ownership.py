@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -22,8 +23,10 @@ from phaseloom.scheduler.core.state.job import (
     Speculation,
 )
 from phaseloom.scheduler.core.state.move import Move, Relocation
+from phaseloom.scheduler.core.state.node import Expected, Leave, Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.queue import OperationQueue
+from phaseloom.scheduler.core.state.tree import State
 from phaseloom.scheduler.core.state.wpg import Wpg
 
 CORE = Path(phaseloom.scheduler.core.__file__).parent
@@ -44,6 +47,11 @@ RECORDS: list[tuple[type[msgspec.Struct], str, set[str]]] = [
     (Copying, "state/durability.py", {"copying", "before"}),
     (Move, "state/move.py", {"move"}),
     (Relocation, "state/move.py", {"relocation", "move"}),
+    (Node, "state/node.py", {"node", "old", "place"}),
+    (Slot, "devices/devices.py", {"slot", "other"}),
+    (Leave, "state/node.py", {"leave", "known"}),
+    (Expected, "state/node.py", {"expected", "prediction"}),
+    (State, "state/tree.py", {"state"}),
 ]
 """Each record, its owner, and the names that its instances have elsewhere."""
 
@@ -93,9 +101,10 @@ def last_name(expression: ast.expr) -> str:
     return ""
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(CORE.rglob("*.py")):
-        yield file.relative_to(CORE).as_posix(), ast.parse(file.read_text())
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    files = sorted(CORE.rglob("*.py"))
+    return [(file.relative_to(CORE).as_posix(), ast.parse(file.read_text())) for file in files]
 
 
 @pytest.mark.parametrize(

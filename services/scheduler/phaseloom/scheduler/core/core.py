@@ -131,9 +131,7 @@ class Core:
         Raises: InvalidTransition: our own bug; the state is then not to be used.
         """
         assert sequence > self.state.sequence, "entries are folded once, in order"
-        self.state.sequence = sequence
-        self.state.now_s = max(self.state.now_s, time_s)
-        self.state.cluster.now_s = self.state.now_s
+        self.state.advance(sequence, time_s)
         step = Step(self.state, sequence, self.state.now_s)
         for part in parts(event):
             _take(step, part)
@@ -183,7 +181,7 @@ def _follow_up(step: Step) -> None:
 def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
     match event:
         case SchedulerConfigured():
-            step.state.config = event.config
+            step.state.configure(event.config)
             assignment.configured(step, event.config)
         case QueuedOperation():
             operations.file(step, event)
@@ -243,7 +241,7 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
 
 
 def _timer(step: Step, event: TimerFired) -> None:
-    due_s = step.state.timers.pop(event.timer, None)
+    due_s = step.state.take_timer(event.timer)
     if due_s is None:
         return
     if due_s > step.now_s:

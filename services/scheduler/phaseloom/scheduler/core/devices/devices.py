@@ -70,14 +70,12 @@ def claim(step: Step, deployment: Deployment) -> None:
     they meet: the oldest is the first on each of its devices, and nothing deadlocks.
     """
     for node in step.nodes_of(deployment):
-        if deployment.name not in node.claims:
-            node.claims.append(deployment.name)
+        node.claim(deployment.name)
 
 
 def unclaim(step: Step, deployment: Deployment) -> None:
     for node in step.nodes_of(deployment):
-        if deployment.name in node.claims:
-            node.claims.remove(deployment.name)
+        node.unclaim(deployment.name)
 
 
 def use(step: Step, deployment: Deployment) -> None:
@@ -85,7 +83,7 @@ def use(step: Step, deployment: Deployment) -> None:
     name, job = deployment.name, deployment.job_name
     for slot in slots_of(step, deployment):
         slot.running = name
-        slot.is_let_go = False
+        slot.is_released = False
         if slot.used_by != name:
             slot.used_by = name
             slot.used_since_s = step.now_s
@@ -169,8 +167,8 @@ def vacate(step: Step, deployment: Deployment) -> None:
             slot.resident.remove(name)
         if slot.running == name:
             slot.running = ""
-        if slot.early == name:
-            slot.early = ""
+        if slot.speculative == name:
+            slot.speculative = ""
         slot.expected.pop(deployment.job_name, None)
     unclaim(step, deployment)
     deployment.activation.hint(NOT_TOLD_S)
@@ -221,11 +219,16 @@ def note_served(slot: Slot, job: str, sequence: int) -> None:
     slot.served[job] = sequence
 
 
-def let_go(slot: Slot, is_let_go: bool) -> None:
+def note_released(slot: Slot, is_released: bool) -> None:
     """The holder has ended its phase here, or has begun one."""
-    slot.is_let_go = is_let_go
-    if is_let_go:
+    slot.is_released = is_released
+    if is_released:
         slot.phase = Phase()
+
+
+def note_round(slot: Slot, job: str, number: int) -> None:
+    """A job begins a phase of this round, or what it has begun here counts for this round."""
+    slot.rounds[job] = number
 
 
 def note_timer(slot: Slot, timer: str) -> None:
@@ -246,10 +249,10 @@ def expect(slot: Slot, job: str, expected: Expected | None) -> None:
 
 def came(slot: Slot, job: str) -> Expected | None:
     """An operation of a job begins; returns what was predicted of it."""
-    slot.early = ""
+    slot.speculative = ""
     return slot.expected.pop(job, None)
 
 
-def note_early(slot: Slot, name: str) -> None:
+def note_speculative(slot: Slot, name: str) -> None:
     """An activation was opened speculatively for this deployment; empty: none is any more."""
-    slot.early = name
+    slot.speculative = name

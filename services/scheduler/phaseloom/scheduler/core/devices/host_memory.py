@@ -15,8 +15,8 @@ and nothing goes to NVMe."""
 def weigh(step: Step, deployment: Deployment) -> None:
     """Note which nodes of a deployment are crowded, now that its size is known."""
     for node in step.nodes_of(deployment):
-        if is_crowded(step, node) and node.node not in step.state.crowded:
-            step.state.crowded.append(node.node)
+        if is_crowded(step, node):
+            step.state.crowd(node.node)
 
 
 def is_crowded(step: Step, node: Node) -> bool:

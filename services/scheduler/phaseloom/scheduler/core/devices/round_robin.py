@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from phaseloom.scheduler.core.devices.devices import slots_of
+from phaseloom.scheduler.core.devices.devices import note_round, slots_of
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.step import Step
@@ -48,10 +48,10 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
         for other in step.deployments_of(job.key):
             for slot in slots_of(step, other):
                 if slot.rounds.get(name) == before:
-                    slot.rounds[name] = number
+                    note_round(slot, name, number)
     job.progress.enter_round(number)
     for slot in here:
-        slot.rounds[name] = number
+        note_round(slot, name, number)
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:

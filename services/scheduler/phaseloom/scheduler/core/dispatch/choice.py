@@ -84,14 +84,18 @@ def turn_on(step: Step, slot: Slot) -> Turn:
         return NOBODYS
     quantum_s = step.config.quantum_s
     of_holder = list(ready.on(step, slot, of_job=slot.holder))
-    if of_holder and not slot.early and not idle_hold.is_quantum_over(step, slot.held_since_s):
+    if (
+        of_holder
+        and not slot.speculative
+        and not idle_hold.is_quantum_over(step, slot.held_since_s)
+    ):
         is_alone = len(of_holder) == len(slot.ready)
         lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
         return Turn(_after_turn(step, slot, of_holder), [], lets_in_s, may_wait=False)
     others = list(ready.on(step, slot, but_job=slot.holder))
     if not others:
         return Turn(_after_turn(step, slot, of_holder), [], NEVER_S)
-    if slot.early or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
+    if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
         return Turn([*of_holder, *others], [], NEVER_S)
     lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, slot)
     if lets_in_s > step.now_s:

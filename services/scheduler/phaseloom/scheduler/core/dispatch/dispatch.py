@@ -277,7 +277,7 @@ def opened(step: Step, event: ActivationOpened) -> None:
     if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
         _opened_part(step, deployment, event)
     if deployment.wpg.state is not WpgState.STOPPED:
-        step.state.switch_s[deployment.name] = (event.offload_s, event.load_s)
+        step.state.measure_switch(deployment.name, event.offload_s, event.load_s)
 
 
 def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:

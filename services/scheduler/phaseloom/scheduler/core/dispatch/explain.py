@@ -218,7 +218,7 @@ def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
     """Until when the device is kept for another job than this deployment's."""
-    if slot.holder in ("", device_views.job_of(deployment)) or slot.early:
+    if slot.holder in ("", device_views.job_of(deployment)) or slot.speculative:
         return 0.0
     if ready.is_any_on(step, slot, of_job=slot.holder):
         return slot.held_since_s + step.config.quantum_s

@@ -47,7 +47,7 @@ def _tell(step: Step, deployment: Deployment) -> None:
         late_s = max(prediction.late_s for prediction in predictions)
         step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
         for prediction in predictions:
-            prediction.is_told = True
+            prediction.told()
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:
@@ -78,7 +78,7 @@ def _send(step: Step, deployment: Deployment, use_s: float) -> None:
     crowded = [node for node in step.nodes_of(deployment) if node.node in step.state.crowded]
     if not any(host_memory.is_crowded(step, node) for node in crowded):
         for node in crowded:
-            step.state.crowded.remove(node.node)
+            step.state.uncrowd(node.node)
         return
     deployment.activation.hint(use_s)
     _command(step, deployment, max(0.0, use_s - step.now_s))

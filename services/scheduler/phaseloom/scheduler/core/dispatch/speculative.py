@@ -57,7 +57,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     job = step.job_of(deployment)
     step.foresee(deployment)
     for slot in devices.slots_of(step, deployment):
-        if slot.early == name:
+        if slot.speculative == name:
             job.speculation.hit()
         expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
@@ -67,9 +67,9 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
 def displaced(step: Step, victim: Deployment) -> None:
     """An activation leaves the device; had it been opened for nothing?"""
     step.foresee(victim)
-    guessed = [slot for slot in devices.slots_of(step, victim) if slot.early == victim.name]
+    guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
     for slot in guessed:
-        devices.note_early(slot, "")
+        devices.note_speculative(slot, "")
     if guessed:
         step.job_of(victim).speculation.miss(MAX_MISSES)
 
@@ -81,7 +81,7 @@ def key_of(deployment: Deployment) -> str:
 def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
     """The activation to open early on a device with nothing ready, and when; `NEVER_S`: none."""
     slot = devices.slot(node, index)
-    if not step.config.early_switch or slot.early:
+    if not step.config.early_switch or slot.speculative:
         return None, NEVER_S
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
         target = None if expected.is_tried else _target(step, slot, name, expected)
@@ -166,10 +166,10 @@ def took(step: Step, deployment: Deployment) -> None:
 def opened(step: Step, deployment: Deployment) -> None:
     """An activation was opened for an operation that is only predicted."""
     for slot in devices.slots_of(step, deployment):
-        devices.note_early(slot, deployment.name)
+        devices.note_speculative(slot, deployment.name)
         expected = slot.expected.get(deployment.job_name)
         if expected is not None:
-            expected.is_tried = True
+            expected.tried()
 
 
 def try_skip(step: Step, deployment: Deployment) -> bool:
@@ -180,5 +180,5 @@ def try_skip(step: Step, deployment: Deployment) -> bool:
     for slot in devices.slots_of(step, deployment):
         expected = slot.expected.get(str(job.key))
         if expected is not None:
-            expected.is_tried = True
+            expected.tried()
     return True

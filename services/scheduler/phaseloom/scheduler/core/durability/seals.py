@@ -146,7 +146,7 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[Node
         return
     incarnation = job.earlier.incarnations[policy.deployment]
     for node in nodes:
-        step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
+        step.state.ask_to_forget(node, str(policy), incarnation)
         step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
 
 
@@ -270,7 +270,7 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node that it is not on drop all that it has of it."""
-    step.state.stopping.setdefault(node, {})[deployment.name] = deployment.wpg.incarnation
+    step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
     step.send(
         StopWpg,
         step.node(node),

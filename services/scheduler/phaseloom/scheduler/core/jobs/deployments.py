@@ -31,7 +31,7 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
     last_seq = job.earlier.last_seqs.get(spec.name, 0)
     # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
     # Those that were told may be confirmed late, and an incarnation dies once.
-    told = [stopping.pop(str(key), 0) for stopping in step.state.stopping.values()]
+    told = [step.state.take_back_forget(node, str(key)) for node in step.state.stopping]
     deployment = Deployment(
         key=key,
         spec=spec,
@@ -42,7 +42,7 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
         ),
         durability=DeploymentDurability(applied=last_seq),
     )
-    step.state.deployments[str(key)] = deployment
+    step.state.add_deployment(deployment)
     return deployment
 
 
@@ -98,7 +98,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
     devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
-    del step.state.deployments[deployment.name]
+    step.state.drop_deployment(deployment.name)
     seals.release_versions(step, job)
     _wake_those_that_wait(step, deployment)
     for other in step.deployments_of(job.key):
@@ -155,10 +155,10 @@ def close_books(step: Step, deployment: Deployment) -> None:
     """What an ended deployment leaves on the books is small, whatever it was."""
     seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
     for seq in deployment.queue.operations:
-        step.state.waiters.pop(f"{deployment.name}.{seq}", None)
+        step.state.take_waiters(f"{deployment.name}.{seq}")
     job = step.job(deployment.key.job_key)
     job.earlier.note_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()
     deployment.durability.end()
     deployment.forget_model()
-    step.state.switch_s.pop(deployment.name, None)
+    step.state.drop_switch(deployment.name)

@@ -51,7 +51,7 @@ def submit(step: Step, event: JobSubmitted) -> None:
     )
     if old is not None:
         _succeed(step, job, old)
-    step.state.jobs[name] = job
+    step.state.add_job(job)
     step.job_changed(name)
     for spec in event.spec.deployments:
         deployments.add(step, job, spec)
@@ -69,7 +69,7 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
         name = deployment.key.deployment
         job.earlier.raise_seq(name, deployment.last_seq)
         job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
-        del step.state.deployments[deployment.name]
+        step.state.drop_deployment(deployment.name)
     step.emit(outputs.DropCheckpoint(job.key))
 
 
@@ -80,8 +80,8 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
         return
     names = {*job.earlier.last_seqs, *(spec.name for spec in job.spec.deployments)}
     for deployment in step.deployments_of(job.key):
-        del step.state.deployments[deployment.name]
-    del step.state.jobs[name]
+        step.state.drop_deployment(deployment.name)
+    step.state.drop_job(name)
     step.emit(outputs.ForgetJob(job.key, sorted(names)))
 
 
@@ -276,7 +276,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
         wpgs.stop(step, deployment)
         deployments.close_books(step, deployment)
     seals.release_all(step, job)
-    step.state.traces.pop(str(job.key), None)
+    step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
     job.have(lean)

@@ -198,7 +198,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             end_unrun(step, deployment, op, error)
             return
         if not other.queue.is_done(after.seq):
-            step.state.waiters.setdefault(f"{key}.{after.seq}", []).append(str(op.key))
+            step.state.wait_for(f"{key}.{after.seq}", str(op.key))
             return
     op.become_eligible(step.now_s)
 
@@ -277,7 +277,7 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if job.state is JobState.DRAINING:
         step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
-        step.state.timers.pop(_expiry_timer(op.key), None)
+        step.state.take_timer(_expiry_timer(op.key))
     if op.is_cut and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
@@ -296,7 +296,7 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
 
 def wake_waiters(step: Step, key: str) -> None:
     """Have the operations that wait for this one looked at again."""
-    for waiter in step.state.waiters.pop(key, ()):
+    for waiter in step.state.take_waiters(key):
         step.follow(FollowUp.WAKE, waiter)
 
 
@@ -321,7 +321,7 @@ def forget_waiters(step: Step, job: JobKey) -> None:
     """Of an ended job, who waited for what was never published."""
     prefix = f"{job}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        del step.state.waiters[key]
+        step.state.take_waiters(key)
 
 
 def requeue(step: Step, op: Op) -> None:

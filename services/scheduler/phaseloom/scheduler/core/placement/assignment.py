@@ -62,10 +62,10 @@ def node_up(step: Step, event: NodeUp) -> None:
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
     if leave is not None and leave.is_drained:
-        step.state.closing[event.node] = Leave(Closing.DRAIN, is_drained=True)
+        step.state.close_node(event.node, Leave(Closing.DRAIN, is_drained=True))
         groups.host_down(step.state.cluster, event.node)
     elif leave is not None:
-        del step.state.closing[event.node]
+        step.state.reopen_node(event.node)
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
@@ -166,7 +166,7 @@ def release(step: Step, job: Job) -> None:
     name = str(job.key)
     if name in cluster.placed:
         _note_company(step, groups.group_of(cluster, name))
-        step.state.is_replan_due = True
+        step.state.want_replan()
         step.follow(FollowUp.REPLAN)
     note_free(step, groups.leave(cluster, name))
     step.follow(FollowUp.PLACE)

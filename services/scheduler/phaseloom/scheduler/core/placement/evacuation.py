@@ -71,9 +71,10 @@ def _close(step: Step, node: Node, why: Closing) -> None:
     if is_asked and not was_drained:
         step.tell("node draining", "on request", node.node)
     if known is not None and (is_asked or known.why is why):
-        known.is_drained = was_drained or is_asked
+        if is_asked:
+            known.drain()
         return
-    step.state.closing[node.node] = Leave(why, is_drained=was_drained or is_asked)
+    step.state.close_node(node.node, Leave(why, is_drained=was_drained or is_asked))
     step.follow(FollowUp.PLACE)
     if is_asked:
         groups.host_down(step.state.cluster, node.node)
@@ -86,11 +87,11 @@ def _undo(step: Step, node: Node) -> None:
     leave = step.state.closing.get(node.node)
     if leave is None or not leave.is_drained:
         return
-    leave.is_drained = False
+    leave.undo_drain()
     step.tell("node not drained any more", "on request", node.node)
     if leave.why is not Closing.DRAIN:
         return  # it is away: it may be used again once it is back
-    del step.state.closing[node.node]
+    step.state.reopen_node(node.node)
     if node.is_up:
         cluster = step.state.cluster
         groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))
@@ -117,7 +118,7 @@ def go_on(step: Step) -> None:
     for name, leave in sorted(step.state.closing.items()):
         is_in_use = bool(_deployments_on(step, name)) or bool(replicas.counted_on(step, name))
         if not leave.is_told and not is_in_use:
-            leave.is_told = True
+            leave.tell()
             step.tell("node is empty", f"nothing is on it any more ({leave.why})", name)
 
 

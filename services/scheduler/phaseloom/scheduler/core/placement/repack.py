@@ -45,7 +45,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     job = step.state.jobs.get(name)
     if job is None or job.state in JOB_ENDED:
         return
-    step.state.traces[name] = trace
+    step.state.trace(name, trace)
     cycle = admission.cycle_of(trace)
     if cycle is None or name not in step.state.cluster.placed:
         return
@@ -128,12 +128,12 @@ def ask(step: Step) -> None:
     state = step.state
     if not state.is_replan_due or state.replanning:
         return
-    state.is_replan_due = False
+    state.want_replan(False)
     if assignment.policy_of(step).replan is None:
         return
     asked = _question(state, step.sequence)
     if asked.cluster.groups:
-        state.replanning = step.sequence
+        state.ask_replan(step.sequence)
         step.emit(asked)
 
 
@@ -174,7 +174,7 @@ def answered(step: Step, event: ReplanComputed) -> None:
     state = step.state
     if event.as_of != state.replanning:
         return  # answered twice, by two that led
-    state.replanning = 0
+    state.end_replan()
     step.follow(FollowUp.REPLAN)  # who came or left meanwhile has it computed again
     plan = _Plan(step, event)
     for move in event.moves:

@@ -39,6 +39,10 @@ class Copying(msgspec.Struct):
         """Args: node: as it is now."""
         return not self.has_failed and node.is_up and node.revision == self.revision
 
+    def enter(self, state: CopyState) -> None:
+        """Called by `Step.advance_copy`, which knows the transitions."""
+        self.state = state
+
     def fail(self, now_s: float, pause_s: float, max_pause_s: float) -> None:
         """Args: pause_s: after a first failure; twice as long after each further one."""
         self.failures += 1

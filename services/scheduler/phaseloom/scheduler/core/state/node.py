@@ -22,30 +22,51 @@ class Closing(StrEnum):
 
 
 class Leave(msgspec.Struct):
-    """A node that is to be left."""
+    """A node that is to be left. Its fields are changed by its methods only."""
 
     why: Closing
     is_drained: bool = False
-    """An operator has asked for it: it holds until that is undone, whatever becomes of the node."""
+    """Whether an operator has asked for it. This holds until it is undone, even where the node is
+    lost or comes back."""
     is_told: bool = False
-    """People know that nothing is on it any more."""
+    """Whether people know that nothing is on the node any more."""
+
+    def drain(self) -> None:
+        """An operator has asked for it."""
+        self.is_drained = True
+
+    def undo_drain(self) -> None:
+        self.is_drained = False
+
+    def tell(self) -> None:
+        """People are told that nothing is on the node any more."""
+        self.is_told = True
 
 
 class Expected(msgspec.Struct):
-    """When a job's next operation on a device is predicted, after one that ended."""
+    """When a job's next operation on a device is predicted, after one that ended.
+
+    Its fields are changed by its methods only.
+    """
 
     after: str
-    """`<deployment>.<kind>`."""
+    """The operation that ended: `<deployment>.<kind>`."""
     ended_s: float
     soonest_s: float
     """10th percentile, where the profiler knows it."""
     at_s: float
     late_s: float
-    """From then on the prediction counts as wrong."""
+    """The prediction counts as wrong from this time on."""
     is_tried: bool = False
-    """An activation was opened for it, or deliberately not: once a gap is enough."""
+    """Whether an activation was opened for it, or deliberately was not: once a gap is enough."""
     is_told: bool = False
-    """State managers have had a hint."""
+    """Whether state managers have had a hint of it."""
+
+    def tried(self) -> None:
+        self.is_tried = True
+
+    def told(self) -> None:
+        self.is_told = True
 
 
 class Phase(msgspec.Struct):
@@ -75,10 +96,10 @@ class Slot(msgspec.Struct):
     used_by: str = ""
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
-    """Since when no other deployment used the slot."""
-    is_let_go: bool = False
+    """No other deployment has used the slot since this time."""
+    is_released: bool = False
     """Whether the holder has said that its phase here is over: the slot is not kept for it."""
-    early: str = ""
+    speculative: str = ""
     """Deployment whose activation was opened before its operation, which has not come yet."""
     expected: dict[str, Expected] = {}
     """Job → its next operation here, where predicted."""
@@ -102,6 +123,8 @@ class Device(msgspec.Struct):
 
 
 class Node(msgspec.Struct):
+    """A node under its present lease. Its fields are changed by its methods only."""
+
     node: NodeId
     pool: str
     devices: list[Device]
@@ -113,6 +136,18 @@ class Node(msgspec.Struct):
     claims: list[str] = []
     """Deployments that were chosen and wait until all of their devices are free, in that order:
     any two are in the same one on every node that they share."""
+
+    def lose(self) -> None:
+        """Its agent has lost its lease."""
+        self.is_up = False
+
+    def claim(self, deployment: str) -> None:
+        if deployment not in self.claims:
+            self.claims.append(deployment)
+
+    def unclaim(self, deployment: str) -> None:
+        if deployment in self.claims:
+            self.claims.remove(deployment)
 
 
 def new_devices(specs: list[DeviceSpec]) -> list[Device]:

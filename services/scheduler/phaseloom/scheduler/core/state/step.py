@@ -97,7 +97,7 @@ class Step:
         self.emit(Tell(what, reason, subject))
 
     def send(self, kind: type[C], node: Node, /, **fields: Any) -> CommandId:
-        """Send a command to a node, in its present life; none to a node that is down."""
+        """Send a command to a node under its present lease. A node that is down gets none."""
         command_id = CommandId(self.sequence, len(self.outputs))
         if not node.is_up:
             return command_id
@@ -111,7 +111,7 @@ class Step:
         return command_id
 
     def set_timer(self, timer: str, due_s: float) -> None:
-        self.state.timers[timer] = due_s
+        self.state.set_timer(timer, due_s)
         self.emit(SetTimer(timer, due_s))
 
     # --- looking up -----------------------------------------------------------------------------
@@ -191,6 +191,5 @@ class Step:
             self.touch(deployment)
 
     def advance_copy(self, copying: Copying, event: CopyEvent) -> None:
-        copying.state = next_state(
-            COPIES, "copy on", copying.node, copying.state, event, self.sequence
-        )
+        after = next_state(COPIES, "copy on", copying.node, copying.state, event, self.sequence)
+        copying.enter(after)

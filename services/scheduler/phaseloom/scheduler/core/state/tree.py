@@ -1,7 +1,8 @@
 """What the scheduler knows, as one serialisable tree.
 
 The tree is the fold of the decision log: nothing in it comes from anywhere else. Mappings are keyed
-by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain MessagePack.
+by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain MessagePack. They are
+changed by the methods of `State` only; what lies in them, by the methods of the records themselves.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class State(msgspec.Struct):
     switch_s: dict[str, tuple[float, float]] = {}
     """Newest (offload, load) seconds by deployment."""
     timers: dict[str, float] = {}
-    """When each is due."""
+    """Timer → when it is due."""
     waiters: dict[str, list[str]] = {}
-    """Operation key -> the operations that wait for it."""
+    """Operation → the operations that wait for it."""
     cluster: Cluster = msgspec.field(default_factory=Cluster)
     """What placement knows: nodes, groups, and the jobs that have a place or wait for one."""
     replanning: int = 0
-    """Sequence of the step that asked for moves and has no answer yet; 0: none."""
+    """Log sequence of the question for moves that has no answer yet; 0: there is none."""
     is_replan_due: bool = False
-    """A job has come or left since."""
+    """Whether a job has come or left since moves were asked for."""
     moving: list[str] = []
     """Deployments that are to go elsewhere, in the order in which that was decided."""
     closing: dict[NodeId, Leave] = {}
@@ -47,8 +48,123 @@ class State(msgspec.Struct):
     crowded: list[NodeId] = []
     """Nodes whose host memory may not hold the states of all that are placed on them."""
     stopping: dict[str, dict[str, int]] = {}
-    """Node -> deployments of ended jobs that it has not confirmed to have forgotten, and in which
-    incarnation it was told."""
+    """Node → deployments that it was told to forget and has not confirmed, each with the
+    incarnation in which it was told."""
+
+    # --- the log ---------------------------------------------------------------------------------
+
+    def advance(self, sequence: int, time_s: float) -> None:
+        """Take the place and time of the next entry. A clock that steps back is held."""
+        self.sequence = sequence
+        self.now_s = self.cluster.now_s = max(self.now_s, time_s)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        self.config = config
+
+    def set_timer(self, timer: str, due_s: float) -> None:
+        self.timers[timer] = due_s
+
+    def take_timer(self, timer: str) -> float | None:
+        """Returns: when it was due; None: it is not set."""
+        return self.timers.pop(timer, None)
+
+    # --- jobs, deployments, nodes ----------------------------------------------------------------
+
+    def add_job(self, job: Job) -> None:
+        self.jobs[str(job.key)] = job
+
+    def drop_job(self, name: str) -> None:
+        del self.jobs[name]
+
+    def add_deployment(self, deployment: Deployment) -> None:
+        self.deployments[deployment.name] = deployment
+
+    def drop_deployment(self, name: str) -> None:
+        del self.deployments[name]
+
+    def add_node(self, node: Node) -> None:
+        """A node is up under a new lease."""
+        self.nodes[node.node] = node
+
+    def trace(self, job: str, trace: PhaseTrace) -> None:
+        """The profiler has measured a job."""
+        self.traces[job] = trace
+
+    def drop_trace(self, job: str) -> None:
+        self.traces.pop(job, None)
+
+    def measure_switch(self, deployment: str, offload_s: float, load_s: float) -> None:
+        self.switch_s[deployment] = (offload_s, load_s)
+
+    def drop_switch(self, deployment: str) -> None:
+        self.switch_s.pop(deployment, None)
+
+    # --- operations that wait for others ---------------------------------------------------------
+
+    def wait_for(self, operation: str, waiter: str) -> None:
+        self.waiters.setdefault(operation, []).append(waiter)
+
+    def take_waiters(self, operation: str) -> list[str]:
+        """Returns: the operations that waited for this one. They wait for it no longer."""
+        return self.waiters.pop(operation, [])
+
+    # --- moves, and nodes that are to be left ----------------------------------------------------
+
+    def ask_replan(self, sequence: int) -> None:
+        """Moves are asked for. Args: sequence: of the step that asks."""
+        self.replanning = sequence
+
+    def end_replan(self) -> None:
+        """The question for moves was answered."""
+        self.replanning = 0
+
+    def want_replan(self, is_due: bool = True) -> None:
+        self.is_replan_due = is_due
+
+    def begin_move(self, deployment: str) -> None:
+        if deployment not in self.moving:
+            self.moving.append(deployment)
+
+    def end_move(self, deployment: str) -> None:
+        self.moving.remove(deployment)
+
+    def close_node(self, node: NodeId, leave: Leave) -> None:
+        self.closing[node] = leave
+
+    def reopen_node(self, node: NodeId) -> None:
+        """The node is not to be left any more."""
+        del self.closing[node]
+
+    def crowd(self, node: NodeId) -> None:
+        if node not in self.crowded:
+            self.crowded.append(node)
+
+    def uncrowd(self, node: NodeId) -> None:
+        """The host memory of the node holds all that is placed there."""
+        self.crowded.remove(node)
+
+    # --- what nodes are to forget ----------------------------------------------------------------
+
+    def ask_to_forget(self, node: NodeId, deployment: str, incarnation: int) -> None:
+        self.stopping.setdefault(node, {})[deployment] = incarnation
+
+    def ask_again_to_forget(self, node: NodeId, deployment: str) -> int:
+        """Returns: the incarnation to tell: a new one, so that its confirmation is told apart."""
+        self.stopping[node][deployment] += 1
+        return self.stopping[node][deployment]
+
+    def note_forgotten(self, node: NodeId, deployment: str) -> None:
+        """The node has confirmed that it has nothing of the deployment any more."""
+        del self.stopping[node][deployment]
+        if not self.stopping[node]:
+            del self.stopping[node]
+
+    def take_back_forget(self, node: NodeId, deployment: str) -> int:
+        """The confirmation is not waited for any more.
+
+        Returns: the incarnation in which the node was told; 0: it was not.
+        """
+        return self.stopping.get(node, {}).pop(deployment, 0)
 
 
 class SnapshotHead(msgspec.Struct, frozen=True):

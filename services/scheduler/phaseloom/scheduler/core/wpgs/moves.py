@@ -40,7 +40,7 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     """From now on it is on its way; to where it is, it stays."""
     name = deployment.name
     spans = _arranged(deployment, spans)
-    let_go(step, deployment)
+    release_nodes(step, deployment)
     seals.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
         # Where it does not go after all there may be a copy.
@@ -54,8 +54,7 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
         for node in deployment.nodes:
             if all(span.node != node for span in spans):
                 groups.hold(step.state.cluster, node, name)
-        if name not in step.state.moving:
-            step.state.moving.append(name)
+        step.state.begin_move(name)
         devices.unclaim(step, deployment)
         step.job_changed(deployment.job_name)
     step.touch(deployment)
@@ -75,8 +74,8 @@ def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
     return [next(rest) if span is None else span for span in kept]
 
 
-def let_go(step: Step, deployment: Deployment) -> None:
-    """It leaves its nodes, or stays after all: they wait for it no longer."""
+def release_nodes(step: Step, deployment: Deployment) -> None:
+    """The nodes of a deployment no longer wait for it to leave: it has left, or stays after all."""
     for node in deployment.nodes:
         groups.let_go(step.state.cluster, node, deployment.name)
     step.follow(FollowUp.PLACE)
@@ -284,14 +283,14 @@ def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     devices.leave(step, deployment)
     devices.forget(step, deployment)
     step.dirty.update(deployment.places)
-    let_go(step, deployment)
+    release_nodes(step, deployment)
     deployment.move.end()
     deployment.wpg.put_on(spans)
     for span in spans:
         devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
         # What it was told to forget there may be confirmed late, and an incarnation dies once.
-        told = step.state.stopping.get(node, {}).pop(name, 0)
+        told = step.state.take_back_forget(node, name)
         deployment.wpg.raise_incarnation(told)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)
     deployment.durability.no_seal_asked()

@@ -50,7 +50,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         state_endpoint=event.state_endpoint,
         residency=event.exclusive_residency,
     )
-    step.state.nodes[event.node] = node
+    step.state.add_node(node)
     for name in placed:
         deployment = step.state.deployments[name]
         span = next(span for span in deployment.wpg.spans if span.node == event.node)
@@ -58,7 +58,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             groups.let_go(step.state.cluster, event.node, name)
             deployment.wpg.lose_span(span)
             # `stop` does not find this node to tell: it is told below to forget what it has of it.
-            step.state.stopping.setdefault(event.node, {})[name] = deployment.wpg.incarnation
+            step.state.ask_to_forget(event.node, name, deployment.wpg.incarnation)
             continue
         devices.place(node, span.devices, deployment)
         _try_start(step, deployment)
@@ -94,25 +94,21 @@ def _placed(node: Node) -> list[str]:
 
 def _stop_again(step: Step, node: Node) -> None:
     """Jobs ended while the node was away, or it died before it had dropped their seals."""
-    stopping = step.state.stopping.get(node.node, {})
-    for name in stopping:
-        stopping[name] += 1  # a life of its own, so that its confirmation is one too
+    for name in step.state.stopping.get(node.node, {}):
         step.send(
             StopWpg,
             node,
             deployment=DeploymentKey(*name.split(".")),
-            incarnation=stopping[name],
+            incarnation=step.state.ask_again_to_forget(node.node, name),
             forget=True,
         )
 
 
 def _note_stopped(step: Step, event: WpgLost) -> None:
-    stopping = step.state.stopping.get(event.node, {})
     name = str(event.deployment)
-    if stopping.get(name, event.incarnation + 1) <= event.incarnation:
-        del stopping[name]
-        if not stopping:
-            del step.state.stopping[event.node]
+    told = step.state.stopping.get(event.node, {}).get(name)
+    if told is not None and told <= event.incarnation:
+        step.state.note_forgotten(event.node, name)
         # It can take a copy again.
         if step.state.closing:
             step.follow(FollowUp.PLACE)
@@ -128,7 +124,7 @@ def node_lost(step: Step, event: NodeLost) -> None:
         return
     for name in _placed(node):
         _lose(step, step.state.deployments[name], event.node)
-    node.is_up = False
+    node.lose()
     step.tell("node lost", event.reason, event.node)
     config = step.config
     for what, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
@@ -160,14 +156,14 @@ def move_on(step: Step) -> None:
         if deployment is not None and deployment.move.relocation is not None:
             _move_on(step, deployment, deployment.move.relocation)
         if deployment is None or deployment.move.relocation is None:
-            step.state.moving.remove(name)
+            step.state.end_move(name)
 
 
 def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None:
     if deployment.wpg.state is WpgState.LOST:
         _try_start(step, deployment)
     elif deployment.wpg.state is WpgState.READY and moves.advance(step, deployment, relocation):
-        _bury(step, deployment)
+        _note_death(step, deployment)
         _kill(step, deployment)
 
 
@@ -224,7 +220,7 @@ def restart(step: Step, deployment: Deployment) -> None:
     if not deployment.wpg.spans:
         return
     is_alive = deployment.wpg.state in _ALIVE
-    _bury(step, deployment)
+    _note_death(step, deployment)
     if is_alive:
         _kill(step, deployment)  # `lost` starts the next
     else:
@@ -276,7 +272,7 @@ def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
         f"others as of {deployment.durability.applied}",
     )
-    _bury(step, deployment)
+    _note_death(step, deployment)
     _kill(step, deployment)
     deployment.wpg.count_loss()
     _cannot_be_rebuilt(step, deployment, error)
@@ -405,7 +401,7 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
 def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
     """No rank on this node is alive: then the WPG is dead, and is killed on its others."""
     if deployment.wpg.state in _ALIVE:
-        _bury(step, deployment)
+        _note_death(step, deployment)
         _kill(step, deployment, but=node)
     else:
         deployment.wpg.died_on(node)
@@ -418,7 +414,7 @@ def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> N
     _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
-def _bury(step: Step, deployment: Deployment) -> None:
+def _note_death(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
@@ -436,7 +432,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     if is_lost and error is not None and deployment.wpg.state in _REBUILDING:
         _cannot_be_rebuilt(step, deployment, error)
         return
-    _bury(step, deployment)
+    _note_death(step, deployment)
     reason = error.message if error else "a mutating operation failed"
     step.tell("rebuilding a WPG without the failed operation", reason, deployment.name)
     deployment.wpg.count_loss()
@@ -457,8 +453,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
-            stopping = step.state.stopping.setdefault(node, {})
-            stopping[deployment.name] = deployment.wpg.incarnation
+            step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
     _stop_command(step, deployment, nodes, forget=forget)
     devices.leave(step, deployment)
     deployment.wpg.stop()
@@ -467,7 +462,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     deployment.move.keep([])
     deployment.durability.drop_replicas()
     if deployment.move.relocation is not None:
-        moves.let_go(step, deployment)
+        moves.release_nodes(step, deployment)
         deployment.move.end()
     step.advance_wpg(deployment, WpgEvent.STOPPED)
 
