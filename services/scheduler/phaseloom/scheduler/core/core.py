@@ -75,7 +75,7 @@ def _once(do: Callable[[Step], None]) -> Do:
 
 
 def _each(do: Callable[[Step, str], None]) -> Do:
-    """Do it for each subject, by name."""
+    """Make a follow-up that is done for each subject, in the order of their names."""
 
     def run(step: Step, asked: Asked) -> None:
         for name in sorted(asked):
@@ -85,7 +85,7 @@ def _each(do: Callable[[Step, str], None]) -> Do:
 
 
 def _each_failed(do: Callable[[Step, str, ErrorInfo], None]) -> Do:
-    """Do it for each subject, by name, with the error that is its reason."""
+    """The same as `_each`, with the error that is the reason given to `do`."""
 
     def run(step: Step, asked: Asked) -> None:
         for name, error in sorted(asked.items()):
@@ -105,20 +105,22 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.REPLAN, _once(repack.ask)),
     (FollowUp.MOVE, _once(wpgs.move_on)),
 )
-"""What is done after an event where it was asked for, in this order, and by which function."""
+"""The follow-ups after an event, in the order in which they are done, and who does each."""
 PASSES = 2
-"""The second pass does what a follow-up has asked of an earlier one. Room that this makes in turn
-is looked at when a later event makes some: no event costs more than two looks at what waits."""
+"""How often the table above is gone through after an event.
+
+The second pass does what a follow-up has asked of one that stands before it. Where that makes room
+in turn, a later event uses it: no event costs more than two looks at what waits."""
 AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.DISPATCH, _once(dispatch.dispatch)),
     (FollowUp.HINT, _each(hints.tell)),
     (FollowUp.SHOW_JOB, _each(jobs.show)),
 )
-"""What is done once, at the end of the step, whether its entry was one event or several."""
+"""The follow-ups that are done once a step, after all events of its entry."""
 
 
 class Core:
-    """Holds the state; `step` is its only door."""
+    """The state of the scheduler, which only `step` changes."""
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state or State()
@@ -126,8 +128,8 @@ class Core:
     def step(self, sequence: int, time_s: float, event: Event) -> list[Output]:
         """Take one entry of the log.
 
-        Args:   sequence: of the log, greater than any before.
-                time_s: when the log took it; a clock that steps back is held.
+        Args:   sequence: the entry's number in the log, greater than any before.
+                time_s: when the log took the entry; a clock that steps back is held.
         Raises: InvalidTransition: our own bug; the state is then not to be used.
         """
         assert sequence > self.state.sequence, "entries are folded once, in order"
@@ -149,7 +151,7 @@ class Core:
 
         Raises: ResourceError: a snapshot of another core version, or damaged.
         """
-        # Alone first: the rest of another version's may be of another shape.
+        # The head is read first: the state of another version may have another shape.
         core_version = _decode(payload, SnapshotHead).core_version
         if core_version != CORE_VERSION:
             raise ResourceError(
@@ -169,7 +171,7 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 
 def _follow_up(step: Step) -> None:
-    """Do what an event has asked for. Moves may go on after any."""
+    """Do what an event has asked for. Moves are looked at after every event."""
     step.follow(FollowUp.MOVE)
     for _ in range(PASSES):
         for what, do in AFTER_EACH_EVENT:

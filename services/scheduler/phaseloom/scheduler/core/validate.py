@@ -1,4 +1,7 @@
-"""What must hold after every step. Runs in tests, on idle, and costs a walk over the state."""
+"""The invariants that hold after every step.
+
+They are checked in tests and on idle; that costs a walk over the state.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def validate(state: State) -> None:
 
 
 def _check_hosts(state: State) -> None:
-    """What placement knows of the nodes is so."""
+    """The cluster that placement sees agrees with the nodes."""
     drained = {name for name, leave in state.closing.items() if leave.is_drained}
     up = {name: node.is_up and name not in drained for name, node in state.nodes.items()}
     assert up == {name: host.is_up for name, host in state.cluster.hosts.items()}, "up or down"
@@ -47,7 +50,7 @@ def _nodes_left(deployment: Deployment) -> set[NodeId]:
 
 
 def _check_pins(state: State) -> None:
-    """A job that lives and does not wait has a place, and its deployments are there."""
+    """A job that has not ended and does not wait has a place, and its deployments are there."""
     living = [n for n, job in state.jobs.items() if job.state not in JOB_ENDED]
     placed = [name for name in living if state.jobs[name].state is not JobState.SUBMITTED]
     assert sorted(placed) == sorted(state.cluster.placed), "jobs have other places than groups say"

@@ -1,4 +1,4 @@
-"""What is on a device and who has claimed it, host memory, durations, turns of the round robin.
+"""Devices and their slots, claims on them, host memory, durations, turns of the round robin.
 
 Called by `wpgs` and `dispatch`.
 """

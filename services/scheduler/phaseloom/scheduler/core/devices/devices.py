@@ -37,8 +37,11 @@ def load(node: Node, index: int) -> int:
 
 
 def victims(step: Step, node: Node, index: int, newcomer: Deployment) -> list[Deployment]:
-    """What must leave the device: other jobs' state where residency is per job, then the least
-    recently used until the newcomer fits."""
+    """The deployments that must leave a device for a newcomer.
+
+    Where residency is per job, other jobs' go first; then the least recently used, until the
+    newcomer fits.
+    """
     resident = slot(node, index).resident
     residents = [step.state.deployments[name] for name in resident if name != newcomer.name]
     leaving = []
@@ -64,7 +67,7 @@ def claimant(step: Step, node: Node, index: int) -> Deployment | None:
 
 
 def claim(step: Step, deployment: Deployment) -> None:
-    """It was chosen, and waits until all of its devices are free.
+    """Note that a deployment was chosen, and waits until all of its devices are free.
 
     The claim is noted on all of its nodes at once, so that claims are in the same order wherever
     they meet: the oldest is the first on each of its devices, and nothing deadlocks.
@@ -79,7 +82,7 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 
 
 def use(step: Step, deployment: Deployment) -> None:
-    """Its turn has come: its slots are its job's, and its state is the newest there."""
+    """The turn of a deployment has come: it holds its slots, and its state is the newest there."""
     name, job = deployment.name, deployment.job_name
     for slot in slots_of(step, deployment):
         slot.running = name
@@ -95,7 +98,7 @@ def use(step: Step, deployment: Deployment) -> None:
         slot.resident.append(name)
 
 
-def left(step: Step, slot: Slot, deployment: Deployment) -> None:
+def forget_job(step: Step, slot: Slot, deployment: Deployment) -> None:
     """Forget a job in a slot that its last deployment has left."""
     key = deployment.key.job_key
     if not any(step.state.deployments[name].key.job_key == key for name in slot.placed):
@@ -117,7 +120,7 @@ def leave(step: Step, deployment: Deployment) -> None:
     """A deployment does not run on its devices any more."""
     for slot in slots_of(step, deployment):
         slot.placed.remove(deployment.name)
-        left(step, slot, deployment)
+        forget_job(step, slot, deployment)
 
 
 def forget(step: Step, deployment: Deployment) -> None:

@@ -9,7 +9,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.tree import State
 
 DEFAULT_DURATION_S = 0.1
-"""Before a kind was ever measured: only the ratio to a switch matters then."""
+"""The duration of a kind that was never measured: only its ratio to a switch matters."""
 DEFAULT_SWITCH_S = 0.02
 
 
@@ -23,7 +23,7 @@ def duration_s(state: State, deployment: Deployment, kind: str) -> float:
 
 
 def after(state: State, job: JobKey, last: str) -> KindEstimate | None:
-    """What the profiler knows of the job's operations like `last` and of what follows them.
+    """The profiler's estimate of the job's operations like `last` and of what follows them.
 
     Args: last: `<deployment>.<kind>`.
     """
@@ -54,7 +54,7 @@ def phase_s(state: State, deployment: Deployment) -> float:
 
 
 def period_s(state: State, job: Job) -> float:
-    """Of the job's cycle alone: as measured, else as declared; 0: not known."""
+    """The period of a job's cycle when it is alone: as measured, else as declared; 0: not known."""
     trace = state.traces.get(str(job.key))
     if trace is not None and trace.period_s:
         return trace.period_s
@@ -62,7 +62,7 @@ def period_s(state: State, job: Job) -> float:
 
 
 def worst_period_s(state: State, job: Job) -> float:
-    """Where every operation takes as long as it may; 0: not known."""
+    """The period of a job whose operations all take as long as they may; 0: not known."""
     trace = state.traces.get(str(job.key))
     measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
     if job.spec.cycle is None:
@@ -72,7 +72,7 @@ def worst_period_s(state: State, job: Job) -> float:
 
 
 def switch_s(state: State, deployment: Deployment) -> float:
-    """What switching this deployment in costs: the newest offload and load.
+    """The cost of switching a deployment in: the newest offload and load.
 
     Before it was ever seen: as planned in the configuration.
     """

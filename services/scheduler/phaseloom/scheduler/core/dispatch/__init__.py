@@ -1,4 +1,4 @@
-"""Who runs next on a device: what is ready, whose turn it is, permits, and what is opened early.
+"""The next operations of a device: readiness, turns, permits, speculative switch-in.
 
 Called by the core's door at the end of each step; `explain` tells people.
 """

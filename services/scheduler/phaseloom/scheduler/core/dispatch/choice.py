@@ -1,9 +1,9 @@
-"""Whose turn it is on a device: the holder's rules first, the ordering policy among the rest.
+"""The turns on a device: the rules of its holder first, the ordering policy among the rest.
 
 A deployment over several devices is chosen only where it is its turn on all of them, so that the
 jobs beside it on each are served as fairly as on a device of their own. Turns of several devices
-may miss each other for ever: once it has waited for `PATIENCE` quanta, one turn is enough. Being
-chosen is a claim on all of its devices at once, in one order for all: nothing deadlocks.
+may miss each other for ever: once it has waited for `TURN_TIMEOUT` quanta, one turn is enough.
+Being chosen is a claim on all of its devices at once, in one order for all: nothing deadlocks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
-PATIENCE = 2.0
+TURN_TIMEOUT = 2.0
 """Quanta that a deployment over several devices waits for a turn on all of them."""
-LEAST_PATIENCE_S = 1.0
+LEAST_TURN_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Whose turn it is on one device."""
+    """The turn on one device: the operations among which the policy chooses."""
 
     options: list[Option]
     """Those let in now; the policy chooses among them."""
@@ -48,7 +48,7 @@ def policy_of(step: Step) -> Ordering:
 
 
 def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
-    """Whose operation begins next on a free device.
+    """Choose the deployment whose operation begins next on a free device.
 
     Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
     event).
@@ -68,7 +68,7 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
             again_s = min(again_s, until_s)
             if policy_of(step).is_strict:
                 return None, again_s
-            # What is ready but cannot begin is no longer to be waited for as something to come.
+            # This one is ready but cannot begin: the policy need not wait for anything to come.
             may_wait = False
             options = [option for option in options if option[0] is not deployment]
     return None, again_s
@@ -111,11 +111,11 @@ def _after_turn(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
 
 
 def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
-    """From when on it may claim its other devices; a past time: now."""
+    """The time from which a deployment may claim its other devices; a past time: now."""
     if len(deployment.wpg.spans) == 1 and len(deployment.wpg.spans[0].devices) == 1:
         return 0.0
-    patience_s = _patience_s(step, deployment)
-    until_s = max(op.ready_s, deployment.activation.idle_since_s) + patience_s
+    timeout_s = _turn_timeout_s(step, deployment)
+    until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
     for place, other in step.places_of(deployment):
         if until_s <= step.now_s or (place is node and other == index):
             continue
@@ -130,9 +130,9 @@ def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op:
     return 0.0
 
 
-def _patience_s(step: Step, deployment: Deployment) -> float:
-    """For how long it waits for a turn on all of its devices."""
-    least_s = max(PATIENCE * step.config.quantum_s, LEAST_PATIENCE_S)
+def _turn_timeout_s(step: Step, deployment: Deployment) -> float:
+    """How long a deployment waits for a turn on all of its devices."""
+    least_s = max(TURN_TIMEOUT * step.config.quantum_s, LEAST_TURN_TIMEOUT_S)
     if not policy_of(step).is_strict:
         return least_s
     job = step.job(deployment.key.job_key)
@@ -142,7 +142,7 @@ def _patience_s(step: Step, deployment: Deployment) -> float:
 def prefer(
     step: Step, node: Node, index: int, options: list[Option], *, may_wait: bool
 ) -> Option | Wait:
-    """What the ordering policy says of a free device."""
+    """Ask the ordering policy about a free device."""
     policy = policy_of(step)
     slot, is_lone = devices.slot(node, index), len(options) == 1
     if is_lone and not (may_wait and device_views.has_alternative(step, slot, options[0], policy)):

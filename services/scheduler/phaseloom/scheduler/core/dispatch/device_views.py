@@ -1,4 +1,4 @@
-"""What the ordering policies are shown: a free device, who could run on it, who is expected.
+"""The view of a free device that ordering policies get: its candidates, and who is expected.
 
 Cost: O(candidates), and for policies that go by turns O(jobs of the device).
 """
@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 
-PATIENCE = 2.0
+ABSENCE_TIMEOUT = 2.0
 """Quanta for which a job of which no period is known is waited for after its last operation."""
 NEVER_S = float("inf")
 
@@ -75,7 +75,7 @@ def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op
 
 
 def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
-    """Without what it takes and may wait."""
+    """A candidate without durations and slack, for policies that do not weigh them."""
     slot = devices.slot(node, index)
     return Candidate(
         operation=str(op.key),
@@ -95,7 +95,7 @@ def job_of(deployment: Deployment) -> str:
 
 
 def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
-    """The dearest of what the newcomer displaces of the job that used the device last."""
+    """The dearest switch back of what the newcomer displaces of the holder."""
     holder = devices.slot(node, index).holder
     if newcomer.activation.epoch or job_of(newcomer) == holder:
         return 0.0
@@ -178,7 +178,7 @@ def _awaited_until_s(
     job = step.state.jobs[name]
     if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
         return 0.0
-    unknown_s = PATIENCE * step.config.quantum_s
+    unknown_s = ABSENCE_TIMEOUT * step.config.quantum_s
     every = step.deployments_of(job.key)
     if any(d.activation.running or ready.first(step, d) is not None for d in every):
         jobs = [step.state.jobs[member] for member in here]

@@ -36,12 +36,12 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
 
 REFUSAL_PAUSE_S = 0.5
-"""Before an activation that was refused is tried again."""
+"""Pause before an activation that was refused is tried again."""
 MAX_REFUSALS = 3
 _FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
 """Codes of refused switch-ins that will be refused again."""
 RETRY_PAUSE_S = 0.5
-"""Before an operation whose permit came back unused is permitted again."""
+"""Pause before an operation whose permit came back unused is permitted again."""
 BUSY = 4
 """Times the usual number of mutations, after which a state is sealed between two operations."""
 
@@ -74,11 +74,11 @@ def _dispatch(step: Step, node: Node, index: int) -> None:
         _wake_at(step, node, index, again_s)
     elif not ready.is_any_on(step, slot):
         _seal_idle(step, slot)
-        _open_early(step, node, index)
+        _open_speculatively(step, node, index)
 
 
 def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
-    """Who has claimed the device; a claim of what cannot run any more is dropped."""
+    """The deployment that has claimed the device. A claim of one that cannot run is dropped."""
     while (deployment := devices.claimant(step, node, index)) is not None:
         if ready.first(step, deployment) is not None:
             return deployment
@@ -89,7 +89,7 @@ def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
 
 
 def _begin(step: Step, deployment: Deployment) -> None:
-    """Run what it has, or claim its devices where not all of them are free."""
+    """Run what a deployment has, or claim its devices where not all of them are free."""
     for node, index in step.places_of(deployment):
         claimant = devices.claimant(step, node, index)
         if devices.slot(node, index).running or claimant not in (None, deployment):
@@ -169,18 +169,18 @@ def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
     step.set_timer(timer, due_s)
 
 
-def _open_early(step: Step, node: Node, index: int) -> None:
+def _open_speculatively(step: Step, node: Node, index: int) -> None:
     target, open_s = speculative.plan(step, node, index)
     if target is None:
         return
     if open_s > step.now_s:
         _wake_at(step, node, index, open_s)
     elif not speculative.try_skip(step, target):
-        _open(step, target, is_early=True)
+        _open(step, target, is_speculative=True)
         speculative.opened(step, target)
 
 
-def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None:
+def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
     opening_on = deployment.nodes if len(deployment.wpg.spans) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
@@ -201,7 +201,7 @@ def _open(step: Step, deployment: Deployment, *, is_early: bool = False) -> None
             incarnation=deployment.wpg.incarnation,
             epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
-            early=is_early,
+            early=is_speculative,
         )
         gone += [victim for victim in leaving if victim not in gone]
     for victim in gone:
@@ -245,8 +245,8 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def _sources(step: Step, op: Op) -> list[str]:
-    """Where the weights version of a `sync_weights` is: at the nodes of its policy, those first
-    that are up."""
+    """The nodes that have the weights version of a `sync_weights`: those of its policy, the ones
+    that are up first."""
     if op.version is None:
         return []
     nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]
@@ -254,7 +254,7 @@ def _sources(step: Step, op: Op) -> list[str]:
 
 
 def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
-    """Not signed yet: the shell knows the secret."""
+    """The ticket, not signed yet: the shell knows the secret."""
     if op.version is None:
         return None
     nodes = [str(node.node) for node in step.nodes_of(deployment)]
@@ -369,7 +369,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
 
 
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
-    """What has a permit, or would have had one once all of its nodes were ready."""
+    """Operations that have a permit, or would have had one once all of their nodes were ready."""
     if deployment.activation.running:
         ops = [deployment.queue.find(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]

@@ -28,7 +28,7 @@ Queue = list[tuple[Candidate, str]]
 
 
 def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
-    """How an operation that is on the books stands now."""
+    """The present state of an operation that is in its queue."""
     if op.state is not OpState.QUEUED:
         return Explanation(op.key, op.kind, op.state)
     waits_for = _waits_for(step, deployment, op)
@@ -41,7 +41,7 @@ def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
 
 
 def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
-    """How it ended. Args: op: where it keeps its place on the books."""
+    """How an operation ended. Args: op: where it is still in its queue."""
     kind = op.kind if op is not None else ""
     if completion.result is not None:
         kind = kind or result_kind(completion.result)
@@ -50,7 +50,7 @@ def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanati
 
 
 def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
-    """Of an operation that is not on the books, or only keeps its place there."""
+    """Why an operation is not open: it is not in its queue, or only keeps its place there."""
     seq = key.seq
     has_ended = seq is not None and deployment.queue.is_done(seq)
     if has_ended:
@@ -69,7 +69,7 @@ def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
 
 
 def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
-    """What must happen before its device is asked at all."""
+    """The things that must happen before the device of an operation is asked at all."""
     lines = _of_job(step, deployment)
     if op.is_settling:
         lines.append("what is stored as its outcome, which is being looked up")
@@ -142,7 +142,7 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
 
 
 def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
-    """What an operation waits for that waits for no other of its job; one line each."""
+    """The reasons why an operation waits that waits for no other of its job; one line each."""
     if deployment.activation.retry_at_s > step.now_s:
         pause_s = deployment.activation.retry_at_s - step.now_s
         return [f"a pause of {pause_s:.2f} s after a switch or a permit that came back"]
@@ -195,7 +195,7 @@ def _job(asker: Deployment, name: str) -> str:
 
 
 def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
-    """What the ordering policy leaves the device idle for."""
+    """The wait for which the ordering policy leaves a device idle; None: it does not."""
     slot = devices.slot(node, index)
     if slot.running or devices.claimant(step, node, index) is not None:
         return None
@@ -217,7 +217,7 @@ def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
 
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
-    """Until when the device is kept for another job than this deployment's."""
+    """The time until which the device is kept for another job than this deployment's."""
     if slot.holder in ("", device_views.job_of(deployment)) or slot.speculative:
         return 0.0
     if ready.is_any_on(step, slot, of_job=slot.holder):

@@ -59,7 +59,7 @@ def _is_waiting(step: Step, deployment: Deployment) -> bool:
 
 
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
-    """By which the deployment is what its job runs next on a device."""
+    """The predictions by which the deployment runs next of its job on a device."""
     job = deployment.job_name
     found = []
     if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:

@@ -1,4 +1,4 @@
-"""How long a device is kept for the job that used it last: its *holder*.
+"""The idle hold: how long a device is kept for the job that used it last, its *holder*.
 
 The parts of one phase should cost no switch between them. While the holder has ready operations
 they go first, for a quantum: the next operation of a job that submits serially has not waited yet
@@ -40,7 +40,7 @@ def is_quantum_over(step: Step, since_s: float) -> bool:
 
 
 def held_until_s(step: Step, slot: Slot) -> float:
-    """Until when the device is kept for its holder, which has nothing ready; 0: it is not."""
+    """The time until which a device is kept for a holder with nothing ready; 0: it is not kept."""
     job = step.state.jobs.get(slot.holder)
     if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_released:
         return 0.0

@@ -63,7 +63,7 @@ def kind_of(deployment: Deployment, op: Op) -> str:
 
 
 def goes_on_until_s(step: Step, slot: Slot) -> float:
-    """Until when the phase of a device with nothing of it ready may go on; 0: it is over."""
+    """The time until which a phase with nothing ready may go on; 0: it is over."""
     job = step.state.jobs.get(slot.phase.job)
     if job is None or slot.is_released:
         return 0.0
@@ -89,19 +89,20 @@ def _is_complete(step: Step, slot: Slot) -> bool:
 
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
-    """For how long something else kept it from running."""
+    """How long something else kept the operation from running."""
     return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
     """How much longer the operation may wait before its job misses its SLO.
 
-    Over its life so far: what was not waiting, or switching, would have passed alone as well.
+    It counts from the job's first operation: the time that was neither waiting nor switching would
+    have passed alone as well.
     Returns: inf where it has none.
     """
     job = step.job_of(deployment)
     if job.spec.slo <= 0:
         return float("inf")
-    life_s = step.now_s - (job.progress.began_s if job.progress.began_s >= 0 else op.ready_s)
-    alone_s = life_s - job.progress.lag_s - waited_s(step, deployment, op)
-    return job.spec.slo * alone_s - life_s
+    age_s = step.now_s - (job.progress.began_s if job.progress.began_s >= 0 else op.ready_s)
+    alone_s = age_s - job.progress.lag_s - waited_s(step, deployment, op)
+    return job.spec.slo * alone_s - age_s

@@ -1,4 +1,4 @@
-"""What could run: a deployment's operations that wait for nothing but a device.
+"""Ready operations: those of a deployment that wait for nothing but a device.
 
 Of the ordered ones that is the mutating one at `head_seq`, or the reading ones from there up to the
 first mutating one or gap; of the unordered ones every one. An operation counts once what it names
@@ -21,11 +21,11 @@ from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 from phaseloom.scheduler.core.wpgs import moves
 
 READ_AHEAD = 512
-"""So far above `head_seq` reading operations may run: bounds what ended ones stay on the books."""
+"""How far above `head_seq` reading operations may run: it bounds the ended ones that are kept."""
 
 
 def note(step: Step) -> None:
-    """Book on their devices which of the touched deployments have a ready operation."""
+    """Note on their devices which of the touched deployments have a ready operation."""
     for name in sorted(step.touched):
         deployment = step.state.deployments.get(name)
         if deployment is None:
@@ -71,13 +71,13 @@ def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
 
 
 def first(step: Step, deployment: Deployment) -> Op | None:
-    """What would run first, were the device free."""
+    """The operation that would run first, were the device free."""
     reachable = (op for op in operations(step, deployment) if is_reachable(step, deployment, op))
     return next(reachable, None)
 
 
 def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
-    """What may run together from now on: one mutating operation, or reading ones by arrival.
+    """The operations that may run together now: one mutating one, or reading ones by arrival.
 
     A reading one that ran while its WPG died runs alone: should it be what kills it, the others
     do not suffer for it again, and the blame is clear.

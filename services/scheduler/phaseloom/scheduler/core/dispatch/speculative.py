@@ -25,12 +25,12 @@ from phaseloom.scheduler.core.state.transitions import WpgState
 MAX_MISSES = 6
 """Beyond so many in a row the pause does not grow: 2^6 gaps."""
 MEMORY = 0.9
-"""Of how long an activation took to open, at each that takes less."""
+"""Share of the longest time to open an activation that is kept at each that takes less."""
 NEVER_S = float("inf")
 
 
 def expect(step: Step, deployment: Deployment, kind: str) -> None:
-    """An operation has ended: when will its job need these devices again?"""
+    """Predict, when an operation has ended, when its job needs these devices again."""
     job = deployment.key.job_key
     last = f"{deployment.key.deployment}.{kind}"
     estimate = estimates.after(step.state, job, last)
@@ -65,7 +65,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def displaced(step: Step, victim: Deployment) -> None:
-    """An activation leaves the device; had it been opened for nothing?"""
+    """An activation leaves the device: count a miss where it was opened for nothing."""
     step.foresee(victim)
     guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
     for slot in guessed:
@@ -97,7 +97,7 @@ def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
 
 
 def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
-    """What a job is predicted to need next on a device."""
+    """The deployment that a job is predicted to need next on a device."""
     if expected.late_s <= step.now_s:
         return None
     job = step.state.jobs[name]
@@ -108,7 +108,7 @@ def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
 
 
 def _target(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
-    """The same, if that is not resident and could be switched in."""
+    """The deployment of `next_of`, if it is not active and could be switched in."""
     deployment = next_of(step, slot, name, expected)
     if deployment is None:
         return None
@@ -120,7 +120,7 @@ def _target(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
 
 
 def _free_s(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> float:
-    """From when on nothing that is likely sooner would be displaced on this device."""
+    """The time from which nothing that is likely sooner would be displaced on this device."""
     slot = devices.slot(node, index)
     if slot.running or slot.ready or devices.claimant(step, node, index):
         return NEVER_S
@@ -135,7 +135,7 @@ def _free_s(step: Step, node: Node, index: int, target: Deployment, expected: Ex
 
 
 def _gone_s(step: Step, slot: Slot, resident: JobKey, expected: Expected) -> float:
-    """From when on a resident job is not likely to come before the one that is expected."""
+    """The time from which a resident job is not likely to come before the expected one."""
     its = slot.expected.get(str(resident))
     if its is None:
         return NEVER_S
@@ -153,12 +153,13 @@ def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: 
 
 
 def _lead_s(step: Step, target: Deployment) -> float:
-    """From the decision to open an activation until that is open."""
+    """Seconds from the decision to open an activation until it is open."""
     return max(target.activation.lead_s, estimates.switch_s(step.state, target))
 
 
 def took(step: Step, deployment: Deployment) -> None:
-    """Its activation is open: the longest of late counts, for what is begun too late is in vain."""
+    """Note how long an activation took to open: the longest of late counts, as one that is begun
+    too late is in vain."""
     taken_s = step.now_s - deployment.activation.opening_s
     deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
 

@@ -1,4 +1,4 @@
-"""What of a deployment survives: seals, weights versions, and their replicas on other nodes.
+"""The durable state of deployments: seals, weights versions, and their replicas on other nodes.
 
 Called by `wpgs`, `dispatch`, `placement` and `jobs`.
 """

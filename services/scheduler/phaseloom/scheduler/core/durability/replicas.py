@@ -26,12 +26,15 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
 RETRY_PAUSE_S = 5.0
-"""Before a copy that has failed is asked for again; twice as long each time."""
+"""Pause before a copy that has failed is asked for again; twice as long each time."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
 def go_on(step: Step) -> None:
-    """Ask for what is missing. Called where nodes, or what is on them, may have changed."""
+    """Ask for the copies that are missing.
+
+    Called where nodes, or what is on them, may have changed.
+    """
     if not step.state.closing:
         return
     for _, deployment in sorted(step.state.deployments.items()):
@@ -55,7 +58,7 @@ def _has_rest(deployment: Deployment) -> bool:
 
 
 def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
-    """Of its seal, by the place of their nodes."""
+    """The parts of a seal that are not on enough nodes which stay, by the place of their nodes."""
     if deployment.wpg.state is WpgState.STOPPED or not deployment.durability.seal_seq:
         return
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
@@ -89,8 +92,10 @@ def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
 
 
 def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
-    """Copies that nobody needs any more, as where a node is to stay after all: another part may
-    need their nodes."""
+    """Stop copies that nobody needs any more, as where a node is to stay after all.
+
+    Another part may need their nodes.
+    """
     for copying in [
         c for c in deployment.durability.copying if c.has_failed and c.part not in at_risk
     ]:
@@ -167,7 +172,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
-    """Of the policy's name: a ticket of an earlier life than one that was seen is refused."""
+    """The last incarnation of the policy's name: a ticket of an earlier one is refused."""
     successor = step.deployment(version.policy)
     known = job.earlier.incarnations.get(version.policy.deployment, 0)
     return max(known, successor.wpg.incarnation if successor is not None else 0)
@@ -182,7 +187,7 @@ def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
 
 
 def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
-    """Each in its turn, where some fail."""
+    """The node to ask next; where some fail, each has its turn. None: none fits."""
     if before is not None and before.has_failed:
         fit = sorted(fit)
         fit = [*(node for node in fit if node > before.node), *fit]
@@ -242,7 +247,7 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
 
 
 def counted_on(step: Step, node: NodeId) -> list[str]:
-    """What would be in fewer places than it must be, were this node switched off; one line each."""
+    """The copies that would be too few, were this node switched off; one line each."""
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):

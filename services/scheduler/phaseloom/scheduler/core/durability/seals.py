@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, Wpg
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
-"""Of each part of a `remote` seal, its own node's included."""
+"""Copies of each part of a `remote` seal, its own node's included."""
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
@@ -50,7 +50,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
-    """Versions of the job that must be kept."""
+    """The weights versions of a job that must be kept."""
     newest: dict[str, VersionKey] = {}
     for version in job.versions.published:
         if not is_retained(step, version):
@@ -102,7 +102,7 @@ def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
 
 
 def release_versions(step: Step, job: Job) -> None:
-    """Drop what nothing needs any more."""
+    """Drop the weights versions that nothing needs any more."""
     needed = needed_versions(step, job)
     _release(step, job, [version for version in job.versions.published if version not in needed])
 
@@ -193,7 +193,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         config.seal_every > 0
         and has_enough
         and not deployment.durability.sealing
-        # What is being saved may have to be made again, from the seal before it.
+        # The state that is being saved may have to be made again, from the seal before it.
         and not deployment.queue.cuts
         and (
             deployment.move.relocation is None
@@ -233,7 +233,7 @@ def seal(step: Step, deployment: Deployment) -> None:
 
 
 def committed(step: Step, event: SealCommitted) -> None:
-    """A node has its part on disk; of several, the last one's makes the seal."""
+    """A node has its part on disk. Where there are several, the last part makes the seal."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
@@ -253,13 +253,13 @@ def committed(step: Step, event: SealCommitted) -> None:
 
 
 def _look_at_copies(step: Step) -> None:
-    """Copies may be on nodes that are to be left."""
+    """Look at the nodes that are to be left: copies may be on them."""
     if step.state.closing:
         step.follow(FollowUp.PLACE)
 
 
 def clear_stale_holders(step: Step, deployment: Deployment) -> None:
-    """Nodes that it was on have nothing any more that it could be rebuilt from."""
+    """Have the nodes that a deployment was on drop what they keep of it."""
     retained = step.job_of(deployment).versions.retained
     if any(name.startswith(f"{deployment.name}.") for name in retained):
         return  # of an earlier policy of its name: they go with its job
@@ -269,7 +269,7 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Have a node that it is not on drop all that it has of it."""
+    """Have a node drop all that it has of a deployment that is not on it."""
     step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
     step.send(
         StopWpg,
@@ -325,7 +325,7 @@ def holders(deployment: Deployment, index: int) -> list[NodeId]:
     """Nodes that have this part of the newest seal; none where there is no seal."""
     if not deployment.durability.seal_seq:
         return []
-    # Of a seal of before copies were noted its own nodes have it.
+    # Where no copies were noted, the seal is on the deployment's own nodes.
     return (
         deployment.durability.replicas[index]
         if deployment.durability.replicas
@@ -350,7 +350,7 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
 
 
 def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """What this node was told to fetch, and may have got, is not needed there."""
+    """A node does not need the copy that it was told to fetch, and may have got."""
     if len(deployment.wpg.spans) > 1:
         forget_at(step, deployment, node)  # it may be about to get another part
     elif node not in deployment.move.stale_holders:
@@ -358,14 +358,14 @@ def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def stop_copying(step: Step, deployment: Deployment) -> None:
-    """No copies need to stand in for nodes that are left."""
+    """Stop all copying: no copy needs to stand in for a node that is left."""
     for copying in deployment.durability.copying:
         give_up_copy(step, deployment, copying.node)
     deployment.durability.stop_copying()
 
 
 def nodes_with(deployment: Deployment) -> list[NodeId]:
-    """All nodes that have, or may have, anything of it."""
+    """All nodes that have, or may have, anything of a deployment."""
     every = [
         *deployment.nodes,
         *deployment.move.stale_holders,
@@ -395,7 +395,7 @@ def _targets(deployment: Deployment) -> list[NodeId]:
 
 
 def drop_replicas(deployment: Deployment) -> None:
-    """The seal counts no more: nodes that have it and do not run the deployment become stale
+    """Drop the seal: nodes that have it and do not run the deployment become stale
     holders, which are told to forget it later."""
     deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
     deployment.durability.drop_replicas()
@@ -412,8 +412,10 @@ def is_readable(step: Step, deployment: Deployment) -> bool:
 
 
 def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
-    """Where a node gets its part of the seal, and the versions; endpoints of state managers. Not
-    from those that have another part, under the same name."""
+    """The endpoints of the state managers that have this part of the seal, and the versions.
+
+    Those that have another part, under the same name, are left out.
+    """
     own = holders(deployment, index)
     parts = range(len(deployment.wpg.spans))
     others = {node for i in parts if i != index for node in holders(deployment, i)}
@@ -432,12 +434,12 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
 
 
 def durable_needed(step: Step, deployment: Deployment) -> list[int]:
-    """Seqs of its weights versions that its next life does not make again."""
+    """Seqs of its weights versions that the next incarnation does not make again."""
     return sorted(_own_needed(step, deployment) & set(deployment.durability.durable_versions))
 
 
 def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
-    """For its seals and durable versions. Not signed yet: the shell knows the secret."""
+    """A ticket for its seals and durable versions, not signed yet: the shell knows the secret."""
     return FilesTicket(deployment.key, deployment.wpg.incarnation, [str(node) for node in nodes])
 
 
@@ -466,7 +468,7 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
 
 
 def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
-    """Which other nodes get a copy of the part of each of its nodes; None: there are too few."""
+    """The nodes that get a copy of the part of each of its nodes; None: there are too few."""
     wanted = _targets(deployment)
     names = fit_for_copy(step, deployment)
     others = [name for name in names if name not in wanted]

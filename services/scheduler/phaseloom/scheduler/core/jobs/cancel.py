@@ -1,4 +1,4 @@
-"""Cancelling an operation: whoever made it wants it no more."""
+"""Cancelling an operation that its caller does not want any more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state.transitions import OpState
 
 
 def request(step: Step, event: CancelRequested) -> None:
-    """End what has no permit; stop a reading operation that runs. Answers how it stands then."""
+    """End an operation without a permit, or stop a reading one that runs; answer how it stands."""
     deployment = step.deployment(event.key.deployment_key)
     op = deployment.queue.find(event.key) if deployment else None
     error = _refusal(deployment, op, event)

@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.wpgs import wpgs
 
 
 def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
-    """Open its books; it has no place yet."""
+    """Add the record of a deployment, which has no place yet."""
     key = DeploymentKey(job.key.tenant, job.key.job, spec.name)
     last_seq = job.earlier.last_seqs.get(spec.name, 0)
     # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
@@ -47,7 +47,10 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
 
 
 def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
-    """Add one to a job that has not ended; placed now, or with the job where that waits."""
+    """Add a deployment to a job that has not ended.
+
+    It is placed now, or together with the job where that waits.
+    """
     if any(other.name == spec.name for other in job.spec.deployments):
         return ErrorInfo(
             Code.ALREADY_EXISTS,
@@ -73,7 +76,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
 
 
 def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
-    """Its open operations end ABORTED, its workers are stopped and its state is dropped.
+    """Delete a deployment: its operations end ABORTED, its workers stop, its state is dropped.
 
     Weights versions of it that others hold, or have a queued sync for, stay on its node.
     """
@@ -94,7 +97,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     retained = {version.rpartition(".")[0] for version in job.versions.retained}
     is_forgotten = deployment.name not in retained
     wpgs.stop(step, deployment, forget=is_forgotten)
-    close_books(step, deployment)
+    shrink(step, deployment)
     job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
     devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
@@ -119,7 +122,7 @@ def unknown(job: Job, name: str) -> ErrorInfo:
 
 
 def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
-    """Note where those of its versions are that others want."""
+    """Note which nodes have the weights versions of a policy that others want."""
     if not policy.wpg.spans:
         return
     wanted = seals.wanted_versions(step, job, but=policy)
@@ -129,7 +132,7 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
-    """Operations that come after what was never published on it: it will not be now."""
+    """Wake the operations that come after what was never published on it, and never will be."""
     prefix = f"{deployment.name}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
         operations.wake_waiters(step, key)
@@ -138,7 +141,7 @@ def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
 def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     """End a deployment that was added to a running job and cannot start.
 
-    It stays on the books, STOPPED, to tell why.
+    Its record stays, STOPPED, to tell why.
     """
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
@@ -151,8 +154,8 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     assignment.repin(step, step.job(deployment.key.job_key))
 
 
-def close_books(step: Step, deployment: Deployment) -> None:
-    """What an ended deployment leaves on the books is small, whatever it was."""
+def shrink(step: Step, deployment: Deployment) -> None:
+    """Shrink the record of an ended deployment to what is still asked for."""
     seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
     for seq in deployment.queue.operations:
         step.state.take_waiters(f"{deployment.name}.{seq}")

@@ -35,7 +35,7 @@ def begin(step: Step, job: Job) -> ErrorInfo | None:
 
 
 def is_done(step: Step, job: Job) -> bool:
-    """Whether nothing is open any more."""
+    """Whether a job has no open operation any more."""
     return not any(_open(deployment) for deployment in step.deployments_of(job.key))
 
 

@@ -1,4 +1,4 @@
-"""The life of jobs: submitted, placed on nodes, active, ended."""
+"""Jobs from submission to end: submitted, placed on nodes, active, ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobS
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 MIN_KEPT_S = 600.0
-"""Of an ended job: for as long the bus takes another's messages of the same ids for copies."""
+"""How long an ended job is kept at least.
+
+The bus takes messages of a later job with the same ids for copies for as long."""
 
 
 def submit(step: Step, event: JobSubmitted) -> None:
@@ -74,7 +76,7 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
 
 
 def forget(step: Step, name: str, submitted_sequence: int) -> None:
-    """A job ended so long ago that nobody asks for it any more, unless its name is used again."""
+    """Drop a job that ended so long ago that nobody asks for it, unless its name is used again."""
     job = step.state.jobs.get(name)
     if job is None or job.submitted_sequence != submitted_sequence:
         return
@@ -92,7 +94,7 @@ def place_waiting(step: Step) -> None:
 
 
 def _place_waiting(step: Step, only: str = "") -> None:
-    """Place what waits and has room now, the oldest first.
+    """Place the jobs that wait and have room now, the oldest first.
 
     Args: only: nothing has changed for the others.
     """
@@ -116,7 +118,7 @@ def _place_waiting(step: Step, only: str = "") -> None:
 
 
 def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
-    """What placement has decided."""
+    """Start a job where placement has put it."""
     match decision:
         case Placed():
             job.failed(None)
@@ -259,7 +261,7 @@ def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None
 
 
 def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
-    """It cannot run: never could (REJECTED), or cannot any more (FAILED)."""
+    """End a job that could never run (REJECTED), or cannot run any more (FAILED)."""
     if job.state in JOB_ENDED:
         return
     job.failed(error)
@@ -274,7 +276,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
-        deployments.close_books(step, deployment)
+        deployments.shrink(step, deployment)
     seals.release_all(step, job)
     step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)

@@ -20,23 +20,23 @@ from phaseloom.scheduler.core.wpgs import wpgs
 
 
 def finish(step: Step, event: OperationFinished) -> None:
-    """An outcome is stored. DONE decides outcomes, epochs decide claims."""
+    """Take in a stored outcome. DONE decides outcomes, epochs decide claims."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None:
         return
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
-    in_this_life = event.incarnation == deployment.wpg.incarnation and bool(deployment.wpg.spans)
-    if in_this_life:
+    is_current = event.incarnation == deployment.wpg.incarnation and bool(deployment.wpg.spans)
+    if is_current:
         if event.key in deployment.activation.running:
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
     elif deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY):
-        # Word of a dead life that came late: the operation is being run again and will tell.
+        # This is late word of a dead incarnation: the operation is being run again and will tell.
         return
-    if event.dirty and in_this_life:
+    if event.dirty and is_current:
         _record(step, deployment, event)
         wpgs.rebuild(step, deployment, event.error)
     elif deployment.durability.replay and event.key.seq == deployment.durability.replay[0]:
@@ -48,7 +48,7 @@ def finish(step: Step, event: OperationFinished) -> None:
 
 
 def cut(step: Step, event: StateCut) -> None:
-    """What a `save_state` saves is apart from its deployment: that goes on while it is written."""
+    """Let a deployment go on while a `save_state` is written: the snapshot is apart from it."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -88,12 +88,12 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     was_refused = gradients.was_refused(deployment, op, event)
     operations.close(step, deployment, op, completed)
     if was_refused:
-        # Those who refused zeroed them; where that incarnation died, its successor did it again.
+        # The workers that refused zeroed the gradients; a later incarnation did it again.
         seals.delete(step, deployment, gradients.drop(deployment, op))
 
 
 def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:
-    """What was stored as the outcome of an operation whose incarnation died.
+    """Take in what was stored as the outcome of an operation whose incarnation died.
 
     Where it changes what is in effect, a live incarnation has been made from something else.
     """

@@ -60,7 +60,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 
 
 def _note_unfinished(deployment: Deployment) -> None:
-    """What it publishes now may be there before it is killed."""
+    """Note what a deployment is publishing: it may be there before the WPG is killed."""
     for key in deployment.activation.running:
         op = deployment.queue.find(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:
@@ -68,7 +68,7 @@ def _note_unfinished(deployment: Deployment) -> None:
 
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
-    """Its state is the checkpoint's; the log behind it is not needed."""
+    """Set the state of a deployment back to the checkpoint: the log before it is not needed."""
     seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
     last_seq = deployment.last_seq
     deployment.wpg.fall_back(checkpoint, last_seq)

@@ -1,4 +1,4 @@
-"""Controllers: attached, alone with their queue, and what they declare of their phases."""
+"""The sessions of controllers: opened, lost, and the phases that they declare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(step: Step, event: SessionOpened) -> None:
 
 
 def lost(step: Step, event: SessionLost) -> None:
-    """What is queued still runs; nothing is kept for what may never come."""
+    """A controller was lost. Its queued operations still run; no device is kept for it."""
     job = _live(step, event.job)
     if job is None or event.session != job.controller.session or not job.controller.is_attached:
         return

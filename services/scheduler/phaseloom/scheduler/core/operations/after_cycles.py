@@ -54,7 +54,7 @@ def find(state: State, deployment: Deployment, op: Op) -> list[str]:
 
 
 def _waits_for(state: State, place: _Place, open_seqs: dict[str, list[int]]) -> list[_Place]:
-    """What directly holds back the operation at a place, as far as it is known.
+    """The operations that directly hold back the one at a place, as far as is known.
 
     Args: open_seqs: of each deployment looked at so far, in order.
     """
@@ -73,7 +73,10 @@ def _waits_for(state: State, place: _Place, open_seqs: dict[str, list[int]]) -> 
 
 
 def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[int]:
-    """Down to the next mutating one, which waits for what is below it itself."""
+    """The open operations below this one that hold it back.
+
+    They go down to the next mutating one, which waits itself for what is below it.
+    """
     held_by: list[int] = []
     for lower in reversed(seqs[: bisect_left(seqs, seq)]):
         is_mutating = deployment.queue.operations[lower].is_mutating

@@ -1,4 +1,4 @@
-"""Which gradients a step would be missing.
+"""The gradients that a step would be missing.
 
 `forward_backward`s add up until an `optim_step`. Where one of them was not completed, the step is
 permitted as *partial*: the workers refuse it and zero the gradients, unless it says that a part is

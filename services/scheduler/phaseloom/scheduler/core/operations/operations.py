@@ -1,4 +1,4 @@
-"""The life of operations: filed, made eligible, ended.
+"""Operations from filing to their end: filed, made eligible, ended.
 
 Order (I1): a deployment's ordered operations run in `seq` order and after what they name: a
 mutating one alone, once everything before it has ended; reading ones between two mutating ones
@@ -32,7 +32,7 @@ from phaseloom.scheduler.core.state.transitions import (
 )
 
 RETRY_AFTER_S = 1.0
-"""Where too much is open: some of it may have ended by then."""
+"""When a caller may try again where too much is open: some of it may have ended by then."""
 
 
 def file(step: Step, event: QueuedOperation) -> None:
@@ -144,7 +144,7 @@ def _could_not_start(deployment: Deployment) -> ErrorInfo:
 
 
 def over_since_roll_back(job: Job, session: int) -> ErrorInfo:
-    """Of a session that ended with the state that it knew; or with an earlier job of the name."""
+    """The error for a session that ended with a roll-back, or with an earlier job of the name."""
     details = {"rolled_back_to": job.checkpoint} if job.checkpoint else {}
     return ErrorInfo(
         Code.ABORTED,
@@ -171,7 +171,7 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
     job = step.state.jobs.get(str(event.key.job_key))
     name, seq = event.key.deployment, event.key.seq
     if job is not None and name in job.earlier.last_seqs and seq is not None:
-        # Of a deleted deployment: one of the same name must not be given this outcome for its own.
+        # The deployment was deleted: one of the same name must not take this outcome for its own.
         job.earlier.raise_seq(name, seq)
 
 
@@ -271,7 +271,7 @@ def _expiry_timer(key: OperationKey) -> str:
 
 
 def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
-    """Take an ended operation off the books and wake whoever waited for it."""
+    """Take an ended operation off the queue and wake the operations that waited for it."""
     seq = op.key.seq
     job = step.job(op.key.job_key)
     if job.state is JobState.DRAINING:
@@ -318,14 +318,14 @@ def wake(step: Step, waiters: Asked) -> None:
 
 
 def forget_waiters(step: Step, job: JobKey) -> None:
-    """Of an ended job, who waited for what was never published."""
+    """Forget which operations of an ended job waited for what was never published."""
     prefix = f"{job}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
         step.state.take_waiters(key)
 
 
 def requeue(step: Step, op: Op) -> None:
-    """A permitted operation lost its WPG."""
+    """Queue an operation again if it was permitted when its WPG died."""
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
         op.lose_wpg()
@@ -339,7 +339,7 @@ def requeue(step: Step, op: Op) -> None:
 
 
 def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """End everything that is open: the job ends."""
+    """End all open operations of a deployment, as its job ends."""
     for op in deployment.queue.every:
         if op.state is OpState.PERMITTED:
             step.advance_op(op, OpEvent.TAKEN_BACK)

@@ -17,7 +17,7 @@ class Activation(msgspec.Struct):
     epoch: int = 0
     """Log sequence at which the activation was opened; 0: there is none."""
     opening_on: list[NodeId] = []
-    """Of several nodes, those that have not yet said that the activation is open."""
+    """The nodes that have not yet said that the activation is open, where there are several."""
     opening_s: float = 0.0
     """When the activation was asked for."""
     lead_s: float = 0.0
@@ -31,8 +31,8 @@ class Activation(msgspec.Struct):
     """Its next use, as its state managers were told while it is off its devices; `NOT_TOLD_S`:
     nothing."""
     retry_at_s: float = 0.0
-    """Until then nothing of it runs: its activation was refused, or the weights version that its
-    next operation brings was out of reach."""
+    """Nothing of the deployment runs before this time: its activation was refused, or the weights
+    version that its next operation brings was out of reach."""
 
     @property
     def is_opening(self) -> bool:

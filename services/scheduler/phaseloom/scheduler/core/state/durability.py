@@ -1,4 +1,4 @@
-"""What a deployment is rebuilt from: its seal, who has it, and what took effect after it.
+"""The durability of a deployment: its seal, the nodes that have it, and what came after it.
 
 One record a deployment. Its fields are changed by its methods only. Other modules read them.
 """
@@ -70,8 +70,8 @@ class DeploymentDurability(msgspec.Struct):
     seal_asked: int = 0
     """seq of the last seal that was asked for; 0: it failed."""
     seal_parts: dict[NodeId, list[int]] = {}
-    """Of several nodes, those that have committed their part of the seal under way, and the weights
-    versions that are durable there."""
+    """Nodes that have committed their part of the seal under way → the weights versions that are
+    durable there. It is used where the deployment is on several nodes."""
     part_copies: dict[NodeId, list[NodeId]] = {}
     """For each node in `seal_parts`, the other nodes that have its part, too."""
     since_seal: int = 0
@@ -167,7 +167,7 @@ class DeploymentDurability(msgspec.Struct):
         self.seal_asked = self.since_seal = self.since_seal_bytes = 0
 
     def seal_failed(self) -> None:
-        """What filled the disk is likely still there: the next try is not at once."""
+        """The seal failed. A full disk is likely still full: the next try is not at once."""
         self.sealing = 0
         self.skip_seal()
 

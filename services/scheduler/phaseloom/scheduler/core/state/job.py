@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state.transitions import JobState
 
 
 class Controller(msgspec.Struct):
-    """Who drives a job: the sessions of its controllers."""
+    """The controllers that drive a job, by their sessions."""
 
     session: int = 0
     """The newest session: operations of older ones are refused."""
@@ -81,7 +81,7 @@ class JobVersions(msgspec.Struct):
 
 
 class EarlierDeployments(msgspec.Struct):
-    """Where the numbers of deployments that were deleted, or of an earlier job of the name, end."""
+    """The last numbers of deployments that were deleted, or were an earlier job's of the name."""
 
     last_seqs: dict[str, int] = {}
     """Deployment → the last seq that it used."""
@@ -168,7 +168,7 @@ class Job(msgspec.Struct):
     checkpoint: str = ""
     """Name of the newest checkpoint with a controller's blob."""
     checkpoints: dict[str, str] = {}
-    """Deployment → its checkpoint that belongs to that one."""
+    """Deployment → the checkpoint of it that belongs to `checkpoint`."""
     why_here: str = ""
     """Why placement chose its place."""
     error: ErrorInfo | None = None

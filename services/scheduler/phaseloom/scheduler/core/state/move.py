@@ -18,7 +18,7 @@ class Relocation(msgspec.Struct):
     """A deployment is to go elsewhere."""
 
     spans: list[Span]
-    """Where it is to go."""
+    """The devices that the deployment is to have."""
     is_sealed: bool = False
     """Whether its seal was asked for: whether or not it came, once is enough."""
     is_last: bool = False

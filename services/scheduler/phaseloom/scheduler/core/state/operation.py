@@ -1,4 +1,4 @@
-"""An operation on the books, and what is kept of one that took effect."""
+"""An open operation, and what is kept of one that took effect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Op(msgspec.Struct):
 
     @property
     def ready_s(self) -> float:
-        """Since when it could run, as far as other deployments go."""
+        """The time since which nothing on another deployment keeps the operation from running."""
         return max(self.queued_s, self.eligible_s)
 
     # --- changing --------------------------------------------------------------------------------
@@ -99,6 +99,6 @@ class Mutation(msgspec.Struct, frozen=True):
     kind: str
     num_bytes: int = 0
     version: VersionKey | None = None
-    """That it brought: it is needed as long as this may have to be run again."""
+    """The weights version that it brought, which is needed as long as it may be run again."""
     duration_s: float = 0.0
-    """That it took."""
+    """How long it took."""

@@ -1,4 +1,7 @@
-"""What the core asks its shell to do. Everything is idempotent: a restart performs some again."""
+"""The outputs of the core, which its shell performs.
+
+Each is idempotent: a restart performs some again.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class WriteCompletion(msgspec.Struct, frozen=True):
 class SettleCompletion(msgspec.Struct, frozen=True):
     """Write this outcome unless one is stored, and append what is stored then.
 
-    Of an operation that may have taken effect in an incarnation that died: an `OperationFinished`
-    of incarnation 0 tells what it is.
+    The operation may have taken effect in an incarnation that died. An `OperationFinished` of
+    incarnation 0 tells what is stored.
     """
 
     key: OperationKey

@@ -44,7 +44,7 @@ Asked = dict[str, ErrorInfo | None]
 
 
 class FollowUp(StrEnum):
-    """What is to be done after an event; `core.py` has the order, and who does it."""
+    """A consequence of an event, done after it; `core.py` has the order, and who does it."""
 
     WAKE = "wake"
     """Operations: something that they wait for has ended."""
@@ -129,12 +129,12 @@ class Step:
         return self.state.nodes[node]
 
     def node_of(self, deployment: Deployment) -> Node:
-        """Its leader's."""
+        """The node of the leader."""
         assert deployment.wpg.spans, deployment.name
         return self.state.nodes[deployment.wpg.spans[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
-        """By rank."""
+        """The nodes of a deployment, in the order of its ranks."""
         return [self.state.nodes[span.node] for span in deployment.wpg.spans]
 
     def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
@@ -164,7 +164,7 @@ class Step:
         self.dirty.update(deployment.places)
 
     def foresee(self, deployment: Deployment) -> None:
-        """What its job needs next, where that is not on its devices, may have changed."""
+        """Ask for hints: what the deployment's job needs next may have changed."""
         if self.state.crowded:
             self.follow(FollowUp.HINT, deployment.job_name)
 

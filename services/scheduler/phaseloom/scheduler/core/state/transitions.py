@@ -1,4 +1,4 @@
-"""The life cycles of operations, WPGs, jobs, moves, copies and cuts: a table for each.
+"""The transitions of operations, WPGs, jobs, moves, copies and cuts: a table for each.
 
 A table says which state follows on an event: {(state, event): next state}. What it does not have
 raises `InvalidTransition`. The scheduler's README shows the tables.
@@ -29,7 +29,7 @@ class WpgState(StrEnum):
     """Its ranks are up; operations after its seal are being run again."""
     READY = "ready"
     LOST = "lost"
-    """Its node is gone, or it is being killed."""
+    """One of its nodes is gone, or its ranks are being killed."""
     STOPPED = "stopped"
 
 
@@ -80,7 +80,7 @@ class OpEvent(StrEnum):
 
     PERMITTED = "permitted"
     TAKEN_BACK = "taken back"
-    """Its permit was not used, or its WPG died."""
+    """The permit was not used, or the WPG died."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -123,7 +123,7 @@ class MoveEvent(StrEnum):
     FETCHED = "fetched"
     """All new nodes have their copies."""
     NODE_RESTARTED = "node restarted"
-    """A new node has begun another life, and does not fetch what it was told to."""
+    """A new node has a new lease, and does not fetch what it was told to under the last one."""
     LAST_SEAL_ASKED = "last seal asked"
     """Running again what came after the seal would take longer than another copy."""
 
@@ -140,7 +140,7 @@ class CutEvent(StrEnum):
     DIED = "died"
     """The WPG died before that."""
     DIED_UNORDERED = "died unordered"
-    """The same, of a `save_state` without a place in the order: it is run as any other."""
+    """The WPG died, and the `save_state` has no place in the order: it is run as any other."""
 
 
 OPERATIONS: dict[tuple[OpState, OpEvent], OpState] = {
@@ -225,7 +225,7 @@ COPIES: dict[tuple[CopyState, CopyEvent], CopyState] = {
     (CopyState.FAILED, CopyEvent.CAME): CopyState.CAME,
     (CopyState.FAILED, CopyEvent.FAILED): CopyState.FAILED,
 }
-"""An answer may come twice: what a failed try says later still counts."""
+"""An answer may come twice. A try that has failed may still succeed later, and that counts."""
 
 
 CUTS: dict[tuple[CutState, CutEvent], CutState] = {

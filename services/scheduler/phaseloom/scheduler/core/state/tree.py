@@ -1,4 +1,4 @@
-"""What the scheduler knows, as one serialisable tree.
+"""The state of the scheduler, as one serialisable tree.
 
 The tree is the fold of the decision log: nothing in it comes from anywhere else. Mappings are keyed
 by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain MessagePack. They are
@@ -36,7 +36,7 @@ class State(msgspec.Struct):
     waiters: dict[str, list[str]] = {}
     """Operation → the operations that wait for it."""
     cluster: Cluster = msgspec.field(default_factory=Cluster)
-    """What placement knows: nodes, groups, and the jobs that have a place or wait for one."""
+    """The cluster as placement sees it: nodes, groups, and the jobs placed or waiting."""
     replanning: int = 0
     """Log sequence of the question for moves that has no answer yet; 0: there is none."""
     is_replan_due: bool = False
@@ -168,7 +168,7 @@ class State(msgspec.Struct):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True):
-    """What every core version can read of another's."""
+    """The part of a snapshot that every core version can read."""
 
     core_version: int
 

@@ -22,7 +22,7 @@ class Span(msgspec.Struct, frozen=True):
 
 class Wpg(msgspec.Struct):
     spans: list[Span] = []
-    """Where its ranks are, in their order: the first is the leader's. Empty: it has no place."""
+    """The devices of its ranks, in order: the first is the leader's. Empty: it has no place."""
     state: WpgState = WpgState.UNPLACED
     starting_on: list[NodeId] = []
     """While it is STARTING: its nodes that have not yet said that their ranks are up."""
@@ -78,13 +78,13 @@ class Wpg(msgspec.Struct):
     def measure(self, state_bytes: int) -> None:
         self.state_bytes = state_bytes
 
-    def is_up(self) -> None:
-        """The ranks on all nodes are up."""
+    def complete_start(self) -> None:
+        """Note that the ranks on all nodes are up."""
         self.error = None
         self.is_trial = False
 
-    def is_dead(self) -> None:
-        """Nobody is waited for to start."""
+    def stop_waiting(self) -> None:
+        """Note that the ranks are dead: no node is waited for to start them."""
         self.starting_on = []
 
     def kill_on(self, nodes: list[NodeId]) -> None:
@@ -105,7 +105,7 @@ class Wpg(msgspec.Struct):
         self.incarnation = max(self.incarnation, least)
 
     def next_incarnation(self) -> None:
-        """What comes now must be told apart from what was said to this one."""
+        """Begin to count anew, so that late answers of the present incarnation are told apart."""
         self.incarnation += 1
 
     # --- failures --------------------------------------------------------------------------------

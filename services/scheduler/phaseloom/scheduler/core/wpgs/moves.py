@@ -2,17 +2,17 @@
 
 It is sealed where it trains and has changed since its seal, and runs on while its new nodes fetch a
 copy of that seal and of the weights versions that it needs. Then it finishes what runs, is given
-nothing new, is stopped, and begins its next life on the new nodes as after any loss: from the seal,
-with what came after that run again. Where that would take longer than the copy did, it is sealed
-and copied once more before it is stopped. Operations that come meanwhile wait.
+nothing new, is stopped, and begins its next incarnation on the new nodes as after any loss: from
+the seal, with what came after that run again. Where that would take longer than the copy did, it is
+sealed and copied once more before it is stopped. Operations that come meanwhile wait.
 
 While a `save_state` of it is written it is neither sealed nor stopped: what is saved would have to
 be made again, from the seal before it. It runs on until that is durable; a further `save_state`
 waits for the move, or there might never be a moment for it.
 
 If one of its new nodes is down, or cannot take the copy, it goes on where it is until that is
-otherwise. If it dies on the way, its next life begins wherever the state is and the nodes are up.
-Its old nodes keep the seal that it was rebuilt from until it has made one where it is now.
+otherwise. If it dies on the way, its next incarnation begins wherever the state is and the nodes
+are up. Its old nodes keep the seal that it was rebuilt from until it has made one where it is now.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
-"""Before a node that could not take a copy is asked again; twice as long each time."""
+"""Pause before a node that could not take a copy is asked again; twice as long each time."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
 def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """From now on it is on its way; to where it is, it stays."""
+    """Begin a move. One to where the deployment is already ends any that is under way."""
     name = deployment.name
     spans = _arranged(deployment, spans)
     release_nodes(step, deployment)
     seals.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
-        # Where it does not go after all there may be a copy.
+        # There may be a copy on the nodes that it was to go to.
         holders = {node for part in deployment.durability.replicas for node in part}
         deployment.move.keep(seals.nodes_with(deployment), but={*deployment.nodes, *holders})
     if spans == deployment.wpg.spans:
@@ -61,7 +61,10 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
 
 
 def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
-    """Who stays keeps its ranks, and who has a copy of a part gets the ranks of that."""
+    """Order the spans of a move by rank.
+
+    A node that stays keeps its ranks, and one that has a copy of a part gets the ranks of that.
+    """
     if len(spans) != len(deployment.wpg.spans):
         return spans
     new = {span.node: span for span in spans}
@@ -102,7 +105,7 @@ def is_held(deployment: Deployment) -> bool:
 
 
 def holds_back(deployment: Deployment, op: Op) -> bool:
-    """Whether it is one `save_state` too many: the move waits for another one."""
+    """Whether this `save_state` is one too many: the move waits for another one."""
     return op.kind == "save_state" and _waits_for_cut(deployment)
 
 
@@ -115,7 +118,7 @@ def _waits_for_cut(deployment: Deployment) -> bool:
 
 
 def describe(deployment: Deployment) -> str:
-    """Where it is on its way to, and what it waits for; empty: it stays."""
+    """The destination of a move, and what it waits for; empty: the deployment stays."""
     move = deployment.move.relocation
     if move is None:
         return ""
@@ -140,7 +143,10 @@ def _waits_for(deployment: Deployment, move: Relocation) -> str:
 
 
 def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Take the move of a living deployment on; whether it is to be stopped now."""
+    """Take the move of a running deployment on.
+
+    Returns: whether it is to be stopped now.
+    """
     if not is_possible(step, deployment, move):
         _wait(step, deployment, move)
         return False
@@ -191,7 +197,10 @@ def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
 
 
 def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Whether its seal was asked for, or none is wanted."""
+    """Ask for the seal of a move, as soon as it can be made.
+
+    Returns: whether it was asked for, or none is wanted.
+    """
     if deployment.durability.sealing or _has_gradients_to_use(deployment):
         return False
     if not _is_to_be_sealed(deployment, move):
@@ -204,8 +213,11 @@ def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 
 def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
-    """What does not train is rebuilt as fast by what it did last. A seal with gradients would bring
-    them back after a refused step has thrown them away."""
+    """Whether a seal makes the move shorter, and may be made.
+
+    A deployment that does not train is rebuilt as fast by what it did last. A seal with gradients
+    would bring them back after a refused step has thrown them away.
+    """
     has_changed = deployment.durability.applied > max(
         deployment.durability.seal_seq, deployment.wpg.origin_seq
     )
@@ -214,7 +226,7 @@ def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
 
 
 def _has_gradients_to_use(deployment: Deployment) -> bool:
-    """Whether they will be gone soon: what comes next is known."""
+    """Whether its gradients will be gone soon: the operation that uses them is known."""
     is_known = deployment.queue.head_seq in deployment.queue.operations
     return deployment.spec.trainable and is_known and bool(gradients.pending(deployment))
 
@@ -271,14 +283,14 @@ def mirrored(step: Step, event: StateMirrored) -> None:
 
 
 def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """A new node has begun a new life: what it was told to fetch in the last one it never will."""
+    """A new node has a new lease: what it was told to fetch under the last one never comes."""
     move = deployment.move.relocation
     if move is not None and move.stage is MoveStage.MIRRORING and node in move.fetching:
         step.advance_move(deployment, MoveEvent.NODE_RESTARTED)
 
 
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """It is dead on its old nodes, and booked on the new ones from now on."""
+    """Note that a deployment which is dead on its old nodes is placed on the new ones."""
     name, old = deployment.name, deployment.nodes
     devices.leave(step, deployment)
     devices.forget(step, deployment)
@@ -289,7 +301,7 @@ def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     for span in spans:
         devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
-        # What it was told to forget there may be confirmed late, and an incarnation dies once.
+        # A node may confirm late that it has forgotten it, and an incarnation dies once.
         told = step.state.take_back_forget(node, name)
         deployment.wpg.raise_incarnation(told)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)

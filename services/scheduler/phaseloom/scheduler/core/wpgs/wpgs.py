@@ -1,11 +1,11 @@
 """Worker-process groups: started, lost, rebuilt.
 
-A WPG lives and dies whole, on however many nodes: where it dies on one, it is killed on the others,
-and the next life begins once no rank of the last is alive and all of its nodes are there. Each life
-has an incarnation; whatever an older one says about claims is ignored. A new life starts from the
-newest seal (or the seeds) and runs again, in order, what took effect after it; an operation that
-was permitted when the old life ended is run again too, as `replay`, since it may have had its
-outcome stored.
+A WPG starts and dies whole, on however many nodes: where it dies on one, it is killed on the
+others. Each start is an *incarnation*; it begins once no rank of the last one is alive and all of
+its nodes are there. Whatever an older incarnation says about claims is ignored. An incarnation
+starts from the newest seal (or the seeds) and runs again, in order, what took effect after it. An
+operation that was permitted when the last one ended is run again too, as `replay`, since its
+outcome may have been stored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.LOST and deployment.wpg.spans:
-            _try_start(step, deployment)  # it may have waited for what this node has
+            _try_start(step, deployment)  # it may have waited for a copy on this node
     for name in step.state.moving:
         deployment = step.state.deployments[name]
         spans = deployment.move.relocation.spans if deployment.move.relocation is not None else []
@@ -77,8 +77,10 @@ def node_up(step: Step, event: NodeUp) -> None:
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
-    """Whether a node has come back without what a deployment has, or is to get, of it: that ends
-    its job."""
+    """Whether a node has come back without a device that a deployment has, or is to get.
+
+    That ends its job.
+    """
     last = max(span.devices)
     if last < len(step.node(span.node).devices):
         return False
@@ -93,7 +95,10 @@ def _placed(node: Node) -> list[str]:
 
 
 def _stop_again(step: Step, node: Node) -> None:
-    """Jobs ended while the node was away, or it died before it had dropped their seals."""
+    """Tell a node again what it is to forget.
+
+    Jobs ended while it was away, or it died before it had dropped their seals.
+    """
     for name in step.state.stopping.get(node.node, {}):
         step.send(
             StopWpg,
@@ -196,15 +201,15 @@ def start(step: Step, deployment: Deployment) -> None:
 
 
 def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
-    """Where a node of it gets its part of the seal, if it has none that is good."""
+    """The state managers from which a node gets its part of the seal, if it has no good one."""
     if not deployment.durability.seal_seq:
         return []
     return seals.sources(step, deployment, index, but=deployment.nodes[index])
 
 
 def _try_start(step: Step, deployment: Deployment) -> None:
-    """Begin its next life, if no rank of the last can be alive, and its nodes and its state are
-    there: those that it is on its way to, or else those that it was on."""
+    """Begin the next incarnation, if no rank of the last can be alive, and its nodes and its state
+    are there: the nodes that it is on its way to, or else those that it was on."""
     if deployment.wpg.dying_on or not seals.is_readable(step, deployment):
         return
     if deployment.move.relocation is not None and moves.is_possible(
@@ -216,7 +221,7 @@ def _try_start(step: Step, deployment: Deployment) -> None:
 
 
 def restart(step: Step, deployment: Deployment) -> None:
-    """Throw this life's state away and begin another from what the deployment's books say."""
+    """Throw the state of this incarnation away and begin another from the deployment's record."""
     if not deployment.wpg.spans:
         return
     is_alive = deployment.wpg.state in _ALIVE
@@ -251,7 +256,7 @@ def started(step: Step, event: WpgStarted) -> None:
     if deployment.wpg.starting_on:
         return
     host_memory.weigh(step, deployment)
-    deployment.wpg.is_up()
+    deployment.wpg.complete_start()
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
     has_replay = bool(deployment.durability.replay)
     step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
@@ -386,8 +391,11 @@ def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
 
 
 def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
-    """They killed their WPG again and again: they fail, and the rest goes on without them. More
-    than one only if the first loss is one too many: what ran in a loss runs alone after it."""
+    """Fail the operations that killed their WPG again and again. The rest goes on without them.
+
+    There is more than one only if the first loss is one too many: an operation that ran in a loss
+    runs alone after it.
+    """
     given_up = ErrorInfo(
         Code.ABORTED,
         f"its workers died {deployment.wpg.losses} times while it ran: {error.message}",
@@ -408,17 +416,17 @@ def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
-    """Have the ranks of a buried WPG killed; `lost` hears of it. Args: but: not on this node."""
+    """Have the ranks of a dead WPG killed; `lost` hears of it. Args: but: not on this node."""
     nodes = step.nodes_of(deployment)
     deployment.wpg.kill_on([node.node for node in nodes if node.is_up and node.node != but])
     _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
 def _note_death(step: Step, deployment: Deployment) -> None:
-    """Book the death of a WPG: claims freed, its open operation queued again."""
+    """Note the death of a WPG: its claims are freed, its open operations are queued again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
-        deployment.wpg.is_dead()
+        deployment.wpg.stop_waiting()
     cut = [op for op in deployment.queue.every if op.is_cut]
     for op in [*_running_ops(deployment), *cut]:
         operations.requeue(step, op)
@@ -444,7 +452,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
-    """For good. Args: forget: its seals and weights versions go too."""
+    """Stop a WPG for good. Args: forget: whether its seals and weights versions go too."""
     if deployment.wpg.state is WpgState.STOPPED:
         return
     devices.vacate(step, deployment)
