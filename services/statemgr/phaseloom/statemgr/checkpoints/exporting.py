@@ -18,9 +18,9 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_rank import (
     CheckpointWritten,
-    CutState,
-    CutTaken,
     PruneCheckpoints,
+    SnapshotTaken,
+    TakeSnapshot,
     WriteCheckpoint,
 )
 from phaseloom.common.observability import metrics
@@ -90,7 +90,7 @@ class Exporter:
         for write in self._writes.values():
             write.cancelled.set()
 
-    async def cut(self, rank: Rank, request: CutState) -> CutTaken:
+    async def cut(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
         """Copy every rank's state aside. Nothing to do where it was cut, or is written.
 
         Raises: CallerError: ALREADY_EXISTS, another operation's; FAILED_PRECONDITION: another seq
@@ -107,7 +107,7 @@ class Exporter:
             await self._until_other_lives_end(rank.wpg, operation)
             written = await self._checkpoints.written_by(operation, key, request.name)
             if written is not None or self._is_cut(rank.wpg, operation):
-                return CutTaken()
+                return SnapshotTaken()
             if any(w.cut.key == key and w.cut.name == request.name for w in self._writes.values()):
                 raise name_taken(request.name)
             for old in self._node.cuts.of(key):
@@ -115,7 +115,7 @@ class Exporter:
                     self._staging.free(old)
             cut = await cut_state(self._node, self._tiering, self._staging, rank.wpg, request)
             self._sums.begin(cut)
-        return CutTaken()
+        return SnapshotTaken()
 
     def _is_cut(self, wpg: Wpg, operation: str) -> bool:
         """Whether it need not be cut again. Of a deployment over several nodes each life cuts for
@@ -152,7 +152,7 @@ class Exporter:
         """Whether this node's part of another's checkpoint is on disk already."""
         if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
             return False
-        cut = cut_of(wpg, CutState(request.operation, request.name, 0), [])
+        cut = cut_of(wpg, TakeSnapshot(request.operation, request.name, 0), [])
         return await self._files.has_left_part(cut)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
@@ -162,7 +162,7 @@ class Exporter:
                 f"nothing of {key} is cut for {request.name!r}",
                 code=Code.FAILED_PRECONDITION,
                 field="operation",
-                remedy="send CutState first",
+                remedy="send TakeSnapshot first",
             )
         write = _Write(cut)
         self._writes[(key, request.operation)] = write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.contract.state_rank import CopyAside, CutState
+from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.checkpoints.staging import Staging
@@ -18,7 +18,7 @@ _STEP_BYTES = 4 * 1024 * 1024
 
 
 async def cut_state(
-    node: Node, tiering: Tiering, apart: Staging, wpg: Wpg, request: CutState
+    node: Node, tiering: Tiering, apart: Staging, wpg: Wpg, request: TakeSnapshot
 ) -> Snapshot:
     """Copy every rank's state aside; it is in the books then.
 
@@ -41,7 +41,7 @@ async def cut_state(
     return cut
 
 
-def cut_of(wpg: Wpg, request: CutState, parts: list[SnapshotPart]) -> Snapshot:
+def cut_of(wpg: Wpg, request: TakeSnapshot, parts: list[SnapshotPart]) -> Snapshot:
     return Snapshot(
         wpg.key,
         wpg.incarnation,
@@ -60,7 +60,7 @@ async def _copy_aside(node: Node, tiering: Tiering, wpg: Wpg, extents: list[int]
     async def copy(rank: Rank) -> None:
         extent = node.memory[targets[rank]]
         if rank.state is State.RESIDENT:
-            applied = (await node.ask(rank, CopyAside(), [extent.fd])).applied
+            applied = (await node.ask(rank, StageState(), [extent.fd])).applied
         else:
             applied = rank.applied
             source, target = node.copy_of(rank), extent.view(rank.extent_bytes)
