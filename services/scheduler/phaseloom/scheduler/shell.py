@@ -10,6 +10,7 @@ its commands.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import time
@@ -31,13 +32,11 @@ from phaseloom.common.contract.events import (
     TimerFired,
     parts,
 )
-from phaseloom.common.contract.ids import DeploymentKey, OperationKey
-from phaseloom.common.contract.kinds import READING_KINDS
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler import observing
-from phaseloom.scheduler.clock import Clock, WallClock
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.state.outputs import (
@@ -51,7 +50,7 @@ from phaseloom.scheduler.core.state.outputs import (
     SetTimer,
     WriteCompletion,
 )
-from phaseloom.scheduler.permits import together, traceparent
+from phaseloom.scheduler.permits import batched, permits_in
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +61,26 @@ _LAST = DeleteOperations | Answer
 there, and who hears an answer finds done what it says."""
 _STALE_TIMERS = 64
 """Timers that were taken back and are kept all the same, beside as many as are set."""
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Seconds since some fixed moment: the log's, as far as the two agree."""
+        ...
+
+    async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
+        """Returns once the event is set, or this clock has passed `until_s`; None: never."""
+        ...
+
+
+class WallClock:
+    def now_s(self) -> float:
+        return time.time()
+
+    async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
+        delay_s = None if until_s is None else until_s - time.time()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), delay_s)
 
 
 class DecisionLog(Protocol):
@@ -215,9 +234,9 @@ class Shell:
         self._note_trace(entry)
         if isinstance(entry.event, TimerFired):
             self._note_clock(entry.event, entry.time_s)
-        permits = _permits_in(outputs)
+        permits = permits_in(outputs)
         contexts = [self._trace_permit(permit, entry) for permit in permits]
-        await self._perform_all(_gathered(outputs, contexts))
+        await self._perform_all(batched(outputs, contexts))
         for permit in permits:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
@@ -357,50 +376,6 @@ def _is_once(outputs: list[Output]) -> bool:
 
 def _is_permit(output: Output) -> bool:
     return isinstance(output, SendCommand) and isinstance(output.command, Permit | Permits)
-
-
-def _permits_in(outputs: list[Output]) -> list[Permit]:
-    return [
-        output.command
-        for output in outputs
-        if isinstance(output, SendCommand) and isinstance(output.command, Permit)
-    ]
-
-
-def _gathered(
-    outputs: list[Output], contexts: list[Context]
-) -> list[tuple[Output, Context | None]]:
-    """What is performed, with the context that it travels under: the first permit's, where it is
-    none itself.
-
-    Reading operations of one deployment that are permitted together go in one message. The same
-    outputs are gathered in the same way, so that a restart sends the same messages again.
-    """
-    first = contexts[0] if contexts else None
-    gathered: list[tuple[Output, Context | None]] = []
-    together: dict[tuple[DeploymentKey, int], list[tuple[Permit, Context]]] = {}
-    traced = iter(contexts)
-    for output in outputs:
-        if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
-            gathered.append((output, first))
-            continue
-        permit, context = output.command, next(traced)
-        if permit.kind in READING_KINDS:
-            key = permit.operation.deployment_key, permit.epoch
-            together.setdefault(key, []).append((permit, context))
-        else:
-            gathered.append((output, context))
-    # After whatever opens their activation.
-    gathered += [_one_message(permits) for permits in together.values()]
-    return gathered
-
-
-def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
-    permit, context = permits[0]
-    if len(permits) == 1:
-        return SendCommand(permit), context
-    traced = [(one, traceparent(own)) for one, own in permits]
-    return SendCommand(together(traced)), None
 
 
 def _attributes(permit: Permit) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class BusSink:
             for permit, traceparent in permits.traced(command, context):
                 activation = permit.operation.deployment_key, permit.epoch
                 activations.setdefault(activation, []).append((permit, traceparent))
-        await asyncio.gather(*(self._send(permits.together(p), None) for p in activations.values()))
+        await asyncio.gather(*(self._send(permits.batch(p), None) for p in activations.values()))
 
     async def save(self, sequence: int, snapshot: bytes) -> None:
         """Store a snapshot; the log below the one before it is not needed any more.
