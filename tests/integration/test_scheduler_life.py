@@ -504,11 +504,11 @@ async def test_controller_without_a_heartbeat_is_reported_and_so_is_its_return(b
         await renew_session(bus, A, 1, ttl_s=1)
         assert await next_of(bus, SessionLost) == SessionLost(A, 1)
         await folded(bus, shell)
-        assert not job.has_controller
+        assert not job.controller.is_attached
         await renew_session(bus, A, 1, ttl_s=60)
-        await until(lambda: value(lambda: job.has_controller))
+        await until(lambda: value(lambda: job.controller.is_attached))
         await renew_session(bus, A, 1, ttl_s=1)
-        await until(lambda: value(lambda: not job.has_controller))
+        await until(lambda: value(lambda: not job.controller.is_attached))
 
 
 async def test_controller_that_died_while_no_scheduler_watched_is_reported(bus: Bus) -> None:

@@ -719,7 +719,6 @@ def node_up(
         revision,
         f"{name}:1",
         residency,
-        can_move=True,
     )
 
 

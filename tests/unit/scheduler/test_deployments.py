@@ -348,8 +348,8 @@ def test_version_of_a_deleted_policy_stays_until_nobody_needs_it() -> None:
         world.queue("a", name, 2, "sync_weights", after=(("policy", 3),), version=3)
     world.run()
     assert version not in world.versions
-    assert world.core.state.jobs["t.a"].orphans == {}
-    assert world.core.state.jobs["t.a"].published == [VersionKey(POLICY, 3)]
+    assert world.core.state.jobs["t.a"].versions.retained == {}
+    assert world.core.state.jobs["t.a"].versions.published == [VersionKey(POLICY, 3)]
 
 
 def test_deleted_policy_is_forgotten_with_the_last_version_of_it() -> None:
@@ -364,7 +364,7 @@ def test_deleted_policy_is_forgotten_with_the_last_version_of_it() -> None:
     world.run()
     assert {s.deployment: s.forget for s in sent(world, StopWpg)} == {POLICY: True, SAMPLER: True}
     assert not world.versions
-    assert world.core.state.jobs["t.a"].orphans == {}
+    assert world.core.state.jobs["t.a"].versions.retained == {}
 
 
 def test_job_that_ends_leaves_nothing_of_a_policy_deleted_before() -> None:
@@ -377,7 +377,7 @@ def test_job_that_ends_leaves_nothing_of_a_policy_deleted_before() -> None:
     world.run()
     assert not world.versions
     assert not world.core.state.stopping
-    assert world.core.state.jobs["t.a"].orphans == {}
+    assert world.core.state.jobs["t.a"].versions.retained == {}
 
 
 def test_sync_that_waits_for_a_policy_to_be_rebuilt_is_let_go_when_it_is_deleted() -> None:

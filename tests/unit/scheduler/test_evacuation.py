@@ -188,15 +188,11 @@ def test_drain_is_undone_while_the_node_is_away() -> None:
     assert world.core.state.cluster.free["train"] == ["t1"]
 
 
-def test_drain_of_what_is_not_there_or_cannot_move_is_refused() -> None:
+def test_drain_of_what_is_not_there_is_refused_and_so_is_a_loss_of_what_is_up() -> None:
     world = world_of()
     error = ask(world, "t7").error
     assert error is not None
     assert (error.code, "t0" in error.remedy) == (Code.NOT_FOUND, True)
-    world.feed(replace(node_up("t2", "train"), can_move=False))
-    error = ask(world, "t2").error
-    assert error is not None
-    assert error.code is Code.FAILED_PRECONDITION
     error = ask(world, "t0", gone=True).error
     assert error is not None
     assert error.code is Code.FAILED_PRECONDITION
@@ -397,14 +393,14 @@ def test_part_on_a_drained_node_goes_to_one_that_has_no_other_part() -> None:
     assert status(world, "t3").waits_for == []
 
 
-def orphaned(*more: str) -> World:
+def retaining(*more: str) -> World:
     """The sampler holds what a policy on t0 has published that is deleted since."""
     world = world_of(*more)
     train(world, 3, 3)
     world.run()
     world.feed(DeploymentDeleted(POLICY, "delete"))
     world.run()
-    assert list(world.core.state.jobs[f"{TENANT}.a"].orphans.values()) == [["t0"]]
+    assert list(world.core.state.jobs[f"{TENANT}.a"].versions.retained.values()) == [["t0"]]
     return world
 
 
@@ -420,7 +416,7 @@ def sync_another(world: World) -> None:
 
 
 def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
-    world = orphaned()
+    world = retaining()
     (why,) = status(world, "t0").waits_for
     assert "weights version t.a.policy.6" in why
     assert "r0 is fetching one" in why, "where it is read"
@@ -444,31 +440,31 @@ def test_version_of_a_deleted_policy_is_copied_from_its_drained_node() -> None:
 
 
 def test_version_that_is_released_while_it_is_copied_is_dropped_where_it_comes() -> None:
-    world = orphaned("t1")
+    world = retaining("t1")
     status(world, "t0")
     mirrored = next(e for e in world.pending() if isinstance(e, StateMirrored))
     world.drop(lambda event: event is mirrored)
     sync_another(world)
     world.run()
-    assert world.core.state.jobs[f"{TENANT}.a"].orphans == {}
+    assert world.core.state.jobs[f"{TENANT}.a"].versions.retained == {}
     made = world.feed(mirrored)
     (release,) = [o.command for o in made if isinstance(o, SendCommand)]
     assert isinstance(release, ReleaseVersions)
     assert (release.node, release.versions) == ("r0", [VersionKey(POLICY, 6)])
-    assert world.core.state.jobs[f"{TENANT}.a"].copying == {}
+    assert world.core.state.jobs[f"{TENANT}.a"].versions.copying == {}
 
 
 def test_version_that_is_released_after_its_copy_failed_is_not_copied_any_more() -> None:
-    world = orphaned("t1")
+    world = retaining("t1")
     world.mirror_error = ErrorInfo(Code.RESOURCE_EXHAUSTED, "its memory is full")
     status(world, "t0")
     after(world, 0.5)
     job = world.core.state.jobs[f"{TENANT}.a"]
-    assert [copying.has_failed for copying in job.copying.values()] == [True]
+    assert [copying.has_failed for copying in job.versions.copying.values()] == [True]
     sync_another(world)
     after(world, 3.0)
-    assert job.orphans == {}
-    assert job.copying == {}
+    assert job.versions.retained == {}
+    assert job.versions.copying == {}
 
 
 def test_everything_is_forgotten_wherever_a_copy_was() -> None:

@@ -499,11 +499,11 @@ def test_phases_end_with_their_controller() -> None:
     for session, ended_by in ((1, SessionLost(A, 1)), (2, SessionOpened(A, 3))):
         world.feed(SessionOpened(A, session))
         world.feed(PhaseDeclared(A, session, "rollout", is_open=True))
-        assert list(job.phases) == ["rollout"]
+        assert list(job.controller.phases) == ["rollout"]
         world.feed(ended_by)
-        assert not job.phases
+        assert not job.controller.phases
     world.feed(PhaseDeclared(A, 2, "rollout", is_open=True))  # came late, of a session that is over
-    assert not job.phases
+    assert not job.controller.phases
 
 
 def test_word_of_an_older_sessions_loss_changes_nothing() -> None:
@@ -512,11 +512,11 @@ def test_word_of_an_older_sessions_loss_changes_nothing() -> None:
     world.feed(SessionOpened(A, 1))
     world.feed(SessionOpened(A, 2))
     world.feed(SessionLost(A, 1))
-    assert job.has_controller
+    assert job.controller.is_attached
     world.feed(SessionLost(A, 2))
-    assert not job.has_controller
+    assert not job.controller.is_attached
     world.feed(SessionOpened(A, 2))  # its heartbeat is back
-    assert job.has_controller
+    assert job.controller.is_attached
 
 
 # --- roll-back ----------------------------------------------------------------------------------

@@ -13,13 +13,29 @@ import phaseloom.scheduler.core
 from phaseloom.scheduler.core.state.activation import Activation
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying, DeploymentDurability
+from phaseloom.scheduler.core.state.job import (
+    Controller,
+    EarlierDeployments,
+    Job,
+    JobVersions,
+    Progress,
+    Speculation,
+)
 from phaseloom.scheduler.core.state.move import Move, Relocation
+from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.wpg import Wpg
 
 CORE = Path(phaseloom.scheduler.core.__file__).parent
 
 RECORDS: list[tuple[type[msgspec.Struct], str, set[str]]] = [
+    (Job, "state/job.py", {"job", "old"}),
+    (Controller, "state/job.py", {"controller"}),
+    (JobVersions, "state/job.py", {"versions"}),
+    (EarlierDeployments, "state/job.py", {"earlier"}),
+    (Speculation, "state/job.py", {"speculation"}),
+    (Progress, "state/job.py", {"progress"}),
+    (Op, "state/operation.py", {"op"}),
     (Deployment, "state/deployment.py", {"deployment", "other", "victim", "policy"}),
     (OperationQueue, "state/queue.py", {"queue"}),
     (Wpg, "state/wpg.py", {"wpg"}),
@@ -36,8 +52,8 @@ CHANGING |= {"setdefault", "sort", "reverse", "update"}
 
 CACHES = {
     "planning/timeline/upkeep.py": "the timelines of a cluster's groups",
-    "planning/weave/fifo.py": "the plans of what runs first in, first out",
-    "planning/weave/period.py": "the periods of plans",
+    "planning/weave/fifo.py": "the iteration times of jobs that share nodes first in, first out",
+    "planning/weave/period.py": "the greatest cycle mean of a lap",
     "state/deployment.py": "the text forms of a deployment's keys",
 }
 """Every module of the core that keeps what it could compute anew, and what that is."""
@@ -82,7 +98,9 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
         yield file.relative_to(CORE).as_posix(), ast.parse(file.read_text())
 
 
-@pytest.mark.parametrize(("record", "owner", "names"), RECORDS, ids=str)
+@pytest.mark.parametrize(
+    ("record", "owner", "names"), RECORDS, ids=[r.__name__ for r, _, _ in RECORDS]
+)
 def test_record_is_changed_by_its_owner_only(
     record: type[msgspec.Struct], owner: str, names: set[str]
 ) -> None:
@@ -99,16 +117,17 @@ def test_record_is_changed_by_its_owner_only(
     assert others == [], f"{record.__name__} is changed outside {owner}"
 
 
-def test_every_record_of_a_deployment_has_an_owner() -> None:
+@pytest.mark.parametrize("entity", [Deployment, Job])
+def test_every_record_has_an_owner(entity: type[msgspec.Struct]) -> None:
     owned = {record for record, _, _ in RECORDS}
     nested = {
         field.type
-        for field in msgspec.structs.fields(Deployment)
+        for field in msgspec.structs.fields(entity)
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
         if not field.type.__struct_config__.frozen
     }
     assert nested <= owned
-    assert nested, "a deployment has records"
+    assert nested, f"{entity.__name__} has records"
 
 
 def test_no_property_changes_anything() -> None:

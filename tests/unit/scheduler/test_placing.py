@@ -47,9 +47,7 @@ from tests.support.world import CONFIG, TENANT, World, node_up, spec
 CYCLE = Cycle(10.0, [Segment("rollout", 0, 5.0), Segment("train", 5.0, 3.0)])
 
 
-def world_of(
-    *nodes: str, policy: str = "pack", can_move: bool = True, duty_limit: float = 0.5
-) -> World:
+def world_of(*nodes: str, policy: str = "pack", duty_limit: float = 0.5) -> World:
     """Args: nodes: beside r0 and t0, in the pools of their first letters."""
     config = replace(CONFIG, placement=policy, duty_limit=duty_limit)
     world = World(config=config)
@@ -57,7 +55,7 @@ def world_of(
     for name in ("r0", "t0", *nodes):
         pool = {"r": "rollout", "t": "train", "x": "tpu"}[name[0]]
         up = node_up(name, pool, revision=2)
-        world.feed(replace(up, can_move=can_move, price_per_hour=3.0 if pool == "train" else 1.0))
+        world.feed(replace(up, price_per_hour=3.0 if pool == "train" else 1.0))
     return world
 
 
@@ -245,7 +243,7 @@ def test_any_number_of_cold_jobs_shares_where_nothing_is_free() -> None:
 
 
 def test_cold_jobs_fill_nodes_that_are_all_alike_evenly() -> None:
-    world = world_of("r1", "t1", policy="spread", can_move=False)
+    world = world_of("r1", "t1", policy="spread")
     for name in "abcd":
         submit(world, name)
     cluster = world.core.state.cluster
@@ -277,19 +275,6 @@ def test_job_is_alone_until_its_cycle_is_known_and_then_moves_where_it_is_cheape
     assert nodes(world, "b") == {"r0", "t0"}
     assert told(world, "job moved")
     assert world.core.state.cluster.free == {"rollout": ["r1"], "train": ["t1"]}
-
-
-def test_job_that_was_measured_stays_where_nodes_cannot_move() -> None:
-    world = world_of("r1", "t1", can_move=False)
-    for name in "ab":
-        submit(world, name)
-    world.run()
-    for name in "ab":
-        world.feed(trace(name))
-    world.run()
-    assert nodes(world, "b") == {"r1", "t1"}
-    submit(world, "c", cycle=CYCLE)
-    assert nodes(world, "c") == {"r0", "t0"}, "the first group is open now"
 
 
 def test_iterations_are_counted_against_what_the_job_expects() -> None:
@@ -352,9 +337,9 @@ TRAINING = Cycle(10.0, [Segment("rollout", 0, 2.0), Segment("train", 2.0, 8.0)])
 LONGER = Cycle(32.0, [Segment("rollout", 0, 28.0), Segment("train", 28.0, 3.0)])
 
 
-def drifting(*more: str, can_move: bool = True) -> World:
+def drifting(*more: str) -> World:
     """Two jobs fill a group, a third one's is alone."""
-    world = world_of(*more, can_move=can_move, duty_limit=0.3)
+    world = world_of(*more, duty_limit=0.3)
     for name in "ab":
         submit(world, name, cycle=CYCLE)
     world.run()
@@ -383,11 +368,8 @@ def test_job_whose_drift_is_too_much_for_its_group_is_placed_anew_that_one_alone
     assert "its cycle takes 32 s now" in reason
 
 
-@pytest.mark.parametrize(("more", "can_move"), [((), True), (("r1", "t1"), False)])
-def test_job_that_drifts_and_has_nowhere_to_go_is_told_of_and_stays(
-    more: tuple[str, ...], can_move: bool
-) -> None:
-    world = drifting(*more, can_move=can_move)
+def test_job_that_drifts_and_has_nowhere_to_go_is_told_of_and_stays() -> None:
+    world = drifting()
     world.feed(trace("b", LONGER, drift=2.2))
     world.run()
     assert nodes(world, "b") == {"r0", "t0"}
@@ -533,8 +515,8 @@ def gather(monkeypatch: pytest.MonkeyPatch) -> str:
     return "gather"
 
 
-def three_groups(policy: str, *, can_move: bool = True) -> World:
-    world = world_of("r1", "t1", "r2", "t2", "r3", "t3", policy=policy, can_move=can_move)
+def three_groups(policy: str) -> World:
+    world = world_of("r1", "t1", "r2", "t2", "r3", "t3", policy=policy)
     for name in "abcd":
         submit(world, name, cycle=CYCLE)
     world.run()
@@ -633,12 +615,6 @@ def test_new_groups_of_a_plan_are_called_otherwise_where_others_were_made_since(
     assert taken == {"t3"}
     assert world.core.state.cluster.placed["t.b"] == "g2", "t0 is another's: the plan is void"
     assert world.core.state.cluster.placed["t.e"] == "g5"
-
-
-def test_nothing_is_planned_where_nodes_cannot_move(gather: str) -> None:
-    world = three_groups(gather, can_move=False)
-    made = world.feed(JobFinished(JobKey(TENANT, "d"), "finish"))
-    assert not [output for output in made if isinstance(output, ComputeReplan)]
 
 
 def test_question_that_a_dead_leader_asked_is_asked_again_from_a_snapshot(gather: str) -> None:

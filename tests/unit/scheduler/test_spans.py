@@ -182,7 +182,7 @@ def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
     world = world_of("a01")
     world.queue("a01", "policy", 1, "forward_backward")
     policy = of(world, POLICY)
-    run_until(world, lambda: policy.is_opening)
+    run_until(world, lambda: policy.activation.is_opening)
     assert sorted(told(world, OpenActivation, POLICY)) == ["t0", "t1"]
     run_until(world, lambda: len(policy.activation.opening_on) == 1)
     assert not policy.activation.running
@@ -202,7 +202,7 @@ def test_what_was_opened_for_may_be_cancelled_meanwhile() -> None:
     world = world_of("a01", "b0")
     world.queue("a01", "policy", 1, "forward_backward")
     policy = of(world, POLICY)
-    run_until(world, lambda: policy.is_opening)
+    run_until(world, lambda: policy.activation.is_opening)
     world.cancel("a01", "policy", 1)
     world.queue("b0", "policy", 1, "forward_backward")
     world.run()
@@ -270,7 +270,7 @@ def test_late_word_of_an_aborted_activation_opens_nothing() -> None:
     world = world_of("a01")
     world.queue("a01", "policy", 1, "forward_backward")
     policy = of(world, POLICY)
-    run_until(world, lambda: policy.is_opening)
+    run_until(world, lambda: policy.activation.is_opening)
     assert len(policy.activation.opening_on) == 2
     world.refuse(opens_of(world, POLICY)[0])
     run_until(world, lambda: "t1" in world.ranks[POLICY].opened)
@@ -285,7 +285,7 @@ def test_operation_fails_after_refusals_on_whichever_node() -> None:
     world.queue("a01", "policy", 2, "optim_step")
     policy = of(world, POLICY)
     for attempt in range(3):
-        run_until(world, lambda: policy.is_opening)
+        run_until(world, lambda: policy.activation.is_opening)
         world.refuse(opens_of(world, POLICY)[2 * attempt + attempt % 2])
     world.run()
     assert world.done["t.a01.policy.1"] is Outcome.FAILED
@@ -714,7 +714,7 @@ def disturb(world: World, what: str, chance: random.Random) -> None:
     if what == "kill" and key is not None:
         world.kill(key, on=chance.choice(of(world, key).nodes), after_done=chance.random() < 0.5)
     elif what == "refuse":
-        opening = [of(world, k) for k in alive if of(world, k).is_opening]
+        opening = [of(world, k) for k in alive if of(world, k).activation.is_opening]
         for d in opening[:1]:
             node = chance.choice(d.activation.opening_on)
             (*_, command) = [c for c in opens_of(world, d.key) if c.node == node]

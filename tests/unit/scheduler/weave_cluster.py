@@ -27,7 +27,7 @@ def empty(num_nodes: int = 20, host_gb: float = 2048, **limits: Any) -> Cluster:
     for pool, price in PRICES.items():
         for i in range(num_nodes):
             name = NodeId(f"{pool[0]}{i:03d}")
-            host = Host(name, pool, 1, round(host_gb * GB), price, can_move=True)
+            host = Host(name, pool, 1, round(host_gb * GB), price)
             groups.host_up(cluster, host)
     return cluster
 

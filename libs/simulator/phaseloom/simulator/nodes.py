@@ -148,7 +148,6 @@ class Nodes:
                     state_endpoint=f"{name}:1",
                     exclusive_residency=Residency.JOB,
                     price_per_hour=pool.price_per_hour,
-                    can_move=True,
                 )
                 self._up[up.node] = up
                 self._agenda.after(0.0, self._append, up)

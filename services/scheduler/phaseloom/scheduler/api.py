@@ -296,7 +296,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         completion = await outcome_of(key)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
-        op = deployment.open_operation(key) if deployment else None
+        op = deployment.queue.find(key) if deployment else None
         is_open = op is not None and not op.has_ended
         if completion is None and not is_open:
             completion = await outcome_of(key)  # it may have ended meanwhile
@@ -386,8 +386,8 @@ def _check_phase(job: Job, request: PhaseRequest) -> None:
             remedy="submit a job under another name",
         )
     # A session that is not in the log yet is newer: the log's order decides then.
-    if request.session < job.session:
-        raise to_exception(session_over(request.session, job.session))
+    if request.session < job.controller.session:
+        raise to_exception(session_over(request.session, job.controller.session))
     pools = sorted({spec.pool for spec in job.spec.deployments})
     if request.pool not in pools:
         raise CallerError(

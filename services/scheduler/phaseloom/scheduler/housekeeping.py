@@ -94,10 +94,14 @@ class Housekeeping:
         if change.stored is not None:
             session = int(change.stored.payload)
             lives[change.key] = (session, change.stored.sequence)
-            if job is not None and job.session == session and not job.has_controller:
+            if (
+                job is not None
+                and job.controller.session == session
+                and not job.controller.is_attached
+            ):
                 await self.log.append(SessionOpened(job.key, session))
         elif job is not None and job.state not in JOB_ENDED:
-            await self._report_lost(job, *lives.pop(change.key, (job.session, 0)))
+            await self._report_lost(job, *lives.pop(change.key, (job.controller.session, 0)))
 
     async def _report_lost(self, job: Job, session: int, revision: int) -> None:
         """Of a lease that ran out before this process began, it is assumed to be the newest

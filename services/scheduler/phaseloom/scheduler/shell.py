@@ -329,7 +329,7 @@ class Shell:
 
     def _note_trace_of(self, key: OperationKey, headers: dict[str, str], time_s: float) -> None:
         deployment = self.core.state.deployments.get(str(key.deployment_key))
-        op = deployment.open_operation(key) if deployment else None
+        op = deployment.queue.find(key) if deployment else None
         if op is not None and not op.has_ended:
             self._traces.setdefault(str(key), (telemetry.extract(headers), time_s))
 

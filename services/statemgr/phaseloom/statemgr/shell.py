@@ -466,7 +466,6 @@ class StateManager:
             contents=node.contents.states(),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
-            can_move=True,
         )
 
 

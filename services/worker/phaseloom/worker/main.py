@@ -111,7 +111,6 @@ async def _announce(
         state_endpoint=status.endpoint,
         exclusive_residency=settings.exclusive_residency,
         price_per_hour=settings.price,
-        can_move=status.can_move,
     )
     await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
 

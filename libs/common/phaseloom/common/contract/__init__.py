@@ -1,6 +1,7 @@
 """The message contract: every type that crosses the bus or a node's sockets, one module an edge.
 
 operations    controller → router, WPG leader; outcomes back to the controller
+kinds         the table of operation kinds: how each is checked, cut, merged and measured
 events        every service → decision log → scheduler, and what people are told
 commands      scheduler → a node's agent
 agents        agent ↔ agent, for a WPG over several nodes

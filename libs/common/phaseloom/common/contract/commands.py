@@ -17,16 +17,16 @@ class NodeCommand(Message, frozen=True):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Leave for nodes to fetch a weights version from others, for one life of one deployment.
+    """Leave for nodes to fetch a weights version from others, for one incarnation of its reader.
 
-    It lasts as long as that life and the version: a state manager that has seen the ticket of a
-    later life refuses it.
+    It lasts as long as that incarnation and the version: a state manager that has seen the ticket
+    of a later incarnation refuses it.
     """
 
     version: VersionKey
     reader: DeploymentKey
     incarnation: int
-    """The life of the reader that the ticket is for."""
+    """The incarnation of the reader that the ticket is for."""
     nodes: list[str]
     """The nodes of the reader's ranks, as their certificates name them."""
     mac: bytes = b""
@@ -36,7 +36,7 @@ class Ticket(msgspec.Struct, frozen=True):
 class FilesTicket(msgspec.Struct, frozen=True):
     """Leave for nodes to fetch a deployment's seals and durable weights versions from others.
 
-    It lasts until a later life of the deployment asks.
+    It lasts until a later incarnation of the deployment asks.
     """
 
     deployment: DeploymentKey

@@ -45,8 +45,6 @@ class NodeUp(Message, frozen=True):
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
     """Price of the whole node, in any currency: placement weighs nodes by it."""
-    can_move: bool = False
-    """Whether deployments can be moved between this node and others that say so."""
 
 
 class NodeLost(Message, frozen=True):

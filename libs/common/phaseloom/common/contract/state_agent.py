@@ -293,8 +293,6 @@ class StatusReport(Message, frozen=True):
     """Host copies and weights versions in host memory and on NVMe, counted at each owner."""
     held_bytes: int = 0
     """What lies there for them."""
-    can_move: bool = False
-    """Whether it hands over what it has to other nodes' daemons, and takes what they have."""
 
 
 class KeepHandles(Message, frozen=True):

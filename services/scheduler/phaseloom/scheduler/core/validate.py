@@ -76,7 +76,7 @@ def _check_device(state: State, device: Device, where: str) -> None:
         assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
     if slot.running:
         deployment = state.deployments[slot.running]
-        has_turn = deployment.activation.running or deployment.is_opening
+        has_turn = deployment.activation.running or deployment.activation.is_opening
         assert has_turn, f"{where}: {slot.running} runs nothing"
         assert deployment.activation.epoch, f"{where}: {slot.running} runs without an activation"
         assert deployment.name in slot.resident, f"{where}: {slot.running} is not resident"

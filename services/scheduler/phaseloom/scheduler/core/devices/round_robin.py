@@ -36,20 +36,20 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
     """A phase of its job begins on its devices: they all serve the latest of its turns on them."""
     state, name = step.state, deployment.job_name
     job = state.jobs[name]
-    number = job.round
+    before = number = job.progress.round
     for slot in here:
         if slot.rounds.keys() <= {name}:
             number = max(number, slot.rounds.get(name, NOWHERE) + 1)
             continue
         places = _places(state, [name, *slot.rounds])
         number = max(number, _round(state, slot, name, places, _last(slot, places)))
-    if number > job.round and all(slot.rounds.get(name) != job.round for slot in here):
+    if number > before and all(slot.rounds.get(name) != before for slot in here):
         # It goes on with a round on these devices, and that has become a later one.
         for other in step.deployments_of(job.key):
             for slot in slots_of(step, other):
-                if slot.rounds.get(name) == job.round:
+                if slot.rounds.get(name) == before:
                     slot.rounds[name] = number
-    job.round = number
+    job.progress.enter_round(number)
     for slot in here:
         slot.rounds[name] = number
 
@@ -80,7 +80,7 @@ def _round(
     places: Mapping[str, int],
     last: tuple[int, int] | None,
 ) -> int:
-    number = max(state.jobs[job].round, slot.rounds.get(job, NOWHERE) + 1)
+    number = max(state.jobs[job].progress.round, slot.rounds.get(job, NOWHERE) + 1)
     if last is None:
         return number
     running, place = last

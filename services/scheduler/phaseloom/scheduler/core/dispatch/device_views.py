@@ -121,7 +121,7 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
 
 
 def _is_alive(job: Job) -> bool:
-    return job.has_controller and job.state in (
+    return job.controller.is_attached and job.state in (
         JobState.PLACED,
         JobState.PROFILING,
         JobState.ACTIVE,
@@ -139,7 +139,7 @@ def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) ->
     if holder in ("", job_of(option[0])):
         return False
     job = step.state.jobs.get(holder)
-    return holder in slot.expected or (job is not None and bool(job.phases))
+    return holder in slot.expected or (job is not None and bool(job.controller.phases))
 
 
 def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:

@@ -52,7 +52,7 @@ def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanati
 def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
     """Of an operation that is not on the books, or only keeps its place there."""
     seq = key.seq
-    has_ended = seq is not None and deployment.is_done(seq)
+    has_ended = seq is not None and deployment.queue.is_done(seq)
     if has_ended:
         return ErrorInfo(
             Code.FAILED_PRECONDITION,
@@ -78,7 +78,7 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
         lines.append(f"{_name(deployment, before)}, which comes first")
     for after in op.after:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
-        if other is not None and not other.is_done(after.seq):
+        if other is not None and not other.queue.is_done(after.seq):
             lines.append(f"{_name(other, after.seq)}, which `after` names")
     if deployment.wpg.state is not WpgState.READY:
         lines.append(f"the workers of {deployment.key.deployment}: {deployment.wpg.state}")
@@ -103,7 +103,7 @@ def _comes_first(deployment: Deployment, op: Op) -> int | None:
         other = deployment.queue.operations.get(seq)
         is_cut = other is not None and other.is_cut
         is_together = other is not None and not (op.is_mutating or other.is_mutating)
-        if not (deployment.is_done(seq) or is_together or is_cut):
+        if not (deployment.queue.is_done(seq) or is_together or is_cut):
             return seq
     return None
 
@@ -152,7 +152,7 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
     if moves.is_held(deployment) or moves.holds_back(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
-    if deployment.is_opening:
+    if deployment.activation.is_opening:
         nodes = ", ".join(deployment.activation.opening_on)
         return [f"its activation, which is not open yet on {nodes}"]
     lines = []
@@ -302,7 +302,7 @@ def _remaining_s(step: Step, slot: Slot) -> float:
     ops = [
         op
         for key in deployment.activation.running
-        if (op := deployment.open_operation(key)) is not None
+        if (op := deployment.queue.find(key)) is not None
     ]
     ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
     return max(0.0, max(ends_s, default=step.now_s) - step.now_s)

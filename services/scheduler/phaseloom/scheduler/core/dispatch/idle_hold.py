@@ -42,7 +42,7 @@ def is_quantum_over(step: Step, since_s: float) -> bool:
 def held_until_s(step: Step, slot: Slot) -> float:
     """Until when the device is kept for its holder, which has nothing ready; 0: it is not."""
     job = step.state.jobs.get(slot.holder)
-    if job is None or job.state in JOB_ENDED or not job.has_controller or slot.is_let_go:
+    if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_let_go:
         return 0.0
     phase_s = _phase_until_s(step, slot) if has_phase(step, job, slot) else 0.0
     return max(phase_s, _grace_until_s(step, slot, job))
@@ -68,7 +68,7 @@ def _phase_until_s(step: Step, slot: Slot) -> float:
 
 def has_phase(step: Step, job: Job, slot: Slot) -> bool:
     """Whether the job's present controller has a phase open on the device's pool."""
-    return job.phases.get(_pool(step, slot)) == job.session
+    return job.controller.phases.get(_pool(step, slot)) == job.controller.session
 
 
 def _pool(step: Step, slot: Slot) -> str:
@@ -79,13 +79,13 @@ def _pool(step: Step, slot: Slot) -> str:
 def declare(step: Step, event: PhaseDeclared) -> None:
     """The controller began or ended a phase on a pool; older sessions have no say."""
     job = step.state.jobs.get(str(event.job))
-    if job is None or job.state in JOB_ENDED or event.session != job.session:
+    if job is None or job.state in JOB_ENDED or event.session != job.controller.session:
         return
     if event.is_open:
-        job.phases[event.pool] = event.session
+        job.controller.open_phase(event.pool, event.session)
         _mark(step, event.job, event.pool, is_let_go=False)
     else:
-        job.phases.pop(event.pool, None)
+        job.controller.close_phase(event.pool)
         _mark(step, event.job, event.pool, is_let_go=True)
 
 

@@ -37,11 +37,10 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
         devices.note_served(slot, name, step.sequence)
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
-    if job.began_s < 0:
-        job.began_s = op.ready_s
-    job.lag_s += waited_s(step, deployment, op)
+    job.progress.began(op.ready_s)
+    job.progress.lagged(waited_s(step, deployment, op))
     if deployment.activation.epoch == step.sequence:
-        job.lag_s += estimates.switch_s(step.state, deployment)
+        job.progress.lagged(estimates.switch_s(step.state, deployment))
 
 
 def is_continued(step: Step, slot: Slot, deployment: Deployment, op: Op) -> bool:
@@ -103,6 +102,6 @@ def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
     job = step.job_of(deployment)
     if job.spec.slo <= 0:
         return float("inf")
-    life_s = step.now_s - (job.began_s if job.began_s >= 0 else op.ready_s)
-    alone_s = life_s - job.lag_s - waited_s(step, deployment, op)
+    life_s = step.now_s - (job.progress.began_s if job.progress.began_s >= 0 else op.ready_s)
+    alone_s = life_s - job.progress.lag_s - waited_s(step, deployment, op)
     return job.spec.slo * alone_s - life_s

@@ -96,7 +96,7 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
 
 def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
     """Reading operations that may begin beside those that run: none from behind a mutating one."""
-    running = deployment.open_operation(deployment.activation.running[0])
+    running = deployment.queue.find(deployment.activation.running[0])
     if running is None or running.is_mutating or running.uncertain:
         return []
     chosen = batch(step, deployment, room)

@@ -58,10 +58,10 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     step.foresee(deployment)
     for slot in devices.slots_of(step, deployment):
         if slot.early == name:
-            job.early_misses = 0
+            job.speculation.hit()
         expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
-            job.follows[expected.after] = key_of(deployment)
+            job.speculation.note_next(expected.after, key_of(deployment))
 
 
 def displaced(step: Step, victim: Deployment) -> None:
@@ -71,9 +71,7 @@ def displaced(step: Step, victim: Deployment) -> None:
     for slot in guessed:
         devices.note_early(slot, "")
     if guessed:
-        job = step.job(victim.key.job_key)
-        job.early_misses = min(job.early_misses + 1, MAX_MISSES)
-        job.early_skips = 2**job.early_misses
+        step.job_of(victim).speculation.miss(MAX_MISSES)
 
 
 def key_of(deployment: Deployment) -> str:
@@ -105,7 +103,7 @@ def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
     job = step.state.jobs[name]
     here = [d for d in step.deployments_of(job.key) if d.name in slot.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
-    usual = [d for d in here if key_of(d) == job.follows.get(expected.after)]
+    usual = [d for d in here if key_of(d) == job.speculation.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
 
 
@@ -177,9 +175,8 @@ def opened(step: Step, deployment: Deployment) -> None:
 def try_skip(step: Step, deployment: Deployment) -> bool:
     """Whether this gap passes without a guess, after ones that were wrong."""
     job = step.job_of(deployment)
-    if job.early_skips == 0:
+    if not job.speculation.skip():
         return False
-    job.early_skips -= 1
     for slot in devices.slots_of(step, deployment):
         expected = slot.expected.get(str(job.key))
         if expected is not None:

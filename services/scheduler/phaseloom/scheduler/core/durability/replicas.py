@@ -22,9 +22,8 @@ from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
 RETRY_PAUSE_S = 5.0
 """Before a copy that has failed is asked for again; twice as long each time."""
@@ -42,8 +41,8 @@ def go_on(step: Step) -> None:
             for part in at_risk:
                 _copy_part(step, deployment, part)
     for _, job in sorted(step.state.jobs.items()):
-        for version in _orphans_at_risk(step, job):
-            _copy_orphan(step, job, version)
+        for version in _retained_at_risk(step, job):
+            _copy_retained(step, job, version)
 
 
 # --- what is at risk -----------------------------------------------------------------------------
@@ -66,10 +65,10 @@ def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
             yield part
 
 
-def _orphans_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
+def _retained_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
     if job.state in JOB_ENDED:
         return
-    for name, nodes in sorted(job.orphans.items()):
+    for name, nodes in sorted(job.versions.retained.items()):
         is_remote = job.spec.durability is Durability.REMOTE
         num_wanted = min(len(nodes), seals.NUM_REMOTE_COPIES) if is_remote else 1
         if len(_staying(step, nodes)) < num_wanted:
@@ -133,16 +132,16 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     step.tell("copied again", f"{node}, from a node that is left", deployment.name)
 
 
-def _copy_orphan(step: Step, job: Job, version: VersionKey) -> None:
+def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     name = str(version)
-    before = job.copying.get(name)
+    before = job.versions.copying.get(name)
     if not _is_to_be_asked(step, before):
         return
-    nodes = job.orphans[name]
+    nodes = job.versions.retained[name]
     sources = [step.node(node).state_endpoint for node in nodes if step.node(node).is_up]
     hosts = step.state.cluster.hosts.values()
     told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
-    fit = [h.node for h in hosts if h.is_up and h.can_move and h.node not in (*nodes, *told)]
+    fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *told)]
     own = {node for deployment in step.deployments_of(job.key) for node in deployment.nodes}
     fit.sort(key=lambda node: (node not in own, node))  # rather where it is read
     node = _another(fit, before)
@@ -162,14 +161,15 @@ def _copy_orphan(step: Step, job: Job, version: VersionKey) -> None:
     failures = before.failures if before is not None else 0
     if before is not None and before.node != node:
         seals.release_at(step, [before.node], [version])  # it may have got it after all
-    job.copying[name] = Copying(node, step.node(node).revision, command, failures=failures)
+    copying = Copying(node, step.node(node).revision, command, failures=failures)
+    job.versions.begin_copying(name, copying)
     step.tell("copied again", f"{node}, from a node that is left", name)
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
     """Of the policy's name: a ticket of an earlier life than one that was seen is refused."""
     successor = step.deployment(version.policy)
-    known = job.incarnations.get(version.policy.deployment, 0)
+    known = job.earlier.incarnations.get(version.policy.deployment, 0)
     return max(known, successor.wpg.incarnation if successor is not None else 0)
 
 
@@ -201,9 +201,9 @@ def mirrored(step: Step, event: StateMirrored) -> bool:
                 _part_came(step, deployment, copying, event)
                 return True
     job = step.state.jobs.get(str(event.deployment.job_key))
-    for name, copying in job.copying.items() if job is not None else ():
+    for name, copying in job.versions.copying.items() if job is not None else ():
         if job is not None and copying.command == event.command:
-            _orphan_came(step, job, name, event)
+            _retained_came(step, job, name, event)
             return True
     return False
 
@@ -212,25 +212,27 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     if event.error is not None:
         _failed(step, copying, event, deployment.name)
         return
+    step.advance_copy(copying, CopyEvent.CAME)
     deployment.durability.end_copying(copying)
-    seals.note_copy(deployment, copying.part, event.node)
+    seals.note_replica(deployment, copying.part, event.node)
     step.follow(FollowUp.PLACE)  # people may wait to hear that a node is needed no more
 
 
-def _orphan_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
-    if name not in job.orphans:
-        del job.copying[name]
+def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
+    if name not in job.versions.retained:
+        job.versions.end_copying(name)
         seals.release_at(step, [event.node], [_version(name)])
     elif event.error is not None:
-        _failed(step, job.copying[name], event, name)
+        _failed(step, job.versions.copying[name], event, name)
     else:
-        del job.copying[name]
-        job.orphans[name] = [*job.orphans[name], event.node]
+        step.advance_copy(job.versions.copying[name], CopyEvent.CAME)
+        job.versions.end_copying(name, on=event.node)
         step.follow(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
     assert event.error is not None
+    step.advance_copy(copying, CopyEvent.FAILED)
     copying.fail(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
     step.tell("not copied", f"{event.node}: {event.error.message}", subject)
@@ -250,10 +252,11 @@ def counted_on(step: Step, node: NodeId) -> list[str]:
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)
                 lines.append(f"{what}; {_progress(step, deployment, copying)}")
     for _, job in sorted(step.state.jobs.items()):
-        for version in _orphans_at_risk(step, job):
-            if node in job.orphans[str(version)]:
+        for version in _retained_at_risk(step, job):
+            if node in job.versions.retained[str(version)]:
                 what = f"weights version {version}, which nobody can make again, is here"
-                lines.append(f"{what}; {_progress(step, None, job.copying.get(str(version)))}")
+                copying = job.versions.copying.get(str(version))
+                lines.append(f"{what}; {_progress(step, None, copying)}")
     return lines
 
 

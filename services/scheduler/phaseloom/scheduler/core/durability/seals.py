@@ -4,7 +4,7 @@ The floor F(d) is the seq below which a deployment's operation stream is not nee
 committed seal, or less while a `publish_weights` under it made a version that somebody needs and
 that is not yet as durable as the seal. Kept versions: a policy's newest, and every one that a
 deployment holds, has a queued sync for, or may have to sync again where it is rebuilt. Of a deleted
-policy the latter stay, on its node, as *orphans*: nobody can make them again.
+policy the latter stay, on its node, as *retained versions*: nobody can make them again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
@@ -38,7 +37,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         seq = op.key.seq
         assert seq is not None
         job = step.job(op.key.job_key)
-        job.published.append(VersionKey(deployment.key, seq))
+        job.versions.publish(VersionKey(deployment.key, seq))
         release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
@@ -53,14 +52,17 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
     """Versions of the job that must be kept."""
     newest: dict[str, VersionKey] = {}
-    for version in job.published:
-        if not is_orphan(step, version):
+    for version in job.versions.published:
+        if not is_retained(step, version):
             newest[str(version.policy)] = version
     return {*newest.values(), *wanted_versions(step, job)}
 
 
 def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
-    """Those that a deployment, `but` one, holds, has a queued sync for or may sync again."""
+    """Versions that a deployment holds, has a queued sync for or may sync again.
+
+    Args: but: a deployment that is not asked.
+    """
     needed: set[VersionKey] = set()
     for other in step.deployments_of(job.key):
         if other is but:
@@ -72,19 +74,19 @@ def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> s
     return needed
 
 
-def is_orphan(step: Step, version: VersionKey) -> bool:
+def is_retained(step: Step, version: VersionKey) -> bool:
     """Whether its policy is deleted; one of the same name may have been created since."""
     policy = step.deployment(version.policy)
     return policy is None or version.seq < policy.queue.first_seq
 
 
 def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
-    """Where its parts were cut; none: nowhere that is known."""
+    """Nodes where the parts of a version were cut; none: nowhere that is known."""
     policy = step.deployment(version.policy)
     if policy is not None and version.seq >= policy.queue.first_seq:
         holders = [node for part in policy.durability.replicas for node in part]
         return list(dict.fromkeys([*policy.nodes, *policy.move.stale_holders, *holders]))
-    return step.job(version.policy.job_key).orphans.get(str(version), [])
+    return step.job(version.policy.job_key).versions.retained.get(str(version), [])
 
 
 def _own_needed(step: Step, deployment: Deployment) -> set[int]:
@@ -95,37 +97,39 @@ def _own_needed(step: Step, deployment: Deployment) -> set[int]:
 
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
-    """Needed versions of this policy that its node's memory alone holds."""
+    """Seqs of the needed versions of this policy that its nodes hold in memory alone."""
     return _own_needed(step, deployment) - set(deployment.durability.durable_versions)
 
 
 def release_versions(step: Step, job: Job) -> None:
     """Drop what nothing needs any more."""
     needed = needed_versions(step, job)
-    _release(step, job, [version for version in job.published if version not in needed])
+    _release(step, job, [version for version in job.versions.published if version not in needed])
 
 
 def release_all(step: Step, job: Job) -> None:
-    _release(step, job, job.published)
+    _release(step, job, job.versions.published)
 
 
 def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
     places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
-    places.update(node for nodes in job.orphans.values() for node in nodes)
-    places.update(copying.node for copying in job.copying.values())
+    places.update(node for nodes in job.versions.retained.values() for node in nodes)
+    places.update(copying.node for copying in job.versions.copying.values())
     release_at(step, places, gone)
-    job.published = [version for version in job.published if version not in gone]
+    job.versions.withdraw(gone)
     for version in gone:
-        nodes = job.orphans.pop(str(version), [])
+        nodes = job.versions.drop_retained(str(version))
         prefix = f"{version.policy}."
-        if nodes and not any(name.startswith(prefix) for name in job.orphans):
-            fetching = [c.node for name, c in job.copying.items() if name.startswith(prefix)]
+        if nodes and not any(name.startswith(prefix) for name in job.versions.retained):
+            copying_of = job.versions.copying.items()
+            fetching = [c.node for name, c in copying_of if name.startswith(prefix)]
             _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
-        copying = job.copying.get(str(version))
+        copying = job.versions.copying.get(str(version))
         if copying is not None and not copying.is_under_way(step.node(copying.node)):
-            del job.copying[str(version)]  # of what is under way, its word is waited for
+            # The word of what is under way is waited for.
+            job.versions.end_copying(str(version))
 
 
 def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:
@@ -140,7 +144,7 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[Node
     """
     if step.deployment(policy) is not None:
         return
-    incarnation = job.incarnations[policy.deployment]
+    incarnation = job.earlier.incarnations[policy.deployment]
     for node in nodes:
         step.state.stopping.setdefault(node, {})[str(policy)] = incarnation
         step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
@@ -244,7 +248,7 @@ def committed(step: Step, event: SealCommitted) -> None:
     floor = _floor(step, deployment)
     delete(step, deployment, deployment.durability.forget_up_to(floor))
     release_versions(step, step.job_of(deployment))
-    clear_left(step, deployment)
+    clear_stale_holders(step, deployment)
     _look_at_copies(step)
 
 
@@ -254,10 +258,10 @@ def _look_at_copies(step: Step) -> None:
         step.follow(FollowUp.PLACE)
 
 
-def clear_left(step: Step, deployment: Deployment) -> None:
+def clear_stale_holders(step: Step, deployment: Deployment) -> None:
     """Nodes that it was on have nothing any more that it could be rebuilt from."""
-    orphans = step.job_of(deployment).orphans
-    if any(name.startswith(f"{deployment.name}.") for name in orphans):
+    retained = step.job_of(deployment).versions.retained
+    if any(name.startswith(f"{deployment.name}.") for name in retained):
         return  # of an earlier policy of its name: they go with its job
     for node in deployment.move.stale_holders:
         forget_at(step, deployment, node)
@@ -292,8 +296,8 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
 def _note_copies(
     step: Step, deployment: Deployment, event: SealCommitted, versions: list[int]
 ) -> None:
-    """Who has the new seal. Who has only the one before is told to forget it, but for the nodes
-    that it is about to go to."""
+    """Note which nodes have the new seal. Nodes that have only the one before become stale holders,
+    except those that the deployment is about to go to."""
     before = _copied_to(deployment)
     parts = (
         deployment.durability.part_copies
@@ -318,7 +322,7 @@ def _note_copies(
 
 
 def holders(deployment: Deployment, index: int) -> list[NodeId]:
-    """Nodes that have this part of its newest seal; none where it has none."""
+    """Nodes that have this part of the newest seal; none where there is no seal."""
     if not deployment.durability.seal_seq:
         return []
     # Of a seal of before copies were noted its own nodes have it.
@@ -329,8 +333,8 @@ def holders(deployment: Deployment, index: int) -> list[NodeId]:
     )
 
 
-def note_copy(deployment: Deployment, index: int, node: NodeId) -> None:
-    """This node has that part of its newest seal, too."""
+def note_replica(deployment: Deployment, index: int, node: NodeId) -> None:
+    """Note that a node has this part of the newest seal, too."""
     if not deployment.durability.replicas:
         deployment.durability.set_replicas([[own] for own in deployment.nodes])
     deployment.durability.note_replica(index, node)
@@ -382,7 +386,7 @@ def _copied_to(deployment: Deployment) -> list[NodeId]:
 
 
 def _targets(deployment: Deployment) -> list[NodeId]:
-    """Where it is to go."""
+    """Nodes that the deployment is to go to."""
     return (
         []
         if deployment.move.relocation is None
@@ -390,8 +394,9 @@ def _targets(deployment: Deployment) -> list[NodeId]:
     )
 
 
-def drop_copies(deployment: Deployment) -> None:
-    """Its seal counts no more: whoever has it, and does not run it, will be told to forget it."""
+def drop_replicas(deployment: Deployment) -> None:
+    """The seal counts no more: nodes that have it and do not run the deployment become stale
+    holders, which are told to forget it later."""
     deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
     deployment.durability.drop_replicas()
 
@@ -447,7 +452,6 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
         host
         for host in step.state.cluster.hosts.values()
         if host.is_up
-        and host.can_move
         and host.node not in deployment.nodes
         and deployment.name not in step.state.stopping.get(host.node, {})
     ]

@@ -17,12 +17,12 @@ from phaseloom.scheduler.core.state.transitions import OpState
 def request(step: Step, event: CancelRequested) -> None:
     """End what has no permit; stop a reading operation that runs. Answers how it stands then."""
     deployment = step.deployment(event.key.deployment_key)
-    op = deployment.open_operation(event.key) if deployment else None
+    op = deployment.queue.find(event.key) if deployment else None
     error = _refusal(deployment, op, event)
     if error is not None or deployment is None or op is None:
         step.emit(outputs.Answer(event.request, error=error))
         return
-    op.is_cancelled = True
+    op.cancel()
     if op.state is OpState.PERMITTED:
         step.send(
             CancelOperation,

@@ -8,8 +8,6 @@ of the first may still be about.
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -30,7 +28,7 @@ from phaseloom.scheduler.core.wpgs import wpgs
 def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
     """Open its books; it has no place yet."""
     key = DeploymentKey(job.key.tenant, job.key.job, spec.name)
-    last_seq = job.last_seqs.get(spec.name, 0)
+    last_seq = job.earlier.last_seqs.get(spec.name, 0)
     # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
     # Those that were told may be confirmed late, and an incarnation dies once.
     told = [stopping.pop(str(key), 0) for stopping in step.state.stopping.values()]
@@ -38,7 +36,10 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
         key=key,
         spec=spec,
         queue=OperationQueue(first_seq=last_seq + 1, next_seq=last_seq + 1, head_seq=last_seq + 1),
-        wpg=Wpg(incarnation=max([job.incarnations.get(spec.name, 0), *told]), origin_seq=last_seq),
+        wpg=Wpg(
+            incarnation=max([job.earlier.incarnations.get(spec.name, 0), *told]),
+            origin_seq=last_seq,
+        ),
         durability=DeploymentDurability(applied=last_seq),
     )
     step.state.deployments[str(key)] = deployment
@@ -60,7 +61,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
         if isinstance(found, ErrorInfo):
             return found
         where = found
-    job.spec = replace(job.spec, deployments=[*job.spec.deployments, spec])
+    job.have([*job.spec.deployments, spec])
     deployment = add(step, job, spec)
     if where:
         deployment.wpg.try_alone()
@@ -89,14 +90,14 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
     operations.abort_all(step, deployment, aborted)
     step.tell("deployment deleted", "on request", deployment.name)
-    _orphan_versions(step, job, deployment)
-    is_forgotten = deployment.name not in {version.rpartition(".")[0] for version in job.orphans}
+    _retain_versions(step, job, deployment)
+    retained = {version.rpartition(".")[0] for version in job.versions.retained}
+    is_forgotten = deployment.name not in retained
     wpgs.stop(step, deployment, forget=is_forgotten)
     close_books(step, deployment)
-    job.incarnations[name] = deployment.wpg.incarnation + 1
+    job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
     devices.note_ready(step, deployment, is_ready=False)
-    others = [spec for spec in job.spec.deployments if spec.name != name]
-    job.spec = replace(job.spec, deployments=others)
+    job.have([spec for spec in job.spec.deployments if spec.name != name])
     del step.state.deployments[deployment.name]
     seals.release_versions(step, job)
     _wake_those_that_wait(step, deployment)
@@ -117,14 +118,14 @@ def unknown(job: Job, name: str) -> ErrorInfo:
     )
 
 
-def _orphan_versions(step: Step, job: Job, policy: Deployment) -> None:
+def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note where those of its versions are that others want."""
     if not policy.wpg.spans:
         return
     wanted = seals.wanted_versions(step, job, but=policy)
-    for version in job.published:
+    for version in job.versions.published:
         if version.policy == policy.key and version in wanted:
-            job.orphans.setdefault(str(version), seals.nodes_of(step, version))
+            job.versions.retain(str(version), seals.nodes_of(step, version))
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
@@ -156,7 +157,7 @@ def close_books(step: Step, deployment: Deployment) -> None:
     for seq in deployment.queue.operations:
         step.state.waiters.pop(f"{deployment.name}.{seq}", None)
     job = step.job(deployment.key.job_key)
-    job.last_seqs[deployment.key.deployment] = deployment.last_seq
+    job.earlier.note_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()
     deployment.durability.end()
     deployment.forget_model()

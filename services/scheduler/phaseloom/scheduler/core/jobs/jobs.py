@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 MIN_KEPT_S = 600.0
@@ -63,13 +63,12 @@ def submit(step: Step, event: JobSubmitted) -> None:
 def _succeed(step: Step, job: Job, old: Job) -> None:
     """The name was an ended job's, of which outcomes, seals and late messages may still be about:
     sequence numbers and incarnations go on from its last ones, and its sessions are over."""
-    job.session = job.ended_session = old.session
-    job.last_seqs = dict(old.last_seqs)
-    job.incarnations = dict(old.incarnations)
+    job.controller.succeed(old.controller.session)
+    job.earlier.succeed(old.earlier)
     for deployment in step.deployments_of(job.key):
         name = deployment.key.deployment
-        job.last_seqs[name] = max(deployment.last_seq, job.last_seqs.get(name, 0))
-        job.incarnations[name] = deployment.wpg.incarnation + 1
+        job.earlier.raise_seq(name, deployment.last_seq)
+        job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
         del step.state.deployments[deployment.name]
     step.emit(outputs.DropCheckpoint(job.key))
 
@@ -79,7 +78,7 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
     job = step.state.jobs.get(name)
     if job is None or job.submitted_sequence != submitted_sequence:
         return
-    names = {*job.last_seqs, *(spec.name for spec in job.spec.deployments)}
+    names = {*job.earlier.last_seqs, *(spec.name for spec in job.spec.deployments)}
     for deployment in step.deployments_of(job.key):
         del step.state.deployments[deployment.name]
     del step.state.jobs[name]
@@ -120,9 +119,9 @@ def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
     """What placement has decided."""
     match decision:
         case Placed():
-            job.error = None
+            job.failed(None)
             group = assignment.put(step, job, member, decision)
-            step.move_job(job, JobState.PROFILING if group.is_closed else JobState.PLACED)
+            step.advance_job(job, JobEvent.PLACED_ALONE if group.is_closed else JobEvent.PLACED)
         case Refused(error):
             _fail(step, job, error)
         case Waits(why) if not job.spec.may_wait:
@@ -140,7 +139,7 @@ def _wait(step: Step, job: Job, why: str) -> None:
         f"known pools: {assignment.known_pools(step.state.cluster)}",
     )
     if job.error != error:
-        job.error = error
+        job.failed(error)
         step.job_changed(str(job.key))
 
 
@@ -175,11 +174,11 @@ def review(step: Step, name: str) -> None:
     up_or_gone = (WpgState.READY, WpgState.STOPPED)
     ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job.key))
     if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
-        step.move_job(job, JobState.ACTIVE)
-    has_new_session = job.session > job.ended_session
+        step.advance_job(job, JobEvent.UP)
+    has_new_session = job.controller.session > job.controller.ended_session
     if job.state is JobState.ROLLED_BACK and ready and has_new_session:
-        step.move_job(job, JobState.ACTIVE)
-        job.error = None
+        step.advance_job(job, JobEvent.ATTACHED)
+        job.failed(None)
 
 
 def show(step: Step, name: str) -> None:
@@ -191,9 +190,9 @@ def show(step: Step, name: str) -> None:
 def finish(step: Step, event: JobFinished) -> None:
     job = step.state.jobs.get(str(event.job))
     if job is not None and job.state not in JOB_ENDED:
-        job.error = None
+        job.failed(None)
         reason = "it was given up" if event.failed else "the controller finished"
-        _end(step, job, JobState.FAILED if event.failed else JobState.DONE, reason)
+        _end(step, job, JobEvent.FAILED if event.failed else JobEvent.FINISHED, reason)
     _answer(step, event.request, job or event.job)
 
 
@@ -208,8 +207,8 @@ def drain(step: Step, event: DrainRequested) -> None:
 
 def _end_drained(step: Step, job: Job) -> None:
     if job.state is JobState.DRAINING and draining.is_done(step, job):
-        job.error = None
-        _end(step, job, JobState.DONE, "it was drained")
+        job.failed(None)
+        _end(step, job, JobEvent.FINISHED, "it was drained")
 
 
 def create_deployment(step: Step, event: DeploymentCreated) -> None:
@@ -263,14 +262,14 @@ def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
     """It cannot run: never could (REJECTED), or cannot any more (FAILED)."""
     if job.state in JOB_ENDED:
         return
-    job.error = error
+    job.failed(error)
     never_ran = job.state in (JobState.SUBMITTED, JobState.PROFILING, JobState.PLACED)
-    _end(step, job, JobState.REJECTED if never_ran else JobState.FAILED, error.message)
+    _end(step, job, JobEvent.REJECTED if never_ran else JobEvent.FAILED, error.message)
 
 
-def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
-    step.move_job(job, state)
-    step.tell(f"job {state}", reason, str(job.key))
+def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
+    step.advance_job(job, event)
+    step.tell(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, error)
@@ -280,7 +279,7 @@ def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
     step.state.traces.pop(str(job.key), None)
     operations.forget_waiters(step, job.key)
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]
-    job.spec = replace(job.spec, deployments=lean)
+    job.have(lean)
     kept_s = max(step.config.outcome_retention_s, MIN_KEPT_S)
     step.set_timer(f"forget/{job.key}/{job.submitted_sequence}", step.now_s + kept_s)
     assignment.release(step, job)
@@ -299,7 +298,9 @@ def status(step: Step, job: Job) -> JobStatus:
                 state=d.wpg.state,
                 incarnation=d.wpg.incarnation,
                 next_seq=d.queue.next_seq,
-                open_operations=[str(s) for s in sorted(d.queue.operations) if not d.is_done(s)]
+                open_operations=[
+                    str(s) for s in sorted(d.queue.operations) if not d.queue.is_done(s)
+                ]
                 + sorted(d.queue.unordered),
                 error=d.wpg.error,
                 moving=moves.describe(d),

@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Mutation
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import CutEvent, OpEvent, OpState, WpgState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -52,9 +52,10 @@ def cut(step: Step, event: StateCut) -> None:
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
+    step.advance_cut(op, CutEvent.CUT)
     deployment.queue.cut(op)
     if deployment.move.relocation is not None:
         step.job_changed(deployment.job_name)
@@ -65,14 +66,14 @@ def cut(step: Step, event: StateCut) -> None:
 
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
     seq = event.key.seq
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None or op.has_ended:
         return
     if op.state is OpState.QUEUED:
         # It ended in an incarnation that died before its word came.
-        step.move_op(op, OpState.PERMITTED)
+        step.advance_op(op, OpEvent.PERMITTED)
     completed = event.outcome is Outcome.COMPLETED
-    step.move_op(op, OpState(event.outcome))
+    step.advance_op(op, OpEvent(event.outcome))
     rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
@@ -96,7 +97,7 @@ def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> Non
 
     Where it changes what is in effect, a live incarnation has been made from something else.
     """
-    op = deployment.open_operation(event.key)
+    op = deployment.queue.find(event.key)
     if op is None:
         return
     applied, history = deployment.durability.applied, list(deployment.durability.history)

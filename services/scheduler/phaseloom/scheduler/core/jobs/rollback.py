@@ -14,7 +14,7 @@ from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import JobState
+from phaseloom.scheduler.core.state.transitions import JobEvent, JobState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _CAN_ROLL_BACK = frozenset({JobState.ACTIVE, JobState.ROLLED_BACK})
@@ -24,8 +24,7 @@ def note_checkpoint(step: Step, event: OperationFinished) -> None:
     """A `save_state` with a controller's blob is the job's last checkpoint from now on."""
     if event.checkpoints:
         job = step.job(event.key.job_key)
-        job.checkpoint = event.checkpoints.get(event.key.deployment, "")
-        job.checkpoints = event.checkpoints
+        job.saved(event.checkpoints.get(event.key.deployment, ""), event.checkpoints)
 
 
 def is_possible(step: Step, job: Job) -> bool:
@@ -47,9 +46,10 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
         remedy="attach again, and go on from the checkpoint",
         details=details,
     )
-    job.error = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
-    job.ended_session = job.session
-    step.move_job(job, JobState.ROLLED_BACK)
+    lost = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
+    job.failed(lost)
+    job.controller.end_sessions()
+    step.advance_job(job, JobEvent.FELL_BACK)
     seals.release_all(step, job)
     for deployment in step.deployments_of(job.key):
         _note_unfinished(deployment)
@@ -62,7 +62,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 def _note_unfinished(deployment: Deployment) -> None:
     """What it publishes now may be there before it is killed."""
     for key in deployment.activation.running:
-        op = deployment.open_operation(key)
+        op = deployment.queue.find(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:
             deployment.durability.note_unfinished(key.seq)
 
@@ -74,4 +74,4 @@ def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     deployment.wpg.fall_back(checkpoint, last_seq)
     deployment.durability.fall_back(last_seq)
     deployment.queue.forget_missing_gradients()
-    seals.drop_copies(deployment)
+    seals.drop_replicas(deployment)

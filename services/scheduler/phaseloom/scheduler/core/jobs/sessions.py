@@ -15,23 +15,22 @@ def opened(step: Step, event: SessionOpened) -> None:
     One that was called lost is back when its heartbeat is.
     """
     job = _live(step, event.job)
-    if job is None or event.session < job.session:
+    if job is None or event.session < job.controller.session:
         return
-    if event.session == job.session and job.has_controller:
+    if event.session == job.controller.session and job.controller.is_attached:
         return
     _end_phases(step, job)  # of the controller before
-    job.session = event.session
-    job.has_controller = True
+    job.controller.attach(event.session)
     step.job_changed(str(job.key))
 
 
 def lost(step: Step, event: SessionLost) -> None:
     """What is queued still runs; nothing is kept for what may never come."""
     job = _live(step, event.job)
-    if job is None or event.session != job.session or not job.has_controller:
+    if job is None or event.session != job.controller.session or not job.controller.is_attached:
         return
     _end_phases(step, job)
-    job.has_controller = False
+    job.controller.detach()
     step.tell(
         "controller lost",
         f"session {event.session} has no heartbeat; its devices are not kept for it",
@@ -54,4 +53,4 @@ def _live(step: Step, key: JobKey) -> Job | None:
 
 def _end_phases(step: Step, job: Job) -> None:
     for pool in sorted({spec.pool for spec in job.spec.deployments}):
-        idle_hold.declare(step, PhaseDeclared(job.key, job.session, pool, is_open=False))
+        idle_hold.declare(step, PhaseDeclared(job.key, job.controller.session, pool, is_open=False))

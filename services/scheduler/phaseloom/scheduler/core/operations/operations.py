@@ -22,7 +22,14 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import (
+    JOB_ENDED,
+    CutEvent,
+    JobState,
+    OpEvent,
+    OpState,
+    WpgState,
+)
 
 RETRY_AFTER_S = 1.0
 """Where too much is open: some of it may have ended by then."""
@@ -39,7 +46,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         if event.key.slot in deployment.queue.unordered:
             return
     elif seq in deployment.queue.operations:
-        if deployment.is_done(seq):
+        if deployment.queue.is_done(seq):
             step.emit(outputs.DeleteOperations([event.key]))
         return
     elif seq < deployment.queue.next_seq:
@@ -99,11 +106,11 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
         return draining(job)
     if deployment.wpg.state is WpgState.STOPPED:
         return _could_not_start(deployment)
-    if event.session <= job.ended_session:
+    if event.session <= job.controller.ended_session:
         return over_since_roll_back(job, event.session)
-    if event.session < job.session:
+    if event.session < job.controller.session:
         # A router may not know of a session yet that another gave out: here the log's order counts.
-        return session_over(event.session, job.session)
+        return session_over(event.session, job.controller.session)
     return None
 
 
@@ -163,9 +170,9 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
     step.emit(outputs.DeleteOperations([event.key]))
     job = step.state.jobs.get(str(event.key.job_key))
     name, seq = event.key.deployment, event.key.seq
-    if job is not None and name in job.last_seqs and seq is not None:
+    if job is not None and name in job.earlier.last_seqs and seq is not None:
         # Of a deleted deployment: one of the same name must not be given this outcome for its own.
-        job.last_seqs[name] = max(seq, job.last_seqs[name])
+        job.earlier.raise_seq(name, seq)
 
 
 def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
@@ -181,7 +188,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if other.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
+        if other.queue.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -190,10 +197,10 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_unrun(step, deployment, op, error)
             return
-        if not other.is_done(after.seq):
+        if not other.queue.is_done(after.seq):
             step.state.waiters.setdefault(f"{key}.{after.seq}", []).append(str(op.key))
             return
-    op.eligible_s = step.now_s
+    op.become_eligible(step.now_s)
 
 
 def end_unrun(
@@ -204,7 +211,7 @@ def end_unrun(
     outcome: Outcome = Outcome.FAILED,
 ) -> None:
     """An operation that will never run ends now; the scheduler writes its outcome."""
-    step.move_op(op, OpState(outcome))
+    step.advance_op(op, OpEvent(outcome))
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
     step.emit(outputs.DeleteOperations([op.key]))
@@ -223,8 +230,7 @@ def give_up(
     if not op.uncertain:
         end_unrun(step, deployment, op, error, outcome)
         return
-    op.is_settling = True
-    op.eligible_s = -1.0
+    op.settle()
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.SettleCompletion(op.key, op.kind, completion, op.content_type))
 
@@ -254,7 +260,7 @@ def expire(step: Step, key_text: str) -> None:
     """The timer of an operation's expiry has fired."""
     key = parse_operation_key(key_text)
     deployment = step.deployment(key.deployment_key)
-    op = deployment.open_operation(key) if deployment else None
+    op = deployment.queue.find(key) if deployment else None
     if deployment is not None and op is not None:
         end_unwanted(step, deployment, op)
         step.touch(deployment)
@@ -275,6 +281,8 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if op.is_cut and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
+    if op.is_cut:
+        step.advance_cut(op, CutEvent.ENDED)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -302,7 +310,7 @@ def wake(step: Step, waiters: Asked) -> None:
         deployment = step.deployment(key.deployment_key)
         if deployment is None:
             continue
-        op = deployment.open_operation(key)
+        op = deployment.queue.find(key)
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
             settle_after(step, deployment, op)
             waiters.update(step.asked.pop(FollowUp.WAKE, {}))
@@ -319,10 +327,12 @@ def forget_waiters(step: Step, job: JobKey) -> None:
 def requeue(step: Step, op: Op) -> None:
     """A permitted operation lost its WPG."""
     if op.state is OpState.PERMITTED:
-        step.move_op(op, OpState.QUEUED)
-        op.uncertain = True
-        # An ordered one is run again among the mutations, where its place is.
-        op.is_cut = op.is_cut and op.key.seq is not None
+        step.advance_op(op, OpEvent.TAKEN_BACK)
+        op.lose_wpg()
+        if op.is_cut:
+            # An ordered one is run again among the mutations, where its place is.
+            is_ordered = op.key.seq is not None
+            step.advance_cut(op, CutEvent.DIED if is_ordered else CutEvent.DIED_UNORDERED)
         deployment = step.deployment(op.key.deployment_key)
         assert deployment is not None
         end_unwanted(step, deployment, op)
@@ -332,6 +342,6 @@ def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     """End everything that is open: the job ends."""
     for op in deployment.queue.every:
         if op.state is OpState.PERMITTED:
-            step.move_op(op, OpState.QUEUED)
+            step.advance_op(op, OpEvent.TAKEN_BACK)
         if op.state is OpState.QUEUED:
             end_unrun(step, deployment, op, error)

@@ -58,7 +58,6 @@ def node_up(step: Step, event: NodeUp) -> None:
         num_devices=len(event.devices),
         host_bytes=event.host_memory_bytes,
         price_per_hour=event.price_per_hour,
-        can_move=event.can_move,
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
@@ -92,7 +91,7 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     """Start its deployments where placement said."""
     group = groups.join(step.state.cluster, member, placed)
-    job.why_here = placed.why
+    job.placed(placed.why)
     count_iterations(step, job)
     _note_company(step, group)
     for deployment in step.deployments_of(job.key):
@@ -139,7 +138,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     _note_company(step, old)
     _note_company(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
-    job.why_here = placed.why
+    job.placed(placed.why)
     _move_all(step, job, member)
     step.follow(FollowUp.PLACE)
 

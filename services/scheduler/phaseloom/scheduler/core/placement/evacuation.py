@@ -61,13 +61,6 @@ def _refusal(step: Step, node: Node | None, event: NodeDrainRequested) -> ErrorI
             field="gone",
             remedy="drain it; say that it is gone once it is",
         )
-    if not event.undo and not event.gone and not step.state.cluster.hosts[node.node].can_move:
-        return ErrorInfo(
-            Code.FAILED_PRECONDITION,
-            f"the state manager of node {node.node} cannot hand over what it has",
-            field="node",
-            remedy="finish or cancel the jobs on it",
-        )
     return None
 
 
@@ -207,7 +200,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     others = [name for name in member.nodes[pool] if name != node]
     asked = Member(job=member.job, slo=0.0, needs={pool: member.needs[pool]})
     among = admission.nodes_among(cluster, group, asked, first=others)
-    if among is None or not all(cluster.hosts[name].can_move for name in among[pool]):
+    if among is None:
         return False
     chosen = [*others, *(name for name in among[pool] if name not in others)]
     released = groups.repin(cluster, member.job, member.needs, {**member.nodes, pool: chosen})
@@ -222,10 +215,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
 
 def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
     """Where it would be placed, were it new."""
-    part = groups.movable(step.state.cluster)
-    if str(job.key) not in part.placed:
-        return False
-    _, placed = repack.placed_anew(step, part, job)
+    _, placed = repack.placed_anew(step, job)
     if placed is None or any(node in names for names in placed.nodes.values()):
         return False
     assignment.move(step, job, replace(placed, why=f"{node} is left; {placed.why}"))

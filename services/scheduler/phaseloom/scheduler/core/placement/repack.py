@@ -4,8 +4,7 @@ A job that was measured on nodes of its own asks the policy again, and goes wher
 (PlexRL §4.3). One that drifts so far that its group cannot carry it any more is placed anew, that
 one alone (WEAVE §5.3). And where the policy plans for the whole cluster, it does so whenever a job
 has come or left, on a copy, beside the scheduler's loop: what it answers is an event, and a move is
-made only if the groups and nodes that it touches are as they were. Jobs move between nodes that
-can; what is elsewhere stays where it is.
+made only if the groups and nodes that it touches are as they were.
 """
 
 from __future__ import annotations
@@ -75,13 +74,9 @@ def _profiled(step: Step, job: Job) -> None:
     member = _member(step, job)
     assert member.cycle is not None
     step.tell("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
-    if not _can_move(step.state.cluster, member):
-        return
-    before = groups.movable(step.state.cluster)
-    if member.job not in before.placed:
-        return  # another of its group is where nothing moves
-    after, placed = placed_anew(step, before, job)
-    if placed is not None and groups.cost(after) < groups.cost(before) * (1 - WORTH):
+    after, placed = placed_anew(step, job)
+    before = groups.cost(step.state.cluster)
+    if placed is not None and groups.cost(after) < before * (1 - WORTH):
         assignment.move(step, job, placed)
 
 
@@ -95,19 +90,16 @@ def _is_overloaded(step: Step, group: Group) -> bool:
 def _resubmit(step: Step, job: Job, period_s: float) -> None:
     member = _member(step, job)
     drifted = f"its cycle takes {period_s:.3g} s now, more than its group has room for"
-    placed: Placed | None = None
-    part = groups.movable(step.state.cluster)
-    if member.job in part.placed:
-        _, placed = placed_anew(step, part, job)
+    _, placed = placed_anew(step, job)
     if placed is not None and not _is_there(member, placed):
         assignment.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
     else:
         step.tell("job drifted", f"{drifted}, and there is no other place for it", member.job)
 
 
-def placed_anew(step: Step, part: Cluster, job: Job) -> tuple[Cluster, Placed | None]:
+def placed_anew(step: Step, job: Job) -> tuple[Cluster, Placed | None]:
     """Where the policy would place it, were it new; and the cluster with it there."""
-    after = groups.copy(part)
+    after = groups.copy(step.state.cluster)
     member = groups.group_of(after, str(job.key)).members[str(job.key)]
     groups.leave(after, member.job)
     member = replace(member, nodes={}, shift_s=0.0)
@@ -127,10 +119,6 @@ def _is_there(member: Member, placed: Placed) -> bool:
     return there == {pool: set(names) for pool, names in member.nodes.items()}
 
 
-def _can_move(cluster: Cluster, member: Member) -> bool:
-    return all(cluster.hosts[name].can_move for names in member.nodes.values() for name in names)
-
-
 # --- the whole cluster, beside the loop ----------------------------------------------------------
 
 
@@ -141,8 +129,7 @@ def ask(step: Step) -> None:
     if not state.is_replan_due or state.replanning:
         return
     state.is_replan_due = False
-    hosts = state.cluster.hosts.values()
-    if assignment.policy_of(step).replan is None or not any(host.can_move for host in hosts):
+    if assignment.policy_of(step).replan is None:
         return
     asked = _question(state, step.sequence)
     if asked.cluster.groups:
@@ -158,7 +145,7 @@ def unanswered(state: State) -> ComputeReplan | None:
 
 def _question(state: State, as_of: int) -> ComputeReplan:
     assert state.config is not None
-    return ComputeReplan(as_of, state.config.placement, groups.movable(state.cluster))
+    return ComputeReplan(as_of, state.config.placement, groups.copy(state.cluster))
 
 
 def compute(asked: ComputeReplan) -> ReplanComputed:
@@ -249,5 +236,5 @@ class _Plan:
     def _takes(self, host: Host, pool: Pool, need: Need, group: str) -> bool:
         """A node may have come back as another, or another deployment may still be on it."""
         free = self._step.state.cluster.free.get(pool, [])
-        is_there = host.pool == pool and admission.is_usable(host, need) and host.can_move
+        is_there = host.pool == pool and admission.is_usable(host, need)
         return is_there and (host.group == group if host.group else host.node in free)

@@ -259,25 +259,6 @@ def _copy_group(group: Group) -> Group:
     return replace(group, members=members, nodes=dict(group.nodes))
 
 
-def movable(cluster: Cluster) -> Cluster:
-    """A copy with what can be moved, and where to."""
-    part = copy(cluster)
-    part.hosts = {name: host for name, host in part.hosts.items() if host.can_move}
-    part.free = {
-        pool: [name for name in names if name in part.hosts] for pool, names in part.free.items()
-    }
-    part.groups = {
-        name: group
-        for name, group in part.groups.items()
-        if all(node in part.hosts for names in group.nodes.values() for node in names)
-    }
-    for host in list(part.hosts.values()):
-        if host.group and host.group not in part.groups:
-            del part.hosts[host.node]
-    part.placed = {job: name for job, name in part.placed.items() if name in part.groups}
-    return part
-
-
 def validate(cluster: Cluster) -> None:
     """Raises: AssertionError: names the invariant and the entity."""
     for pool, names in cluster.free.items():

@@ -41,8 +41,6 @@ class Host(msgspec.Struct):
     """And not being drained: it may be given to jobs."""
     group: str = ""
     """That it belongs to; empty: it is free."""
-    can_move: bool = False
-    """Whether what runs on it can be moved to others that say so, and the other way round."""
     leaving: list[str] = []
     """Deployments that are to go elsewhere and are still on it: until they are gone it is not
     free."""

@@ -11,12 +11,11 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.state.activation import Activation
 from phaseloom.scheduler.core.state.durability import DeploymentDurability
 from phaseloom.scheduler.core.state.move import Move
-from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.state.wpg import Wpg
@@ -59,24 +58,10 @@ class Deployment(msgspec.Struct, dict=True):
         return [(span.node, index) for span in self.wpg.spans for index in span.devices]
 
     @property
-    def is_opening(self) -> bool:
-        return self.activation.is_opening
-
-    @property
     def last_seq(self) -> int:
         """The last seq that was ever used, as far as is known."""
         queue = self.queue
         return max(queue.next_seq - 1, self.durability.applied, max(queue.operations, default=0))
-
-    def is_done(self, seq: int) -> bool:
-        """Whether this ordered operation has an outcome."""
-        return self.queue.is_done(seq)
-
-    def was_not_completed(self, seq: int) -> bool:
-        return self.queue.was_not_completed(seq)
-
-    def open_operation(self, key: OperationKey) -> Op | None:
-        return self.queue.find(key)
 
     def forget_model(self) -> None:
         """The deployment has ended: its spec keeps what a status says."""

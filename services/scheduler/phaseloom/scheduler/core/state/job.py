@@ -1,4 +1,7 @@
-"""A job as the scheduler knows it."""
+"""A job as the scheduler knows it: its key and spec, and a record for each subject.
+
+The fields of a record are changed by its methods only. Other modules read them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,149 @@ import msgspec
 
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
-from phaseloom.common.contract.specs import JobSpec
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.transitions import JobState
+
+
+class Controller(msgspec.Struct):
+    """Who drives a job: the sessions of its controllers."""
+
+    session: int = 0
+    """The newest session: operations of older ones are refused."""
+    is_attached: bool = True
+    """Whether the newest session's heartbeat goes on."""
+    ended_session: int = -1
+    """Sessions up to this one ended with a roll-back: what they send is refused."""
+    phases: dict[str, int] = {}
+    """Pool → session whose controller declared a phase there that is open."""
+
+    def attach(self, session: int) -> None:
+        self.session = session
+        self.is_attached = True
+
+    def detach(self) -> None:
+        self.is_attached = False
+
+    def end_sessions(self) -> None:
+        """The sessions until now are over."""
+        self.ended_session = self.session
+
+    def succeed(self, session: int) -> None:
+        """Sessions up to this one were of an earlier job of this name."""
+        self.session = self.ended_session = session
+
+    def open_phase(self, pool: str, session: int) -> None:
+        self.phases[pool] = session
+
+    def close_phase(self, pool: str) -> None:
+        self.phases.pop(pool, None)
+
+
+class JobVersions(msgspec.Struct):
+    """The weights versions of a job that exist."""
+
+    published: list[VersionKey] = []
+    retained: dict[str, list[NodeId]] = {}
+    """Weights version of a deleted policy that others need → the nodes that have it."""
+    copying: dict[str, Copying] = {}
+    """The retained versions that another node fetches."""
+
+    def publish(self, version: VersionKey) -> None:
+        self.published.append(version)
+
+    def withdraw(self, versions: list[VersionKey]) -> None:
+        self.published = [version for version in self.published if version not in versions]
+
+    def retain(self, version: str, nodes: list[NodeId]) -> None:
+        self.retained.setdefault(version, nodes)
+
+    def drop_retained(self, version: str) -> list[NodeId]:
+        """Returns: the nodes that had it."""
+        return self.retained.pop(version, [])
+
+    def begin_copying(self, version: str, copying: Copying) -> None:
+        self.copying[version] = copying
+
+    def end_copying(self, version: str, *, on: NodeId | None = None) -> None:
+        """Args: on: the node that has it now, too."""
+        del self.copying[version]
+        if on is not None:
+            self.retained[version] = [*self.retained[version], on]
+
+
+class EarlierDeployments(msgspec.Struct):
+    """Where the numbers of deployments that were deleted, or of an earlier job of the name, end."""
+
+    last_seqs: dict[str, int] = {}
+    """Deployment → the last seq that it used."""
+    incarnations: dict[str, int] = {}
+    """Deployment → its last incarnation."""
+
+    def succeed(self, older: EarlierDeployments) -> None:
+        """The name was an earlier job's, which knew of these."""
+        self.last_seqs = dict(older.last_seqs)
+        self.incarnations = dict(older.incarnations)
+
+    def note_seq(self, deployment: str, last_seq: int) -> None:
+        self.last_seqs[deployment] = last_seq
+
+    def raise_seq(self, deployment: str, least: int) -> None:
+        self.last_seqs[deployment] = max(least, self.last_seqs.get(deployment, 0))
+
+    def note_incarnation(self, deployment: str, incarnation: int) -> None:
+        self.incarnations[deployment] = incarnation
+
+
+class Speculation(msgspec.Struct):
+    """How well the next operations of a job are predicted."""
+
+    follows: dict[str, str] = {}
+    """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
+    misses: int = 0
+    """Activations opened early for the job, in a row, that were displaced before their
+    operation."""
+    skips: int = 0
+    """Gaps still to pass before an activation is opened early for the job again."""
+
+    def note_next(self, after: str, deployment: str) -> None:
+        self.follows[after] = deployment
+
+    def hit(self) -> None:
+        self.misses = 0
+
+    def miss(self, max_misses: int) -> None:
+        """The next gaps pass without a guess: twice as many after each further miss."""
+        self.misses = min(self.misses + 1, max_misses)
+        self.skips = 2**self.misses
+
+    def skip(self) -> bool:
+        """Returns: whether this gap passes without a guess."""
+        if self.skips == 0:
+            return False
+        self.skips -= 1
+        return True
+
+
+class Progress(msgspec.Struct):
+    """How far a job has come, beside the others of its group."""
+
+    began_s: float = -1.0
+    """When its first operation was ready; -1: none has begun."""
+    lag_s: float = 0.0
+    """For how long, since then, others or a switch kept its operations from running."""
+    round: int = 0
+    """The last meta-iteration of its group that it began, under a policy that serves them."""
+
+    def began(self, ready_s: float) -> None:
+        if self.began_s < 0:
+            self.began_s = ready_s
+
+    def lagged(self, waited_s: float) -> None:
+        self.lag_s += waited_s
+
+    def enter_round(self, number: int) -> None:
+        self.round = number
 
 
 class Job(msgspec.Struct):
@@ -17,41 +160,34 @@ class Job(msgspec.Struct):
     state: JobState = JobState.SUBMITTED
     submitted_s: float = 0.0
     submitted_sequence: int = 0
-    session: int = 0
-    """The newest: operations of older ones are refused."""
-    has_controller: bool = True
-    """Until its newest session's heartbeat has ended."""
-    published: list[VersionKey] = []
-    """Weights versions that exist."""
-    phases: dict[str, int] = {}
-    """Pool → session whose controller declared a phase there that is open."""
-    follows: dict[str, str] = {}
-    """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
-    began_s: float = -1.0
-    """When its first operation was ready; -1: none has begun."""
-    round: int = 0
-    """Of its group's meta-iterations, under a policy that serves them: the last that it began."""
-    lag_s: float = 0.0
-    """For how long, since then, others or a switch kept its operations from running."""
-    early_misses: int = 0
-    """Activations opened early for it, in a row, that were displaced before their operation."""
-    early_skips: int = 0
-    """Gaps still to pass before an activation is opened early for it again."""
+    controller: Controller = msgspec.field(default_factory=Controller)
+    versions: JobVersions = msgspec.field(default_factory=JobVersions)
+    earlier: EarlierDeployments = msgspec.field(default_factory=EarlierDeployments)
+    speculation: Speculation = msgspec.field(default_factory=Speculation)
+    progress: Progress = msgspec.field(default_factory=Progress)
     checkpoint: str = ""
     """Name of the newest checkpoint with a controller's blob."""
     checkpoints: dict[str, str] = {}
-    """Deployment -> its checkpoint that belongs to that one."""
-    ended_session: int = -1
-    """Sessions up to this one ended with a roll-back: what they send is refused."""
-    last_seqs: dict[str, int] = {}
-    """Deployment that was deleted, or of an earlier job of this name -> the last seq that it
-    used."""
-    incarnations: dict[str, int] = {}
-    """Deployment that was deleted, or of an earlier job of this name -> its last incarnation."""
-    orphans: dict[str, list[NodeId]] = {}
-    """Weights version of a deleted policy that others need → the nodes that have it."""
-    copying: dict[str, Copying] = {}
-    """Of those, the ones that another node fetches."""
+    """Deployment → its checkpoint that belongs to that one."""
     why_here: str = ""
     """Why placement chose its place."""
     error: ErrorInfo | None = None
+
+    def enter(self, state: JobState) -> None:
+        """Called by `Step.advance_job`, which knows the transitions."""
+        self.state = state
+
+    def have(self, deployments: list[DeploymentSpec]) -> None:
+        """Its deployments are these from now on."""
+        self.spec = msgspec.structs.replace(self.spec, deployments=deployments)
+
+    def placed(self, why: str) -> None:
+        self.why_here = why
+
+    def saved(self, checkpoint: str, checkpoints: dict[str, str]) -> None:
+        self.checkpoint = checkpoint
+        self.checkpoints = checkpoints
+
+    def failed(self, error: ErrorInfo | None) -> None:
+        """Args: error: None: what was wrong is over."""
+        self.error = error

@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import OpState
+from phaseloom.scheduler.core.state.transitions import CutState, OpState
 
 
 class Op(msgspec.Struct):
@@ -29,18 +29,22 @@ class Op(msgspec.Struct):
     """Its WPG died while it was permitted: it may have taken effect in the dead incarnation."""
     refusals: int = 0
     expires_s: float = 0.0
-    """It ends EXPIRED where it has no permit by then; 0: it waits."""
+    """The operation ends EXPIRED where it has no permit by then; 0: it waits."""
     is_cancelled: bool = False
-    """Whoever made it wants it no more: it is not permitted again."""
+    """Whether it was cancelled: it is not permitted again."""
     is_settling: bool = False
-    """Its outcome is being found out: what is stored decides."""
+    """Whether its outcome is being found out: what is stored decides."""
     permitted_s: float = 0.0
     """When it was permitted last."""
     num_bytes: int = 0
-    """Of its payload."""
-    is_cut: bool = False
-    """Of a `save_state`: it needs neither devices nor state any more, and is being written; where
-    its WPG died meanwhile, it is run again in its place among the mutations."""
+    """Size of its payload."""
+    cut_state: CutState = CutState.NONE
+    """Whether what a `save_state` saves is apart from its deployment."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a `save_state` that needs neither devices nor state any more."""
+        return self.cut_state is not CutState.NONE
 
     @property
     def is_mutating(self) -> bool:
@@ -54,6 +58,38 @@ class Op(msgspec.Struct):
     def ready_s(self) -> float:
         """Since when it could run, as far as other deployments go."""
         return max(self.queued_s, self.eligible_s)
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def enter(self, state: OpState) -> None:
+        """Called by `Step.advance_op`, which knows the transitions."""
+        self.state = state
+
+    def become_eligible(self, now_s: float) -> None:
+        self.eligible_s = now_s
+
+    def permitted_at(self, now_s: float) -> None:
+        self.permitted_s = now_s
+
+    def count_refusal(self) -> None:
+        self.refusals += 1
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def settle(self) -> None:
+        """Its outcome is looked up: nothing of it runs meanwhile."""
+        self.is_settling = True
+        self.eligible_s = -1.0
+
+    def lose_wpg(self) -> None:
+        """Its WPG died while it was permitted. An ordered `save_state` that is cut stays so: it is
+        run again among the mutations, where its place is."""
+        self.uncertain = True
+
+    def enter_cut(self, state: CutState) -> None:
+        """Called by `Step.advance_cut`, which knows the transitions."""
+        self.cut_state = state
 
 
 class Mutation(msgspec.Struct, frozen=True):

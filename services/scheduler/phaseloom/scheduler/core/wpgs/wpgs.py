@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.transitions import WpgEvent, WpgState
 from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import moves
 
@@ -172,7 +172,7 @@ def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None
 
 
 def start(step: Step, deployment: Deployment) -> None:
-    step.move_wpg(deployment, WpgState.STARTING)
+    step.advance_wpg(deployment, WpgEvent.STARTED)
     deployment.durability.incarnation_begins()
     deployment.wpg.begin(deployment.durability.seal_seq)
     nodes = deployment.nodes
@@ -251,18 +251,17 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.wpg.measure(max(deployment.wpg.state_bytes, event.state_bytes))
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # Where it came from elsewhere, it is on this node's disk now.
-        seals.note_copy(deployment, deployment.nodes.index(event.node), event.node)
+        seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
     host_memory.weigh(step, deployment)
     deployment.wpg.is_up()
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
-    step.move_wpg(
-        deployment, WpgState.RECOVERING if deployment.durability.replay else WpgState.READY
-    )
+    has_replay = bool(deployment.durability.replay)
+    step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
     seals.release_restored(step, deployment)
     if not deployment.durability.seal_seq:
-        seals.clear_left(step, deployment)
+        seals.clear_stale_holders(step, deployment)
     if step.state.closing:
         step.follow(FollowUp.PLACE)  # its copies count anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
@@ -307,7 +306,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     deployment.wpg.forgive_refusals()
     _touch_job(step, deployment)
     if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
-        step.move_wpg(deployment, WpgState.READY)
+        step.advance_wpg(deployment, WpgEvent.REPLAYED)
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
 
@@ -381,7 +380,7 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
-    ops = [deployment.open_operation(key) for key in deployment.activation.running]
+    ops = [deployment.queue.find(key) for key in deployment.activation.running]
     return [op for op in ops if op is not None]
 
 
@@ -422,7 +421,7 @@ def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> N
 def _bury(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
     if deployment.wpg.state in _ALIVE:
-        step.move_wpg(deployment, WpgState.LOST)
+        step.advance_wpg(deployment, WpgEvent.DIED)
         deployment.wpg.is_dead()
     cut = [op for op in deployment.queue.every if op.is_cut]
     for op in [*_running_ops(deployment), *cut]:
@@ -470,7 +469,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if deployment.move.relocation is not None:
         moves.let_go(step, deployment)
         deployment.move.end()
-    step.move_wpg(deployment, WpgState.STOPPED)
+    step.advance_wpg(deployment, WpgEvent.STOPPED)
 
 
 def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
