@@ -26,7 +26,7 @@ TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addpre
 	live_policies.py recorder.py)
 TESTS_simulator := tests/unit/simulator
 TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
-TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)version_*.py $(ON)slices_*.py) \
+TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
@@ -35,8 +35,11 @@ TESTS_mesh := $(addprefix $(ON),checkpoints_on_mesh.py end_to_end.py layouts_on_
 SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 
-# Two processes, and the same examples of property tests each time.
-PYTEST = $(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=same -m "not slow"
+# The same examples of property tests each time. The files of whole meshes come first, so that at
+# the end no process waits for the one that has the longest; they wait for timers now and then, which
+# is why there are more processes than cores.
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
+	-m "not slow"
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
@@ -59,9 +62,11 @@ test: $(VENV)/.test
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
 	$(PYTEST) $(TESTS_$*) $(ARGS)
 
-## test-slow: what takes longer
+## test-slow: what takes longer, then every property test with ten times its examples
 test-slow: $(VENV)/.test
 	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -n 2 --hypothesis-profile=thorough -m "hypothesis and not slow" --timeout 3600 \
+		$(ARGS)
 
 ## lint: style, formatting, types
 lint: $(VENV)/.test

@@ -16,9 +16,25 @@ from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.directories import short_directory
 
 TENANTS = ("acme", "globex")
+_THOROUGH = 10
+_SETTINGS = "_hypothesis_internal_use_settings"
 
 # A change is judged by the same examples each time (`make test`); plain pytest draws new ones.
 hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("thorough", print_blob=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With the profile `thorough` (`make test-slow`) each property test draws far more examples
+    than its settings say."""
+    if config.getoption("--hypothesis-profile") != "thorough":
+        return
+    for test in {item.obj for item in items if isinstance(item, pytest.Function)}:
+        if hypothesis.is_hypothesis_test(test) and hasattr(test, _SETTINGS):
+            own: hypothesis.settings = getattr(test, _SETTINGS)
+            more = hypothesis.settings(own, max_examples=own.max_examples * _THOROUGH)
+            setattr(test, _SETTINGS, more)
+
 
 # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
