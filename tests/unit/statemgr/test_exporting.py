@@ -46,8 +46,8 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     files = await asyncio.to_thread(StateDirectory, directory)
     tiering = Tiering(node, files, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
-    apart = Staging(node, tiering)
-    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=10**9)
+    staging = Staging(node, tiering)
+    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=10**9)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
         exporter.start(tasks)
