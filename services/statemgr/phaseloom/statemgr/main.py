@@ -257,10 +257,10 @@ def _checkpoints(
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
-    apart = Staging(node, tiering)
+    staging = Staging(node, tiering)
     file_bytes = config.checkpoint_file_bytes
-    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=file_bytes)
-    return exporter, Loader(node, files.disk, checkpoints, apart)
+    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=file_bytes)
+    return exporter, Loader(node, files.disk, checkpoints, staging)
 
 
 def main() -> None:

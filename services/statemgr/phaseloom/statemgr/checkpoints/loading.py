@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.contract.state_rank import CheckpointRead, CopyFrom, ReadCheckpoint
+from phaseloom.common.contract.state_rank import CheckpointRead, LoadStaged, ReadCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.savedstate import SavedState
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class Loader:
-    def __init__(self, node: Node, disk: Disk, checkpoints: Checkpoints, apart: Staging) -> None:
+    def __init__(self, node: Node, disk: Disk, checkpoints: Checkpoints, staging: Staging) -> None:
         """Args: disk: the checkpoint root's."""
         self._node = node
         self._disk = disk
         self._checkpoints = checkpoints
-        self._staging = apart
+        self._staging = staging
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
         """Raises: as `ReadCheckpoint` says."""
@@ -70,7 +70,7 @@ class Loader:
 
         async def load(rank: Rank) -> None:
             extent, digest = sources[rank]
-            await node.ask(rank, CopyFrom(digest), [node.memory[extent].fd])
+            await node.ask(rank, LoadStaged(digest), [node.memory[extent].fd])
 
         async with node.holding(lambda: set(wpg.devices)):
             for rank in wpg.ranks:
