@@ -15,6 +15,10 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Slot
 from phaseloom.scheduler.core.state.step import Step
 
+HOST_ROOM = 3
+"""Times the states of a node: with so much host memory it has room for their weights versions too,
+and nothing goes to NVMe."""
+
 
 def slot(node: Node, index: int) -> Slot:
     return node.devices[index].slots[0]
@@ -29,6 +33,19 @@ def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
 def placed_on(node: Node) -> list[str]:
     """Deployments that are placed on a node, once for each of their devices there."""
     return [name for device in node.devices for slot in device.slots for name in slot.placed]
+
+
+def weigh_host_memory(step: Step, deployment: Deployment) -> None:
+    """Note which nodes of a deployment are crowded, now that its size is known."""
+    for node in step.nodes_of(deployment):
+        if is_crowded(step, node):
+            step.state.crowd(node.node)
+
+
+def is_crowded(step: Step, node: Node) -> bool:
+    """Whether the host memory of a node may not hold the states of all that is placed on it."""
+    sizes = (step.state.deployments[name].wpg.state_bytes for name in placed_on(node))
+    return HOST_ROOM * sum(sizes) > node.host_memory_bytes
 
 
 def load(node: Node, index: int) -> int:

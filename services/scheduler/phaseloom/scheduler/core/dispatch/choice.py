@@ -31,9 +31,9 @@ class Turn:
     """The turn on one device: the operations among which the policy chooses."""
 
     options: list[Option]
-    """Those let in now; the policy chooses among them."""
+    """The operations that are let in now; the policy chooses among them."""
     rest: list[Option]
-    """The holder's, where its turn is over: they go on if none of the others can begin."""
+    """The holder's operations, where its turn is over: they go on if no other can begin."""
     lets_in_s: float
     """When others are let in."""
     may_wait: bool = True

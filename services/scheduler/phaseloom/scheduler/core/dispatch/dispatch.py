@@ -122,7 +122,7 @@ def _go_on(step: Step, deployment: Deployment) -> None:
 
 
 def _begin_opened(step: Step, deployment: Deployment) -> None:
-    """Its activation is open on all of its nodes: run what it was opened for, if that is still
+    """The activation is open on all nodes: run what it was opened for, if that is still
     wanted."""
     ops = _batch(step, deployment)
     for op in ops:
@@ -210,7 +210,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
 
 
 def _displace(step: Step, victim: Deployment, node: Node) -> None:
-    """Its activation ends; its state leaves this node, and stays on others until it must go."""
+    """End an activation. The state leaves this node, and stays on others until it must go."""
     victim.activation.close()
     speculative.displaced(step, victim)
     for span in victim.wpg.spans:

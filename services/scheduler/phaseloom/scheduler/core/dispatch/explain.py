@@ -121,9 +121,9 @@ def _queue_of(step: Step, deployment: Deployment) -> Queue:
 
 
 def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
-    """Its place among what is ready on its devices, and the predicted start in seconds from now.
+    """The place of an operation among what is ready on its devices, and its predicted start.
 
-    Returns: (0, -1) where it is not ready.
+    Returns: the place, and seconds from now; (0, -1) where it is not ready.
     """
     own = list(ready.operations(step, deployment))
     queue = _queue_of(step, deployment) if op in own else []

@@ -15,7 +15,7 @@ Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 from __future__ import annotations
 
 from phaseloom.common.contract.commands import PrefetchState
-from phaseloom.scheduler.core.devices import devices, host_memory
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -76,7 +76,7 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
 
 def _send(step: Step, deployment: Deployment, use_s: float) -> None:
     crowded = [node for node in step.nodes_of(deployment) if node.node in step.state.crowded]
-    if not any(host_memory.is_crowded(step, node) for node in crowded):
+    if not any(devices.is_crowded(step, node) for node in crowded):
         for node in crowded:
             step.state.uncrowd(node.node)
         return

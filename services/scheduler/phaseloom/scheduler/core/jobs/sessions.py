@@ -11,8 +11,9 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def opened(step: Step, event: SessionOpened) -> None:
-    """Its router has found the job; the order of two attaches in the log may differ from theirs.
-    One that was called lost is back when its heartbeat is.
+    """A controller has attached: its router has found the job.
+
+    The order of two attaches in the log may differ from the order in which they were made.    One that was called lost is back when its heartbeat is.
     """
     job = _live(step, event.job)
     if job is None or event.session < job.controller.session:

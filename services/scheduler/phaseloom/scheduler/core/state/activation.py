@@ -28,7 +28,7 @@ class Activation(msgspec.Struct):
     idle_since_s: float = 0.0
     """When the last operation that ran ended."""
     hinted_s: float = NOT_TOLD_S
-    """Its next use, as its state managers were told while it is off its devices; `NOT_TOLD_S`:
+    """The next use, as the state managers were told while it is off its devices; `NOT_TOLD_S`:
     nothing."""
     retry_at_s: float = 0.0
     """Nothing of the deployment runs before this time: its activation was refused, or the weights

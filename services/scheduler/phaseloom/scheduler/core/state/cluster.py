@@ -1,4 +1,4 @@
-"""What a placement policy sees, and what it answers.
+"""The cluster as a placement policy sees it, and the answers of a policy.
 
 The cluster is part of the scheduler's state and is kept by `planning/groups.py`; policies only read
 it. A job is pinned to nodes of a *node group* (WEAVE §4.2): the jobs of a group share its nodes,
@@ -20,7 +20,7 @@ Pool = str
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a job takes of one pool."""
+    """The demand of a job on one pool."""
 
     num_nodes: int = 1
     num_devices: int = 1
@@ -40,7 +40,7 @@ class Host(msgspec.Struct):
     is_up: bool = True
     """And not being drained: it may be given to jobs."""
     group: str = ""
-    """That it belongs to; empty: it is free."""
+    """The group that the node belongs to; empty: it is free."""
     leaving: list[str] = []
     """Deployments that are to go elsewhere and are still on it: until they are gone it is not
     free."""
@@ -54,23 +54,23 @@ class Member(msgspec.Struct):
     """0: best effort."""
     needs: dict[Pool, Need]
     cycle: Cycle | None = None
-    """Alone, worst case included; None: not known yet."""
+    """The cycle of the job alone, worst case included; None: not known yet."""
     submitted_s: float = 0.0
     ends_s: float = 0.0
     """When it is expected to end at the latest, were it placed now where it waits; 0: not known."""
     nodes: dict[Pool, list[NodeId]] = {}
-    """That it is pinned to; empty: it waits."""
+    """The nodes that the job is pinned to, by pool; empty: it waits."""
     shift_s: float = 0.0
-    """By how much its cycle was shifted to fit (PlexRL §4.3.2)."""
+    """Seconds by which its cycle was shifted to fit (PlexRL §4.3.2)."""
     began_s: float = 0.0
     """When its cycle began where it is: its placing, and the shift."""
     iterations: int = 0
-    """Finished since it was submitted."""
+    """Iterations finished since the job was submitted."""
     num_optim_steps: int = 0
-    """Since the last of them was finished."""
+    """Optimiser steps since the last iteration was finished."""
     alone_s: float = 0.0
-    """What those finished take alone at worst, each by the cycle as it was then: an SLO is a
-    multiple of it."""
+    """Seconds that the finished iterations take alone at worst, each by the cycle as it was then:
+    an SLO is a multiple of it."""
     iterated_s: float = 0.0
     """When the last of them was finished."""
     num_iterations: int = 0
@@ -103,18 +103,18 @@ class Cluster(msgspec.Struct, dict=True):
     placed: dict[str, str] = {}
     """Job → the group that it is a member of."""
     waiting: list[Member] = []
-    """The oldest first."""
+    """Jobs without a place, the oldest first."""
     limits: Limits = Limits()
     num_groups: int = 0
-    """Ever made: names the next."""
+    """Groups ever made: the number names the next one."""
     now_s: float = 0.0
 
 
 class Placed(msgspec.Struct, frozen=True):
     group: str
-    """That it joins; empty: a new one."""
+    """The group that the job joins; empty: a new one."""
     nodes: dict[Pool, list[NodeId]]
-    """It is pinned to; free ones among them join the group."""
+    """The nodes that the job is pinned to; free ones among them join the group."""
     why: str = ""
     shift_s: float = 0.0
 

@@ -178,7 +178,7 @@ class Job(msgspec.Struct):
         self.state = state
 
     def have(self, deployments: list[DeploymentSpec]) -> None:
-        """Its deployments are these from now on."""
+        """Replace the list of deployments."""
         self.spec = msgspec.structs.replace(self.spec, deployments=deployments)
 
     def placed(self, why: str) -> None:

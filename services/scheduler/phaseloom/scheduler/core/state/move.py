@@ -29,7 +29,7 @@ class Relocation(msgspec.Struct):
     """How long its sealing and copying took."""
     stage: MoveStage = MoveStage.BEGUN
     fetching: list[NodeId] = []
-    """Its new nodes that have not yet said that they have their copy."""
+    """The new nodes that have not yet said that they have their copy."""
     asked: int = 0
     """Log sequence at which its new nodes were told to fetch their copies."""
     retry_at_s: float = 0.0

@@ -16,9 +16,9 @@ class Closing(StrEnum):
     DRAIN = "drain"
     """On request: what is on it goes elsewhere."""
     AWAY = "away"
-    """It has not come back for a while: what can be rebuilt without it is."""
+    """The node has not come back for a while: what can be rebuilt without it is."""
     GONE = "gone"
-    """It will not come back: what it alone had is lost."""
+    """The node will not come back: what it alone had is lost."""
 
 
 class Leave(msgspec.Struct):
@@ -138,7 +138,7 @@ class Node(msgspec.Struct):
     any two are in the same one on every node that they share."""
 
     def lose(self) -> None:
-        """Its agent has lost its lease."""
+        """Note that the agent of the node has lost its lease."""
         self.is_up = False
 
     def claim(self, deployment: str) -> None:

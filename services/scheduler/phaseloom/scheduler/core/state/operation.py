@@ -26,7 +26,7 @@ class Op(msgspec.Struct):
     eligible_s: float = -1.0
     """When the last thing it waits for on other deployments was done; -1: not yet."""
     uncertain: bool = False
-    """Its WPG died while it was permitted: it may have taken effect in the dead incarnation."""
+    """Whether the WPG died while the operation was permitted, which may have taken effect then."""
     refusals: int = 0
     expires_s: float = 0.0
     """The operation ends EXPIRED where it has no permit by then; 0: it waits."""
@@ -78,13 +78,16 @@ class Op(msgspec.Struct):
         self.is_cancelled = True
 
     def settle(self) -> None:
-        """Its outcome is looked up: nothing of it runs meanwhile."""
+        """Begin to look the outcome up: nothing of the operation runs meanwhile."""
         self.is_settling = True
         self.eligible_s = -1.0
 
     def lose_wpg(self) -> None:
-        """Its WPG died while it was permitted. An ordered `save_state` that is cut stays so: it is
-        run again among the mutations, where its place is."""
+        """Note that the WPG died while the operation was permitted.
+
+        An ordered `save_state` that is cut stays so: it is run again in its place among the
+        mutations.
+        """
         self.uncertain = True
 
     def enter_cut(self, state: TakeSnapshot) -> None:

@@ -159,7 +159,7 @@ class Step:
         self.follow(FollowUp.SHOW_JOB, name)
 
     def touch(self, deployment: Deployment) -> None:
-        """Its devices must be looked at again before this step ends."""
+        """Have the devices of a deployment looked at again before this step ends."""
         self.touched.add(deployment.name)
         self.dirty.update(deployment.places)
 

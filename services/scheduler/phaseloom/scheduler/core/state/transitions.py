@@ -26,7 +26,7 @@ class WpgState(StrEnum):
     UNPLACED = "unplaced"
     STARTING = "starting"
     RECOVERING = "recovering"
-    """Its ranks are up; operations after its seal are being run again."""
+    """The ranks are up; operations after the seal are being run again."""
     READY = "ready"
     LOST = "lost"
     """One of its nodes is gone, or its ranks are being killed."""
@@ -40,12 +40,12 @@ class JobState(StrEnum):
     """Placed as well, alone: its cycle is not known, and is to be measured on nodes of its own."""
     ACTIVE = "active"
     DRAINING = "draining"
-    """It takes no new operations; DONE once none is open."""
+    """The job takes no new operations; it is DONE once none is open."""
     DONE = "done"
     FAILED = "failed"
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
-    """Its state fell back to its last checkpoint; ACTIVE again once a controller attaches."""
+    """The state fell back to the last checkpoint; ACTIVE again once a controller attaches."""
 
 
 class MoveStage(StrEnum):
@@ -89,9 +89,9 @@ class OpEvent(StrEnum):
 
 class WpgEvent(StrEnum):
     STARTED = "started"
-    """Its nodes were told to start its ranks."""
+    """The nodes were told to start the ranks."""
     UP_TO_REPLAY = "up to replay"
-    """Its ranks are up, and operations are to be run again."""
+    """The ranks are up, and operations are to be run again."""
     UP = "up"
     REPLAYED = "replayed"
     DIED = "died"

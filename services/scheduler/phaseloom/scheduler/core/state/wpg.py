@@ -129,7 +129,7 @@ class Wpg(msgspec.Struct):
         self.refusals = 0
 
     def fall_back(self, checkpoint: str, seq: int) -> None:
-        """Its next incarnation starts from a checkpoint that stands for this seq."""
+        """Start the next incarnation from a checkpoint that stands for this seq."""
         self.checkpoint = checkpoint
         self.origin_seq = seq
         self.losses = 0

@@ -15,7 +15,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeLost, NodeUp, WpgLost, WpgStarted
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.kinds import KINDS
-from phaseloom.scheduler.core.devices import devices, host_memory
+from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.planning import groups
@@ -255,7 +255,7 @@ def started(step: Step, event: WpgStarted) -> None:
         seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
-    host_memory.weigh(step, deployment)
+    devices.weigh_host_memory(step, deployment)
     deployment.wpg.complete_start()
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
     has_replay = bool(deployment.durability.replay)
@@ -271,7 +271,7 @@ def started(step: Step, event: WpgStarted) -> None:
 
 
 def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
-    """Its nodes have begun with states that do not belong together."""
+    """Kill a WPG whose nodes have begun with states that do not belong together."""
     error = ErrorInfo(
         Code.DATA_LOSS,
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
@@ -367,7 +367,7 @@ def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """Its job may fall back to its checkpoint, unless it is that which cannot be read."""
+    """Have the job fall back to its checkpoint, unless that is what cannot be read."""
     if deployment.wpg.is_trial:
         _cannot_start(step, deployment, error)
         return
