@@ -13,7 +13,8 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 def opened(step: Step, event: SessionOpened) -> None:
     """A controller has attached: its router has found the job.
 
-    The order of two attaches in the log may differ from the order in which they were made.    One that was called lost is back when its heartbeat is.
+    The order of two attaches in the log may differ from the order in which they were made.
+    A session that was called lost is back when its heartbeat is.
     """
     job = _live(step, event.job)
     if job is None or event.session < job.controller.session:
