@@ -146,7 +146,7 @@ def forget(step: Step, deployment: Deployment) -> None:
     for slot in slots_of(step, deployment):
         slot.ready.pop(name, None)
         if name in slot.resident:
-            slot.resident.remove(name)  # where a switch-in was refused, it may have been booked
+            slot.resident.remove(name)  # where a switch-in was refused, it may have been noted
         if slot.used_by == name:
             slot.used_by = ""
         if slot.holder == deployment.job_name:

@@ -343,7 +343,7 @@ def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
 def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     """Close an activation that one of its nodes has refused; returns what it was opened for.
 
-    What it should have displaced may be on the devices still: it stays booked there, without an
+    What it should have displaced may be on the devices still: it stays noted there, without an
     activation, so that the next one displaces it again (harmless where it is gone).
     """
     deployment = step.deployment(event.deployment)

@@ -47,7 +47,7 @@ class State(msgspec.Struct):
     """Nodes that are drained, or do not come back."""
     crowded: list[NodeId] = []
     """Nodes whose host memory may not hold the states of all that are placed on them."""
-    stopping: dict[str, dict[str, int]] = {}
+    stopping: dict[NodeId, dict[str, int]] = {}
     """Node → deployments that it was told to forget and has not confirmed, each with the
     incarnation in which it was told."""
 
