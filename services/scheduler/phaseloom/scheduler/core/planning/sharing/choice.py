@@ -119,9 +119,9 @@ def _on_its_own(asked: _Asked) -> Placed | None:
     if not asked.accepts("", placed.nodes):
         asked.refusals.held += 1
         return None
-    timeline_of(
-        asked.cluster
-    )  # keeps the timeline up to date job by job, so that the first shared job does not pay for all
+    # The timeline is kept up to date job by job, so that the first job that shares need not wait
+    # until all others are laid on it.
+    timeline_of(asked.cluster)
     return placed
 
 

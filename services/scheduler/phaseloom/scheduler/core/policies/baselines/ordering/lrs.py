@@ -1,6 +1,6 @@
 """Least recently served: the job whose last operation on the device began longest ago.
 
-What OpenRL does between the trainers that share a device: fair by turns, whatever they take, and a
+OpenRL does this between the trainers that share a device: fair by turns, whatever they take, and a
 switch at every turn while several have something ready.
 """
 
