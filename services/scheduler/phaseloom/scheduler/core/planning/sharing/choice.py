@@ -94,7 +94,7 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
 
 
 def lacking(cluster: Cluster, member: Member) -> str:
-    """What the job needs against what is free, in numbers."""
+    """The numbers of nodes that the job needs and that are free, for people."""
     return ", ".join(
         f"{need.num_nodes} of {pool} where {len(cluster.free.get(pool, []))} are free"
         for pool, need in member.needs.items()

@@ -27,7 +27,8 @@ class Site(msgspec.Struct, frozen=True):
     duty: float
     """Share of time that the busiest of the nodes is used, without the job."""
     load: float
-    """The same share with the job; above 1: somebody waits."""
+    """Share of time that the busiest of the nodes would be used with the job; above 1: somebody
+    waits."""
 
 
 def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:

@@ -76,7 +76,7 @@ def footprint(
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same slots as sorted, disjoint ranges that do not touch."""
+    """Ranges joined: the same slots as sorted, disjoint ranges that do not touch."""
     union: list[Range] = []
     for start, end in sorted(ranges):
         if union and start <= union[-1][1]:

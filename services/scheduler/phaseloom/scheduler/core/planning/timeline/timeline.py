@@ -67,7 +67,7 @@ class Search(msgspec.Struct):
     looked_at: int = 0
     """Shifts of a job on a set of nodes."""
     pruned: int = 0
-    """Those that the tree refused before any node was looked at."""
+    """Shifts that the tree refused before any node was looked at."""
 
 
 class _Track(msgspec.Struct):
@@ -329,7 +329,7 @@ def smallest_shift(segments: Iterable[tuple[N, N, FirstFit[N]]], limit: N, at_le
 
 _KEY = "timeline"
 _Mark = tuple[dict[Pool, list[NodeId]], Cycle | None, float]
-"""What a member's reservation follows from: its nodes, its cycle, and when that began."""
+"""Nodes and cycle of a member, and when the cycle began: its reservation follows from these."""
 
 
 def timeline_of(cluster: Cluster) -> Timeline:
@@ -348,7 +348,7 @@ def has_room(group: Group, limits: Limits) -> bool:
 
 
 class _Laid(msgspec.Struct):
-    """What the timeline has of a group."""
+    """A group as the timeline has it: the reserved members and the closed nodes."""
 
     version: int = -1
     members: dict[str, _Mark] = {}

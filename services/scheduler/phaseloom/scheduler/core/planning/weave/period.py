@@ -39,7 +39,7 @@ class Phases(NamedTuple):
     nodes: tuple[str, ...]
     """Rollout nodes that the job is pinned to, without repetition."""
     gap_s: float = 0.0
-    """From the end of training to the next rollout, on no node (weight synchronisation)."""
+    """Time from the end of training to the next rollout, on no node (weight synchronisation)."""
 
     @property
     def solo_s(self) -> float:
