@@ -25,8 +25,7 @@ from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.filefetching import RemoteFile
-from phaseloom.statemgr.seals.fileserving import path_of
+from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
@@ -100,7 +99,7 @@ class Replicator:
         if request.ticket is not None and request.sources:
             home = self._weights.fetcher.home
             remote = RemoteFile(name, request.ticket, request.sources, home)
-            for part in await remote.parts():
+            for part in (await remote.describe()).parts:
                 await self._have(msgspec.structs.replace(name, part=part), request)
         await self._have(name, request)
 

@@ -17,7 +17,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import StateHeader, data_loss
+from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import SharedCopy
@@ -80,10 +80,8 @@ class SharedMoves:
         node, content = self._node, move.what
         if content.extent is None:
             raise ResourceError(f"{content} is not needed any more")
-        header = StateHeader(
-            *("content", content.owner, content.applied, content.num_bytes),
-            *(content.tensors, content.digest),
-        )
+        section = Section(content.num_bytes, content.tensors, content.digest)
+        header = StateHeader("content", content.owner, content.applied, [section])
         memory = node.content_memory(content)
         try:
             with contained(metrics.UNFORESEEN, "move"):

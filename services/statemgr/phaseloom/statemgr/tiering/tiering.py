@@ -29,7 +29,7 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, data_loss
+from phaseloom.statemgr.disk.statefile import Place, Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.arena import rounded
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import SharedCopy
@@ -312,9 +312,8 @@ class Tiering:
         is_write_back = move.direction is Direction.WRITE_BACK
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
-        header = StateHeader(
-            "spill", rank.wpg.key, rank.applied, rank.extent_bytes, rank.tensors, rank.digest
-        )
+        section = Section(rank.extent_bytes, rank.tensors, rank.digest)
+        header = StateHeader("spill", rank.wpg.key, rank.applied, [section])
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         try:
             with contained(metrics.UNFORESEEN, "move"):
