@@ -239,8 +239,8 @@ def note_served(slot: Slot, job: str, sequence: int) -> None:
     slot.served[job] = sequence
 
 
-def note_released(slot: Slot, is_released: bool) -> None:
-    """The holder has ended its phase here, or has begun one."""
+def set_released(slot: Slot, is_released: bool) -> None:
+    """Note that the holder of a slot has ended its phase there, or has begun one."""
     slot.is_released = is_released
     if is_released:
         slot.phase = Phase()

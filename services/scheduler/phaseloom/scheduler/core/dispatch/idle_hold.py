@@ -96,5 +96,5 @@ def _mark(step: Step, job: JobKey, pool: str, *, is_released: bool) -> None:
         for node, index in step.places_of(deployment):
             slot = devices.slot(node, index)
             if slot.holder == str(job):
-                devices.note_released(slot, is_released)
+                devices.set_released(slot, is_released)
                 step.dirty.add((node.node, index))

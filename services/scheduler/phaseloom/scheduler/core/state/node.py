@@ -96,7 +96,7 @@ class Slot(msgspec.Struct):
     used_by: str = ""
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
-    """No other deployment has used the slot since this time."""
+    """Since when no other deployment used the slot."""
     is_released: bool = False
     """Whether the holder has said that its phase here is over: the slot is not kept for it."""
     speculative: str = ""

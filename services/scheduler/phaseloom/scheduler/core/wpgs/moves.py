@@ -80,7 +80,7 @@ def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
 def release_nodes(step: Step, deployment: Deployment) -> None:
     """The nodes of a deployment no longer wait for it to leave: it has left, or stays after all."""
     for node in deployment.nodes:
-        groups.let_go(step.state.cluster, node, deployment.name)
+        groups.end_hold(step.state.cluster, node, deployment.name)
     step.follow(FollowUp.PLACE)
 
 
