@@ -170,7 +170,7 @@ def release(step: Step, job: Job) -> None:
     name = str(job.key)
     if name in cluster.placed:
         _note_peers(step, groups.group_of(cluster, name))
-        step.state.is_replan_due = True
+        step.state.want_replan()
         step.follow(FollowUp.REPLAN)
     note_free(step, groups.leave(cluster, name))
     step.follow(FollowUp.PLACE)

@@ -91,7 +91,7 @@ def _undo(step: Step, node: Node) -> None:
     step.tell("node not drained any more", "on request", node.node)
     if leave.why is not Closing.DRAIN:
         return  # the node is away: it may be used again once it is back
-    del step.state.closing[node.node]
+    step.state.reopen_node(node.node)
     if node.is_up:
         cluster = step.state.cluster
         groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))

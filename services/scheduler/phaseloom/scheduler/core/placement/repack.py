@@ -180,7 +180,7 @@ def answered(step: Step, event: ReplanComputed) -> None:
     state = step.state
     if event.as_of != state.replanning:
         return  # answered twice, by two leaders
-    state.replanning = 0
+    state.end_replan()
     step.follow(FollowUp.REPLAN)  # jobs may have come or left meanwhile
     plan = _Plan(step, event)
     for move in event.moves:
