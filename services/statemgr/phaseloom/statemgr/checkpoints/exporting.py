@@ -183,8 +183,8 @@ class Exporter:
             log.warning("%s is not written: %s", cut, error)
             failure = error
         del self._writes[(cut.key, cut.operation)]
-        self._staging.free(cut)
-        await self._node.handles.record()
+        async with self._node.change():
+            self._staging.free(cut)
         if failure is None:
             log.info("checkpoint %r of %s at %d is written", cut.name, cut.key, cut.seq)
             write.done.set_result(CheckpointWritten(sha256))
