@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.disk.probing import probe
+from phaseloom.statemgr.disk.blockfile import probe
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 from tests.support.machine import needs_touching

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.planning.sharing.backfill import earliest_start
-from phaseloom.scheduler.core.planning.timeline import upkeep
+from phaseloom.scheduler.core.planning.timeline.timeline import timeline_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
@@ -125,7 +126,7 @@ def test_second_job_is_shifted_into_the_gap_of_the_first() -> None:
     placed(cluster, "spread", job("a"))
     decision = placed(cluster, "spread", job("b"))
     assert decision.shift_s == 60
-    ranges = upkeep.of(cluster).free_ranges(cluster.hosts["train0"].node)  # type: ignore[index]
+    ranges = timeline_of(cluster)._tracks[NodeId("train0")].free.ranges()
     assert ranges[0] == (120, 300)
     assert len(ranges) == 96
 
@@ -180,7 +181,7 @@ def test_nodes_that_are_down_take_nobody() -> None:
     placed(cluster, "spread", job("a"))
     groups.host_down(cluster, cluster.hosts["train0"].node)  # type: ignore[index]
     assert "0 are free" in waits(cluster, "spread", job("b"))
-    assert upkeep.of(cluster).capacity("train")[:1] == [0]
+    assert timeline_of(cluster).capacity("train")[:1] == [0]
 
 
 def test_pool_that_is_used_too_much_is_not_shared() -> None:
@@ -315,5 +316,5 @@ def test_restored_cluster_decides_as_the_one_that_went_on(policy: str, steps: li
         restored = msgspec.msgpack.decode(msgspec.msgpack.encode(cluster), type=Cluster)
         expected = PLACEMENT[policy].place(restored, msgspec.structs.replace(member))
         assert place(cluster, policy, member) == expected
-    kept, anew = upkeep.of(cluster), upkeep.of(groups.copy(cluster))
+    kept, anew = timeline_of(cluster), timeline_of(groups.copy(cluster))
     assert kept.capacity("train") == anew.capacity("train")

@@ -30,7 +30,6 @@ from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import JobSpec
 from phaseloom.common.process import lifecycle
-from phaseloom.scheduler.clock import Clock
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch.dispatch import REFUSAL_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import (
@@ -41,7 +40,7 @@ from phaseloom.scheduler.core.state.outputs import (
     SendCommand,
     WriteCompletion,
 )
-from phaseloom.scheduler.shell import Shell
+from phaseloom.scheduler.shell import Clock, Shell
 from tests.support.memorylog import MemoryLog, MemorySink
 from tests.support.world import CONFIG, deployment, node_up, spec
 

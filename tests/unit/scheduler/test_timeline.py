@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning.timeline import ring
-from phaseloom.scheduler.core.planning.timeline.intervals import FreeRanges, common
+from phaseloom.scheduler.core.planning.timeline.ring import FreeRanges, common
 from phaseloom.scheduler.core.planning.timeline.segment_tree import SegmentTree
-from phaseloom.scheduler.core.planning.timeline.shift import smallest_shift
-from phaseloom.scheduler.core.planning.timeline.timeline import Timeline
+from phaseloom.scheduler.core.planning.timeline.timeline import Timeline, smallest_shift
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SLOTS = 40
@@ -289,7 +288,7 @@ def check(timeline: Timeline, naive: Naive) -> None:
         assert timeline.capacity(pool) == naive.capacity(pool)
     for node, counts in naive.counts.items():
         free = [slot for slot, count in enumerate(counts) if count == 0]
-        assert slots_of(timeline.free_ranges(node)) == free
+        assert slots_of(timeline._tracks[node].free.ranges()) == free
 
 
 @FEW
@@ -302,7 +301,7 @@ def test_reservations_equal_a_naive_count_and_releases_undo_them(
     for i, ((nodes, cycle, origin), may_overlap) in enumerate(asked):
         demand = timeline.demand(cycle)
         fits = naive.fits(nodes, cycle, origin)
-        assert timeline.fits(nodes, demand, origin) == fits
+        assert (timeline.find_shift(nodes, demand, origin, 0) is not None) == fits
         assert timeline.reserve(str(i), nodes, demand, origin, may_overlap) == (fits or may_overlap)
         if fits or may_overlap:
             reserved.append(i)

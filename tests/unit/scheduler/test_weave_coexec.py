@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from phaseloom.scheduler.core.planning import groups
-from phaseloom.scheduler.core.planning.weave.period import period_s
-from phaseloom.scheduler.core.planning.weave.timing import group_phases, is_overloaded, timing_of
+from phaseloom.scheduler.core.planning.weave.period import (
+    group_phases,
+    is_overloaded,
+    period_s,
+    timing_of,
+)
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Placed, Waits
 from tests.unit.scheduler.weave_cluster import empty, job, keep, pin

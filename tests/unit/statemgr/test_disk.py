@@ -20,9 +20,8 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.statemgr.disk.blockfile import BlockFile, BufferedFile, DirectFile
+from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, BlockFile, DirectFile, probe
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.probing import PAGE_BYTES, probe
 from phaseloom.statemgr.disk.statefile import (
     Section,
     StateHeader,
@@ -68,7 +67,7 @@ def test_probe_takes_direct_io_where_a_file_can_be_opened_so(tmp_path: Path) -> 
         assert "kvikio is not installed" in found.why
     if is_direct_here(tmp_path):
         assert found.method in {DiskMethod.DIRECT, DiskMethod.KVIKIO}
-        assert found.alignment_bytes in {512, 1024, 2048, 4096}
+        assert found.alignment_bytes == PAGE_BYTES
     else:
         assert found.method is DiskMethod.BUFFERED
     assert list((tmp_path / "not yet made").iterdir()) == []
@@ -88,8 +87,8 @@ def test_direct_file_goes_past_the_page_cache(tmp_path: Path) -> None:
     content = memory(num_bytes)
     left = {}
     for name, file in (
-        ("direct", DirectFile(tmp_path / "direct", PAGE_BYTES, writable=True)),
-        ("buffered", BufferedFile(tmp_path / "buffered", writable=True)),
+        ("direct", DirectFile(tmp_path / "direct", writable=True)),
+        ("buffered", BlockFile(tmp_path / "buffered", writable=True)),
     ):
         file.write(content, 0)
         file.finish(num_bytes)
@@ -116,8 +115,8 @@ def test_any_memory_comes_back_from_any_offset(
     def opened(writable: bool) -> BlockFile:
         path, room = tmp_path / "f", (place + num_bytes) * writable
         if is_direct:
-            return DirectFile(path, PAGE_BYTES, writable=writable, num_bytes=room)
-        return BufferedFile(path, writable=writable, num_bytes=room)
+            return DirectFile(path, writable=writable, num_bytes=room)
+        return BlockFile(path, writable=writable, num_bytes=room)
 
     content = memory(skew + num_bytes)[skew:]
     file = opened(True)

@@ -46,8 +46,8 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     node = Node(NodeId("n"), files, [SIZE], 8 * SIZE, 10.0)
     tiering = Tiering(node, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
-    apart = Staging(node, tiering)
-    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=10**9)
+    staging = Staging(node, tiering)
+    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=10**9)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
         exporter.start(tasks)

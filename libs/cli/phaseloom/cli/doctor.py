@@ -207,7 +207,7 @@ def check_disk(free_bytes: int, where: Path) -> Finding:
 
 def _nvme(directory: Path) -> Finding:
     """The finding of the state manager's own probe of a disk, which runs as a process."""
-    command = [sys.executable, "-m", "phaseloom.statemgr.disk.probing", str(directory)]
+    command = [sys.executable, "-m", "phaseloom.statemgr.disk.blockfile", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
         remedy = "reinstall phaseloom: its state manager does not run"

@@ -22,7 +22,7 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
-from phaseloom.scheduler.core.planning.timeline.upkeep import of as timeline_of
+from phaseloom.scheduler.core.planning.timeline.timeline import timeline_of
 from phaseloom.scheduler.core.state.outputs import ComputeReplan, Output, SendCommand, SetTimer
 from phaseloom.simulator.agenda import NEVER_S, Agenda
 from phaseloom.simulator.controllers import USUAL, Retries

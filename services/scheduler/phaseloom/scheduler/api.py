@@ -1,6 +1,6 @@
-"""The job API: jobs, their deployments, phases, cancel, explain.
+"""The job API: jobs, their deployments, phases, cancel, explain; and the node API of operators.
 
-Calls become events of the log, or read the core.
+A call that changes something becomes an event of the log; the others read the core.
 """
 
 from __future__ import annotations
@@ -64,11 +64,14 @@ MAX_CONFIG_DEPTH = 32
 _UNSUPPORTED_AXES = ("tp", "pp", "cp", "ep")
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
-"""Of a job, as MessagePack: every command that starts a WPG carries a part of it."""
+"""Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
 
 
 def check_job(request: SubmitJob) -> None:
-    """Raises: CallerError: names the field that is wrong."""
+    """Refuse a job that cannot be right.
+
+    Raises: CallerError: names the field that is wrong.
+    """
     check_name(request.job, "job")
     specs = request.spec.deployments
     if not specs:
@@ -156,7 +159,11 @@ def _check_segment(segment: Segment, period_s: float, pools: set[str], field: st
 
 
 def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
-    """Args: job: what it would be added to. Raises: CallerError: names the field that is wrong."""
+    """Refuse a deployment that cannot be right.
+
+    Args:   job: the spec of the job that it would be added to.
+    Raises: CallerError: names the field that is wrong.
+    """
     _check_deployment(request.spec, "spec")
     _check_size(msgspec.structs.replace(job, deployments=[*job.deployments, request.spec]))
 
@@ -188,7 +195,7 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
 
 
 def _check_depth(config: dict[str, Any], field: str) -> None:
-    """What is nested so deeply that a decoder may refuse it must not get into the log."""
+    """Refuse a config that is nested so deeply that a decoder of the log may fail on it."""
     level: list[Any] = [config]
     for _ in range(MAX_CONFIG_DEPTH):
         level = [
@@ -242,7 +249,7 @@ def _check_nodes(spec: DeploymentSpec, field: str) -> None:
 
 
 def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHandler]]:
-    """The endpoints of `serve_api`."""
+    """The endpoints for tenants, as `serve_api` takes them."""
 
     async def submit(tenant: str, request: SubmitJob) -> JobStatus:
         check_job(request)
@@ -292,7 +299,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
-        # What is stored decides: the log hears of it a moment later.
+        # The stored outcome decides: the log hears of it a moment later.
         completion = await outcome_of(key)
         step = _now(shell)
         deployment = step.deployment(key.deployment_key)
@@ -333,7 +340,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
 
 
 def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
-    """The endpoints of `serve_api` that are for operators."""
+    """The endpoints for operators, as `serve_api` takes them."""
 
     async def drain(_: str, request: DrainNode) -> NodeStatus:
         node = NodeId(check_name(request.node, "node"))
@@ -356,7 +363,7 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
 
 def _now(shell: Shell) -> Step:
-    """The core's state as it stands, and the time: to be read only."""
+    """The core's state as it stands, and the time. Only for reading."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
 

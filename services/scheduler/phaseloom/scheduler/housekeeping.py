@@ -1,6 +1,6 @@
-"""Beside the fold: whose leases have run out, and which outcomes nobody needs any more.
+"""Work beside the fold: leases that have run out, and outcomes that nobody needs any more.
 
-What is found enters the log as an event; nothing is decided here.
+A lost lease enters the log as an event; nothing is decided here. Called by `main`.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ _DONE_PREFIX = f"{streams.PREFIX}.done."
 
 @dataclass(frozen=True, slots=True)
 class Housekeeping:
-    """Each method runs until cancelled."""
+    """The leader's background work. Each public method runs until cancelled."""
 
     bus: Bus
     log: RetryingLog
     shell: Shell
 
     async def watch_nodes(self, margin_s: float) -> None:
-        """Report a node whose lease ran out, once its agent must have killed its ranks."""
+        """Report each node whose lease ran out, once its agent must have killed its ranks."""
         await self.shell.caught_up.wait()
         loop = asyncio.get_running_loop()
         gone_since: dict[tuple[str, int], float] = {}
         while True:
             nodes = [n for n in self.shell.core.state.nodes.values() if n.is_up]
             for node in nodes:
-                life = (node.node, node.revision)
+                incarnation = (node.node, node.revision)
                 if await self._has_lease(node_lease_key(node.node)):
-                    gone_since.pop(life, None)
-                elif loop.time() - gone_since.setdefault(life, loop.time()) > margin_s:
+                    gone_since.pop(incarnation, None)
+                elif loop.time() - gone_since.setdefault(incarnation, loop.time()) > margin_s:
                     event = NodeLost(node.node, node.revision, "its lease ran out")
                     await self.log.append(event, msg_id=f"node-lost:{node.node}:{node.revision}")
             await asyncio.sleep(margin_s / 3)
 
     async def watch_sessions(self) -> None:
-        """Report controllers whose heartbeat ended, and those who are back."""
+        """Report controllers whose heartbeat ended, and those that came back."""
         await self.shell.caught_up.wait()
-        lives: dict[str, tuple[int, int]] = {}
+        leases: dict[str, tuple[int, int]] = {}
         async with aclosing(self.bus.kv_watch(Bucket.LEASES, session_lease_key(_ANY))) as changes:
             async for change in changes:
-                await self._note_session(change, lives)
+                await self._note_session(change, leases)
 
     async def sweep_outcomes(self, retention_s: float) -> None:
         """Delete outcomes that are old and that no rebuild needs."""
@@ -87,13 +87,16 @@ class Housekeeping:
         )
         return stored is not None
 
-    async def _note_session(self, change: KeyChange, lives: dict[str, tuple[int, int]]) -> None:
-        """Args: lives: by key, the session that was alive last, and its lease's revision."""
+    async def _note_session(self, change: KeyChange, leases: dict[str, tuple[int, int]]) -> None:
+        """Report what a change of one lease says of a controller.
+
+        Args: leases: by key, the session that was alive last, and its lease's revision.
+        """
         _, tenant, name = change.key.split(".")
         job = self.shell.core.state.jobs.get(str(JobKey(tenant, name)))
         if change.stored is not None:
             session = int(change.stored.payload)
-            lives[change.key] = (session, change.stored.sequence)
+            leases[change.key] = (session, change.stored.sequence)
             if (
                 job is not None
                 and job.controller.session == session
@@ -101,11 +104,14 @@ class Housekeeping:
             ):
                 await self.log.append(SessionOpened(job.key, session))
         elif job is not None and job.state not in JOB_ENDED:
-            await self._report_lost(job, *lives.pop(change.key, (job.controller.session, 0)))
+            await self._report_lost(job, *leases.pop(change.key, (job.controller.session, 0)))
 
     async def _report_lost(self, job: Job, session: int, revision: int) -> None:
-        """Of a lease that ran out before this process began, it is assumed to be the newest
-        session's: a heartbeat of it tells otherwise."""
+        """Report a session as lost.
+
+        A lease that ran out before this process began is taken for the newest session's; that
+        session's next heartbeat corrects it.
+        """
         msg_id = f"session-lost:{job.key}:{session}:{revision}"
         await self.log.append(SessionLost(job.key, session), msg_id=msg_id)
 

@@ -1,7 +1,8 @@
-"""The scheduler service: stand by, then lead: restore, fold, serve the job API, watch leases.
+"""The scheduler service: it stands by, then leads.
 
-Any number of processes may run. A lease lets one of them do the work; were two to lead for a
-moment, they would send the same commands under the same ids.
+To lead is to restore the core, fold the log, serve the job API and watch leases. Any number of
+processes may run; a lease lets one of them do the work. If two lead for a moment, they send the
+same commands under the same ids, so that nothing is done twice.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from phaseloom.scheduler.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 _GOODBYE_S = 3.0
-"""For each of the last things to do; the process has 10 s to stop in."""
+"""Time for each of the last things to do; the process has 10 s to stop in."""
 
 
 class Config(SchedulerConfig, frozen=True):
-    """What the core decides by, which enters the decision log, and what is this process's own."""
+    """The core's settings (`SchedulerConfig`), which enter the decision log, and the process's
+    own."""
 
     placement: str = "pack"
     ordering: str = "hrrs"
@@ -57,15 +59,15 @@ class Config(SchedulerConfig, frozen=True):
     snapshot_every: int = 2000
     """Events of the log between two snapshots."""
     lease_margin_s: float = 3.0
-    """After a node lease ran out, its processes count as dead so much later: more than the agent
-    takes to kill its ranks."""
+    """Time from the end of a node's lease until its processes count as dead. It must be more than
+    the agent takes to kill its ranks."""
     lease_ttl_s: float = 3.0
     """How long after its last sign a leader counts as gone; in whole seconds."""
     state_secret: str = ""
-    """The mesh's secret, which state managers know too: it signs the tickets by which they give
+    """The mesh's secret, which state managers know too. It signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
     name: str = "scheduler"
-    """This process's name, for people: in the lease, and as NATS shows the connection."""
+    """This process's name, for people: in the lease, and in NATS's list of connections."""
 
 
 def _check_policy(name: str, known: Iterable[str], field: str) -> None:
@@ -78,9 +80,10 @@ def _check_policy(name: str, known: Iterable[str], field: str) -> None:
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Lead, or stand by until the one that leads is gone; whoever loses the lease stands by again.
+    """Stand by until the leader is gone, then lead; after losing the lease, stand by again.
 
-    A lease is lost where the machine or the server is slow for a moment: no reason to end.
+    A lost lease is no reason to end: a machine or server that is slow for a moment is enough for
+    it.
     """
     settings = config.load(Config, "scheduler")
     _check_policy(settings.placement, PLACEMENT, "placement")
@@ -103,8 +106,10 @@ def _first(group: BaseExceptionGroup[LeaseLost]) -> LeaseLost:
 async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
     """Stand by, then lead, until told to stop.
 
-    Over a connection of its own: what a leader has asked for, and what it answers, end with it.
-    Raises: LeaseLost: also in a group. Stopped: told to while it connected or restored.
+    Each term has a connection of its own, with which its requests and its answers end.
+
+    Raises: LeaseLost: the lease could not be renewed; also in a group.
+            Stopped: told to stop while it connected or restored.
     """
     bus_config = config.load(BusConfig, "bus")
     opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
@@ -122,7 +127,7 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
 
 
 async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:
-    """Wait for the leader's lease; None: told to stop before."""
+    """Wait for the leader's lease; None where it was told to stop before."""
     who = f"{settings.name}, pid {os.getpid()}".encode()
     acquiring = asyncio.create_task(
         Lease.acquire(bus, scheduler_lease_key(), who, settings.lease_ttl_s)
@@ -140,7 +145,7 @@ async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | Non
 
 
 async def _release(lease: Lease) -> None:
-    """So that a standby need not wait for it to run out."""
+    """Give the lease back, so that a standby need not wait for it to run out."""
     try:
         async with asyncio.timeout(_GOODBYE_S):
             await lease.release()
@@ -174,9 +179,9 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
 
 
 async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
-    """Lead for as long as the lease is renewed, from the first moment on: to restore takes time.
+    """Lead for as long as the lease is renewed. Renewal begins at once: restoring takes time.
 
-    Raises: LeaseLost: another may lead; nothing is performed any more.
+    Raises: LeaseLost: another process may lead; nothing is performed any more.
     """
     tasks = [asyncio.create_task(lease.keep()), asyncio.create_task(leading)]
     try:
@@ -191,7 +196,8 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
 async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
     """A core as of the newest snapshot.
 
-    Raises: ResourceError: it is of another core version, damaged, or the log behind it is gone.
+    Raises: ResourceError: the snapshot is of another core version or damaged, or the log after it
+        is gone.
     """
     stored = await snapshots.load()
     core = Core() if stored is None else Core.restore(stored.payload)
@@ -206,7 +212,7 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
 
 
 async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
-    """The next one starts at once."""
+    """Store a last snapshot, so that the next process starts at once."""
     if not shell.caught_up.is_set():
         return
     try:
@@ -218,7 +224,7 @@ async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
 
 
 def _policy(settings: Config) -> SchedulerConfig:
-    """What the core decides by; it enters the log."""
+    """The part of the settings that the core decides by, as it enters the log."""
     shared = {name: getattr(settings, name) for name in SchedulerConfig.__struct_fields__}
     return SchedulerConfig(**shared)
 

@@ -1,4 +1,4 @@
-"""The scheduler's metrics: looked at from outside of the core, at each step and at each scrape."""
+"""The scheduler's metrics, read from outside the core at each step and at each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def stepped(outputs: Iterable[Output], duration_s: float) -> None:
-    """The core took an entry of the log, and this came of it."""
+    """Count one step of the core: how long it took, and the permits among its outputs."""
     metrics.measure(metrics.STEP_DURATION, duration_s)
     for output in outputs:
         if isinstance(output, SendCommand) and isinstance(output.command, Permit):
@@ -24,13 +24,13 @@ def stepped(outputs: Iterable[Output], duration_s: float) -> None:
 
 
 class Gauges:
-    """What a scrape reads of the core that leads; of one that stands by, nothing."""
+    """The gauges of the process. They have readings only while it leads."""
 
     def __init__(self) -> None:
         self._term: _Term | None = None
 
     def register(self) -> None:
-        """Once a process: it may lead more than once."""
+        """Register the gauges, once in a process: it may lead more than once."""
         metrics.before_scrape(self._refresh)
         metrics.observe(metrics.QUEUE_DEPTH, lambda: self._read(_Term.depths))
         metrics.observe(metrics.SCHEDULER_LAG, lambda: self._read(_Term.lag))
@@ -39,7 +39,7 @@ class Gauges:
 
     @contextmanager
     def of(self, core: Core, bus: Bus) -> Iterator[None]:
-        """Within the block this one leads."""
+        """Mark the block in which this process leads."""
         self._term = _Term(core, bus)
         try:
             yield
@@ -55,7 +55,7 @@ class Gauges:
 
 
 class _Term:
-    """Of one leader: queues from its core, lag and sizes from the server."""
+    """The readings of one leader: queues from its core, lag and sizes from the server."""
 
     def __init__(self, core: Core, bus: Bus) -> None:
         self._core = core

@@ -1,4 +1,8 @@
-"""Permits of reading operations that go in one message, each with the parent of its trace."""
+"""Permit batches: permits of reading operations of one activation travel in one message.
+
+The shell batches what one entry of the log permits, the sink what came while it was sending. Each
+permit keeps the parent of its own trace.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,56 @@ from collections.abc import Iterable, Sequence
 from opentelemetry.context import Context
 
 from phaseloom.common.contract.commands import Permit, Permits
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.kinds import READING_KINDS
 from phaseloom.common.observability import telemetry
+from phaseloom.scheduler.core.state.outputs import Output, SendCommand
 
 
-def together(permits: Sequence[tuple[Permit, str]]) -> Permits:
-    """One command of permits of one activation, each beside its `traceparent` (may be empty)."""
+def permits_in(outputs: Iterable[Output]) -> list[Permit]:
+    return [
+        output.command
+        for output in outputs
+        if isinstance(output, SendCommand) and isinstance(output.command, Permit)
+    ]
+
+
+def batched(outputs: list[Output], contexts: list[Context]) -> list[tuple[Output, Context | None]]:
+    """The outputs to perform, each with the trace context that it travels under.
+
+    The same outputs are batched in the same way, so that a restart sends the same messages again.
+
+    Args:    contexts: one for each permit among the outputs, in their order.
+    Returns: an output that is no permit travels under the first permit's context.
+    """
+    first = contexts[0] if contexts else None
+    performed: list[tuple[Output, Context | None]] = []
+    batches: dict[tuple[DeploymentKey, int], list[tuple[Permit, Context]]] = {}
+    traced = iter(contexts)
+    for output in outputs:
+        if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
+            performed.append((output, first))
+            continue
+        permit, context = output.command, next(traced)
+        if permit.kind in READING_KINDS:
+            key = permit.operation.deployment_key, permit.epoch
+            batches.setdefault(key, []).append((permit, context))
+        else:
+            performed.append((output, context))
+    # Batches go last, after whatever opens their activation.
+    performed += [_one_message(permits) for permits in batches.values()]
+    return performed
+
+
+def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
+    permit, context = permits[0]
+    if len(permits) == 1:
+        return SendCommand(permit), context
+    return SendCommand(batch([(one, _traceparent(own)) for one, own in permits])), None
+
+
+def batch(permits: Sequence[tuple[Permit, str]]) -> Permits:
+    """One command for permits of one activation, each beside its `traceparent` (may be empty)."""
     first, _ = permits[0]
     traceparents = [traceparent for _, traceparent in permits]
     return Permits(
@@ -24,12 +73,15 @@ def together(permits: Sequence[tuple[Permit, str]]) -> Permits:
 
 
 def traced(command: Permit | Permits, context: Context | None) -> Iterable[tuple[Permit, str]]:
-    """What a command permits. Args: context: that it travels under; of one permit alone."""
+    """The permits of a command, each beside its `traceparent`.
+
+    Args: context: the trace context of a single permit; a batch carries its own.
+    """
     if isinstance(command, Permit):
-        return [(command, traceparent(context))]
+        return [(command, _traceparent(context))]
     return zip(command.permits, command.traceparents or [""] * len(command.permits), strict=True)
 
 
-def traceparent(context: Context | None) -> str:
-    """Empty where nothing is traced."""
+def _traceparent(context: Context | None) -> str:
+    """The context as a header; empty where nothing is traced."""
     return "" if context is None else telemetry.inject({}, context).get("traceparent", "")

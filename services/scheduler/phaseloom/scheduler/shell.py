@@ -1,15 +1,16 @@
-"""The scheduler's shell: read the log, call the core, perform its outputs in order.
+"""The scheduler's shell: it reads the log, calls the core and performs its outputs in order.
 
-Everything an output does is idempotent, so that a restart may perform again what it is not sure of.
-An entry's outputs are stored before the next entry is taken, but for those that are nothing beside
-permits: so many of these may be on their way to the server at once, since no two of them depend on
-each other's place. A snapshot is taken when everything before it is stored, and never runs ahead of
+Every output is idempotent, so that a restart may perform again what it is not sure of. An entry's
+outputs are stored before the next entry is taken. The exception is an entry that brings permits
+alone: up to `MAX_STORING` of these are on their way to the server at once, since their order does
+not matter. A snapshot is taken when everything before it is stored, so that it never runs ahead of
 its commands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import time
@@ -31,13 +32,11 @@ from phaseloom.common.contract.events import (
     TimerFired,
     parts,
 )
-from phaseloom.common.contract.ids import DeploymentKey, OperationKey
-from phaseloom.common.contract.kinds import READING_KINDS
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import LogEntry
 from phaseloom.scheduler import observing
-from phaseloom.scheduler.clock import Clock, WallClock
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.state.outputs import (
@@ -51,17 +50,39 @@ from phaseloom.scheduler.core.state.outputs import (
     SetTimer,
     WriteCompletion,
 )
-from phaseloom.scheduler.permits import together, traceparent
+from phaseloom.scheduler.permits import batched, permits_in
 
 log = logging.getLogger(__name__)
 
 MAX_STORING = 64
-"""Permits on their way to the server at once."""
+"""Most permits on their way to the server at once."""
 _LAST = DeleteOperations | Answer
-"""What waits until all else of its entry is stored: an operation is gone only when its outcome is
-there, and who hears an answer finds done what it says."""
+"""Outputs that wait until all else of their entry is stored: an operation is deleted only when its
+outcome is there, and an answer is given only when what it says is done."""
 _STALE_TIMERS = 64
-"""Timers that were taken back and are kept all the same, beside as many as are set."""
+"""Withdrawn timers that may be kept beside as many as are set, before the heap is rebuilt."""
+
+
+class Clock(Protocol):
+    """The shell's clock, so that a test can turn it."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed moment: the log's, as far as the two clocks agree."""
+        ...
+
+    async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
+        """Return once the event is set, or this clock has passed `until_s` (None: never passes)."""
+        ...
+
+
+class WallClock:
+    def now_s(self) -> float:
+        return time.time()
+
+    async def wait(self, event: asyncio.Event, until_s: float | None) -> None:
+        delay_s = None if until_s is None else until_s - time.time()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), delay_s)
 
 
 class DecisionLog(Protocol):
@@ -74,14 +95,14 @@ class DecisionLog(Protocol):
 
 class Sink(Protocol):
     async def perform(self, output: Output, context: Context | None) -> None:
-        """Returns once the effect is stored."""
+        """Perform an output; return once its effect is stored."""
         ...
 
     async def save(self, sequence: int, snapshot: bytes) -> None: ...
 
 
 Replan = Callable[[ComputeReplan], Awaitable[ReplanComputed]]
-"""Computes what is worth moving, beside the loop."""
+"""Computes the moves that are worth making, beside the loop."""
 
 
 async def _in_a_thread(asked: ComputeReplan) -> ReplanComputed:
@@ -89,7 +110,7 @@ async def _in_a_thread(asked: ComputeReplan) -> ReplanComputed:
 
 
 class Shell:
-    """Drives a core. `run` until cancelled; `request` from API handlers."""
+    """Drives one core. `run` runs until cancelled; API handlers call `request` and its like."""
 
     def __init__(
         self,
@@ -104,7 +125,7 @@ class Shell:
     ) -> None:
         self.core = core
         self.caught_up = asyncio.Event()
-        """Set once the log as it was at the start is folded, and the configuration is in it."""
+        """Set once the log is folded up to its end at the start, and the configuration is in it."""
         self._log = decision_log
         self._sink = sink
         self._config = config
@@ -114,18 +135,18 @@ class Shell:
         self._timers: list[tuple[float, str]] = []
         self._timer_set = asyncio.Event()
         self._ahead_s = 0.0
-        """How far this clock runs ahead of the log's: a timer that comes early is set again."""
+        """How far this clock runs ahead of the log's, learned from timers that fired too early."""
         self._fired_with: dict[str, float] = {}
-        """`_ahead_s` as it was when a timer fired that the log has not shown yet."""
+        """By timer that fired and that the log has not shown yet: `_ahead_s` at that moment."""
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._busy = asyncio.Lock()
-        """Held while an entry is taken: between two, all commands up to it are stored."""
+        """Held while an entry is taken."""
         self._tasks: asyncio.TaskGroup | None = None
-        """Of a shell that runs."""
+        """The tasks of a shell that runs."""
         self._storing: set[asyncio.Task[None]] = set()
         """Permits on their way to the server."""
         self._traces: dict[str, tuple[Context, float]] = {}
-        """Of open operations: trace context, and when it was queued."""
+        """By open operation: its trace context, and when it was queued."""
 
     async def run(self) -> None:
         for timer, due_s in self.core.state.timers.items():
@@ -136,12 +157,12 @@ class Shell:
             tasks.create_task(self._fire_timers())
 
     async def rest(self) -> None:
-        """Take no entry any more; returns once what was in hand is performed."""
+        """Take no further entry; return once everything in hand is performed."""
         await self._busy.acquire()
         await self._all_stored()
 
     def now_s(self) -> float:
-        """As the log would date an entry now, by what is known of its clock."""
+        """The time by the log's clock, as far as that is known."""
         return max(self.core.state.now_s, self._clock.now_s() - self._ahead_s)
 
     async def append(self, event: Event) -> None:
@@ -158,13 +179,13 @@ class Shell:
         return answer.status
 
     async def ask_why(self, event: Event, request: str, timeout_s: float = 10.0) -> Explanation:
-        """As `request`, of one operation."""
+        """Append an event that asks about an operation, and wait as `request` does."""
         answer = await self._ask(event, request, timeout_s)
         assert answer.explanation is not None
         return answer.explanation
 
     async def ask_node(self, event: Event, request: str, timeout_s: float = 10.0) -> NodeStatus:
-        """As `request`, of a node."""
+        """Append an event that asks about a node, and wait as `request` does."""
         answer = await self._ask(event, request, timeout_s)
         assert answer.node is not None
         return answer.node
@@ -208,16 +229,16 @@ class Shell:
         self._begin_replan(repack.unanswered(self.core.state))
 
     async def take(self, entry: LogEntry) -> list[Output]:
-        """Fold one entry and perform what comes of it, which is returned."""
+        """Fold one entry and perform its outputs, which are returned."""
         began_s = time.perf_counter()
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
         step_s = time.perf_counter() - began_s
         self._note_trace(entry)
         if isinstance(entry.event, TimerFired):
             self._note_clock(entry.event, entry.time_s)
-        permits = _permits_in(outputs)
+        permits = permits_in(outputs)
         contexts = [self._trace_permit(permit, entry) for permit in permits]
-        await self._perform_all(_gathered(outputs, contexts))
+        await self._perform_all(batched(outputs, contexts))
         for permit in permits:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
@@ -260,7 +281,9 @@ class Shell:
             case Answer():
                 self._answer(output)
             case ComputeReplan():
-                if self.caught_up.is_set():  # of those before, the last is begun then
+                if (
+                    self.caught_up.is_set()
+                ):  # of earlier ones, only the last is begun, after catching up
                     self._begin_replan(output)
             case _:
                 await self._sink.perform(output, context)
@@ -290,7 +313,7 @@ class Shell:
         heapq.heappush(self._timers, (timer.due_s, timer.timer))
         known = self.core.state.timers
         if len(self._timers) > 2 * len(known) + _STALE_TIMERS:
-            # Most were taken back: what may wait for a day has mostly ended long before.
+            # Most timers of hours are withdrawn long before they are due.
             self._timers = [(due_s, name) for name, due_s in known.items()]
             heapq.heapify(self._timers)
         self._timer_set.set()
@@ -304,13 +327,14 @@ class Shell:
                 await self._clock.wait(self._timer_set, until_s)
                 continue
             due_s, timer = heapq.heappop(self._timers)
-            # Of an earlier life, most have fired already.
+            # Of the timers set before a restart, most have fired already.
             if self.core.state.timers.get(timer) == due_s:
                 self._fired_with[timer] = self._ahead_s
                 await self._log.append(TimerFired(timer))
 
     def _note_clock(self, event: TimerFired, time_s: float) -> None:
-        """Of a timer that is still set, because it came early: by how much, beyond what we knew."""
+        """Learn from a timer that fired early, and is therefore still set, how far this clock is
+        ahead."""
         known_s = self._fired_with.pop(event.timer, 0.0)
         due_s = self.core.state.timers.get(event.timer)
         if due_s is not None:
@@ -334,14 +358,15 @@ class Shell:
             self._traces.setdefault(str(key), (telemetry.extract(headers), time_s))
 
     def _trace_permit(self, permit: Permit, entry: LogEntry) -> Context:
-        """Span `permit`; returns the context that it travels under."""
+        """Record the span `permit`; return the context that the permit travels under."""
         parent, _ = self._queued(permit, entry)
         now_s = self._clock.now_s()
         span = telemetry.record("permit", entry.time_s, now_s, parent, **_attributes(permit))
         return telemetry.child_context(span)
 
     def _trace_queue(self, permit: Permit, entry: LogEntry) -> None:
-        """Span `queue`: from the log's entry of the operation to the one that permits it."""
+        """Record the span `queue`, from the operation's entry in the log to the one that permits
+        it."""
         parent, queued_s = self._queued(permit, entry)
         telemetry.record("queue", queued_s, entry.time_s, parent, **_attributes(permit))
 
@@ -350,57 +375,16 @@ class Shell:
 
 
 def _is_once(outputs: list[Output]) -> bool:
-    """Whether one of them, performed again, would delete what a job that lives has stored since
-    under the same name. A snapshot keeps a restart from that."""
+    """Whether some output must not be performed twice.
+
+    Performed again by a restart, it would delete what a new job has stored since under the same
+    name. A snapshot taken at once keeps a restart from that.
+    """
     return any(isinstance(output, DropCheckpoint | ForgetJob) for output in outputs)
 
 
 def _is_permit(output: Output) -> bool:
     return isinstance(output, SendCommand) and isinstance(output.command, Permit | Permits)
-
-
-def _permits_in(outputs: list[Output]) -> list[Permit]:
-    return [
-        output.command
-        for output in outputs
-        if isinstance(output, SendCommand) and isinstance(output.command, Permit)
-    ]
-
-
-def _gathered(
-    outputs: list[Output], contexts: list[Context]
-) -> list[tuple[Output, Context | None]]:
-    """What is performed, with the context that it travels under: the first permit's, where it is
-    none itself.
-
-    Reading operations of one deployment that are permitted together go in one message. The same
-    outputs are gathered in the same way, so that a restart sends the same messages again.
-    """
-    first = contexts[0] if contexts else None
-    gathered: list[tuple[Output, Context | None]] = []
-    together: dict[tuple[DeploymentKey, int], list[tuple[Permit, Context]]] = {}
-    traced = iter(contexts)
-    for output in outputs:
-        if not (isinstance(output, SendCommand) and isinstance(output.command, Permit)):
-            gathered.append((output, first))
-            continue
-        permit, context = output.command, next(traced)
-        if permit.kind in READING_KINDS:
-            key = permit.operation.deployment_key, permit.epoch
-            together.setdefault(key, []).append((permit, context))
-        else:
-            gathered.append((output, context))
-    # After whatever opens their activation.
-    gathered += [_one_message(permits) for permits in together.values()]
-    return gathered
-
-
-def _one_message(permits: list[tuple[Permit, Context]]) -> tuple[Output, Context | None]:
-    permit, context = permits[0]
-    if len(permits) == 1:
-        return SendCommand(permit), context
-    traced = [(one, traceparent(own)) for one, own in permits]
-    return SendCommand(together(traced)), None
 
 
 def _attributes(permit: Permit) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Performs the core's outputs on the bus, for as long as it takes: the server may be away.
+"""The sink performs the core's outputs on the bus, however long that takes: the server may be away.
 
-Everything here may be done twice: commands and events carry ids, outcomes are first writer wins.
+Everything here may be done twice: commands and events carry ids, and the first outcome stored wins.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DELETIONS_AT_ONCE = 8
 
 class BusSink:
     def __init__(self, bus: Bus, snapshots: Snapshots, *, secret: str = "") -> None:
-        """Args: secret: the mesh's, for the tickets of permits."""
+        """Args: secret: the mesh's secret, which signs tickets."""
         self._bus = bus
         self._secret = secret
         self._snapshots = snapshots
@@ -61,7 +61,7 @@ class BusSink:
         self._permits = GroupCommit(self._send_permits)
 
     async def run(self) -> None:
-        """Deletes in the background: nothing waits for it, and it may be done twice."""
+        """Delete what is not needed any more, in the background; nothing waits for that."""
         async with asyncio.TaskGroup() as group:
             for _ in range(_DELETIONS_AT_ONCE):
                 group.create_task(self._keep_deleting())
@@ -100,7 +100,7 @@ class BusSink:
             case PutView(job, status):
                 await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
             case DropCheckpoint(job):
-                # At once: who is told that the name is taken again must not find it.
+                # At once: whoever takes the name again must not find the checkpoint.
                 subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"
                 await self._bus.delete_subject(f"KV_{Bucket.CHECKPOINTS}", subject)
             case ForgetJob(job, deployments):
@@ -109,7 +109,7 @@ class BusSink:
                 await self._bus.notice("scheduler", what, reason, subject)
 
     def _signed(self, command: Command) -> Command:
-        """With the mesh's word for what it allows."""
+        """The command with its tickets signed, so that state managers believe them."""
         if isinstance(command, MirrorState):
             holds, keeps = (
                 None if ticket is None else tickets.signed(ticket, self._secret)
@@ -126,8 +126,9 @@ class BusSink:
         return command
 
     async def _send(self, command: Command, context: Context | None) -> None:
-        # What is sent twice is taken once. The server may look at ids, too, to save work, but which
-        # permits go together depends on the moment: it would take others for the same.
+        # Receivers take a command once, whatever is sent twice. The server drops known ids, too, to
+        # save work. A batch has none: which permits go together depends on the moment, and another
+        # batch with the same first permit would be dropped.
         msg_id = None if isinstance(command, Permits) else f"cmd:{command.id}"
         await self._bus.publish(
             streams.permit_subject(command.node),
@@ -137,7 +138,7 @@ class BusSink:
         )
 
     async def _send_permits(self, given: list[tuple[Permit | Permits, Context | None]]) -> None:
-        """What has come since the last ones were sent, in one message an activation."""
+        """Send the permits that came since the last were sent, in one message an activation."""
         if len(given) == 1:
             await self._send(*given[0])
             return
@@ -146,10 +147,10 @@ class BusSink:
             for permit, traceparent in permits.traced(command, context):
                 activation = permit.operation.deployment_key, permit.epoch
                 activations.setdefault(activation, []).append((permit, traceparent))
-        await asyncio.gather(*(self._send(permits.together(p), None) for p in activations.values()))
+        await asyncio.gather(*(self._send(permits.batch(p), None) for p in activations.values()))
 
     async def save(self, sequence: int, snapshot: bytes) -> None:
-        """Store a snapshot; the log below the one before it is not needed any more.
+        """Store a snapshot, and truncate the log below the snapshot before it.
 
         Raises: LeaseLost: another leader has stored one.
         """
@@ -161,14 +162,14 @@ class BusSink:
             )
 
     async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
-        # The first stored outcome decides; a refusal is mostly a restart's second try.
+        # The first stored outcome decides. A refusal is mostly the second try of a restart.
         with contextlib.suppress(AlreadyStored):
             await self._bus.publish(
                 streams.done_subject(key), completion, content_type=content_type
             )
 
     async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
-        """Append the outcome that is stored, be it ours or its workers'."""
+        """Append to the log the outcome that is stored, be it ours or the workers'."""
         stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
         done = ours
         if stored is not None:

@@ -1,8 +1,8 @@
-"""Snapshots in KV: as large as they come, and never an older one over a newer.
+"""Snapshots in KV: of any size, and never an older one over a newer.
 
 A snapshot is cut into chunks under keys of its own; a manifest, swapped by compare-and-set, makes
-it the newest. Whoever finds the manifest changed under it is not the only leader any more, and must
-not drop the part of the log that another's snapshot needs.
+it the newest. A leader that finds the manifest changed is not the only one any more, and must not
+drop the part of the log that the other's snapshot needs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2
 _READ_ATTEMPTS = 5
 _ATTEMPT_S = 10.0
-"""For one request: a chunk is large."""
+"""Time for one request: a chunk is large."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What the newest snapshot is made of."""
+    """The chunks of the newest snapshot."""
 
     sequence: int
-    """Of the decision log: everything up to here is in it."""
+    """The last entry of the decision log that is in the snapshot."""
     num_chunks: int
     num_bytes: int
-    """Of all chunks."""
+    """Size of all chunks together."""
     checksum: int
-    """CRC-32 of them."""
+    """CRC-32 of the chunks."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -45,19 +45,20 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Snapshots:
-    """One leader's. `load` first: it learns what its own will follow."""
+    """The snapshots as one leader handles them. `load` comes first: it learns which one is
+    newest."""
 
     def __init__(self, bus: Bus, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._bus = bus
         self._chunk_bytes = chunk_bytes
         self._manifest: Manifest | None = None
         self._revision = 0
-        """Of the manifest, as this leader knows it."""
+        """Revision of the manifest in KV, as this leader knows it."""
 
     async def load(self) -> Snapshot | None:
-        """The newest, or None where there is none.
+        """The newest snapshot, or None where there is none.
 
-        Raises: ResourceError: DATA_LOSS, damaged.
+        Raises: ResourceError: the snapshot is damaged (DATA_LOSS).
         """
         for _ in range(_READ_ATTEMPTS):
             stored = await self._read(MANIFEST_KEY)
@@ -69,7 +70,8 @@ class Snapshots:
             packed = await self._chunks(self._manifest)
             if packed is not None:
                 return Snapshot(self._manifest, await asyncio.to_thread(_unpack, packed))
-            # Another leader has stored a newer one meanwhile and dropped this one's chunks.
+            # Another leader has stored a newer snapshot meanwhile and dropped the chunks of this
+            # one.
         raise ResourceError("the snapshot's chunks are missing or damaged", code=Code.DATA_LOSS)
 
     async def save(self, sequence: int, snapshot: bytes) -> int:

@@ -259,10 +259,10 @@ def _checkpoints(
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
-    apart = Staging(node, tiering)
+    staging = Staging(node, tiering)
     file_bytes = config.checkpoint_file_bytes
-    exporter = Exporter(node, tiering, files, checkpoints, apart, file_bytes=file_bytes)
-    return exporter, Loader(node, tiering, files.disk, checkpoints, apart)
+    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=file_bytes)
+    return exporter, Loader(node, tiering, files.disk, checkpoints, staging)
 
 
 def main() -> None:

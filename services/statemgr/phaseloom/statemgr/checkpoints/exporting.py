@@ -1,8 +1,8 @@
-"""Checkpoints made while work goes on: a cut of the state first, then its files in the background.
+"""Checkpoints made while work goes on: a snapshot of the state, then its files in the background.
 
-Whatever happens to the ranks after the cut does not change it, and neither their death nor a kill
-of this daemon loses it: it is in the books. The operation that asked for it is told once its files
-are on disk; if it comes again, it joins what is under way, or finds it done.
+Whatever happens to the ranks after the snapshot does not change it, and neither their death nor a
+kill of this daemon loses it: it is in the manifest of what is held. The operation that asked for it
+is told once its files are on disk; if it comes again, it joins what is under way, or finds it done.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken
 from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
-from phaseloom.statemgr.checkpoints.snapshotting import cut_of, cut_state
-from phaseloom.statemgr.checkpoints.stagedstate import SnapshotSums
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
@@ -39,14 +37,14 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 MAX_OPERATION_CHARS = 200
-"""Of an id: it stands in the books, and in a file."""
+"""The longest id of an operation: it stands in the manifest of what is held, and in a file."""
 
 
 @dataclass(slots=True)
 class _Write:
-    """A cut on its way to disk."""
+    """A snapshot on its way to disk."""
 
-    cut: Snapshot
+    snapshot: Snapshot
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: asyncio.Future[CheckpointWritten] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -62,36 +60,34 @@ class Exporter:
         tiering: Tiering,
         directory: StateDirectory,
         checkpoints: Checkpoints,
-        apart: Staging,
+        staging: Staging,
         *,
         file_bytes: int,
     ) -> None:
         """Args: directory: the checkpoint root's. file_bytes: no file of a checkpoint is larger,
         unless one tensor is."""
         self._node = node
-        self._tiering = tiering
         self._checkpoints = checkpoints
-        self._staging = apart
-        self._sums = SnapshotSums(node)
+        self._staging = staging
         self._files = SnapshotFiles(
-            node, tiering, directory, checkpoints, self._sums, file_bytes=file_bytes
+            node, tiering, directory, checkpoints, staging, file_bytes=file_bytes
         )
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """One cut, or one begin of a write, at a time."""
+        """One snapshot, or one begin of a write, at a time."""
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._sums.start(tasks)
+        self._staging.start(tasks)
 
     def stop(self) -> None:
-        self._sums.stop()
+        self._staging.stop()
         for write in self._writes.values():
             write.cancelled.set()
 
     async def cut(self, rank: Rank, request: CutState) -> CutTaken:
-        """Copy every rank's state aside. Nothing to do where it was cut, or is written.
+        """Copy every rank's state. Nothing to do where it was copied, or is written.
 
         Raises: CallerError: ALREADY_EXISTS, another operation's; FAILED_PRECONDITION: another seq
                 was applied last. ResourceError: no host memory, with the numbers; a rank is lost.
@@ -108,32 +104,37 @@ class Exporter:
             written = await self._checkpoints.written_by(operation, key, request.name)
             if written is not None or self._is_cut(rank.wpg, operation):
                 return CutTaken()
-            if any(w.cut.key == key and w.cut.name == request.name for w in self._writes.values()):
+            if any(
+                w.snapshot.key == key and w.snapshot.name == request.name
+                for w in self._writes.values()
+            ):
                 raise name_taken(request.name)
             for old in self._node.cuts.of(key):
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
-            cut = await cut_state(self._node, self._tiering, self._staging, rank.wpg, request)
-            self._sums.begin(cut)
+            await self._staging.snapshot(rank.wpg, request)
         return CutTaken()
 
     def _is_cut(self, wpg: Wpg, operation: str) -> bool:
-        """Whether it need not be cut again. Of a deployment over several nodes each life cuts for
-        itself, on all of them: two may differ in bits, and one node may have cut in the first."""
-        cut = self._node.cuts.find(wpg.key, operation)
-        return cut is not None and (cut.is_whole or cut.incarnation == wpg.incarnation)
+        """Whether it need not be copied again. Where a deployment is on several nodes, each
+        incarnation has a snapshot of its own on all of them: two incarnations may differ in bits,
+        and only some nodes may have copied the first."""
+        snapshot = self._node.cuts.find(wpg.key, operation)
+        return snapshot is not None and (
+            snapshot.is_whole or snapshot.incarnation == wpg.incarnation
+        )
 
     async def _until_other_lives_end(self, wpg: Wpg, operation: str) -> None:
-        """What another life's cut becomes, where it is being written and would be cut again."""
+        """Wait for the write of another incarnation's snapshot that would be copied again."""
         write = self._writes.get((wpg.key, operation))
         if write is not None and not self._is_cut(wpg, operation):
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
 
     async def write(self, rank: Rank, request: WriteCheckpoint) -> CheckpointWritten:
-        """Put the cut on disk; goes on where the caller is gone. Idempotent.
+        """Put the snapshot on disk; goes on where the caller is gone. Idempotent.
 
-        Raises: CallerError: FAILED_PRECONDITION: there is no such cut; ALREADY_EXISTS.
+        Raises: CallerError: FAILED_PRECONDITION: there is no such snapshot; ALREADY_EXISTS.
                 ResourceError: RESOURCE_EXHAUSTED, the disk is full; nothing is left behind then.
         """
         key, operation = rank.wpg.key, request.operation
@@ -152,25 +153,25 @@ class Exporter:
         """Whether this node's part of another's checkpoint is on disk already."""
         if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
             return False
-        cut = cut_of(wpg, CutState(request.operation, request.name, 0), [])
-        return await self._files.has_left_part(cut)
+        snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
+        return await self._files.has_left_part(snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
-        cut = self._node.cuts.find(key, request.operation)
-        if cut is None or cut.name != request.name:
+        snapshot = self._node.cuts.find(key, request.operation)
+        if snapshot is None or snapshot.name != request.name:
             raise CallerError(
                 f"nothing of {key} is cut for {request.name!r}",
                 code=Code.FAILED_PRECONDITION,
                 field="operation",
                 remedy="send CutState first",
             )
-        write = _Write(cut)
+        write = _Write(snapshot)
         self._writes[(key, request.operation)] = write
         self._tasks.create_task(self._run(write, request))
         return write
 
     async def _run(self, write: _Write, request: WriteCheckpoint) -> None:
-        cut = write.cut
+        snapshot = write.snapshot
         failure: Exception | None = None
         sha256 = ""
         try:
@@ -178,15 +179,17 @@ class Exporter:
                 contained(metrics.UNFORESEEN, "checkpoint"),
                 metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
             ):
-                sha256 = await self._files.write(cut, request, write.cancelled)
+                sha256 = await self._files.write(snapshot, request, write.cancelled)
         except PhaseloomError as error:
-            log.warning("%s is not written: %s", cut, error)
+            log.warning("%s is not written: %s", snapshot, error)
             failure = error
-        del self._writes[(cut.key, cut.operation)]
+        del self._writes[(snapshot.key, snapshot.operation)]
         async with self._node.change():
-            self._staging.free(cut)
+            self._staging.free(snapshot)
         if failure is None:
-            log.info("checkpoint %r of %s at %d is written", cut.name, cut.key, cut.seq)
+            log.info(
+                "checkpoint %r of %s at %d is written", snapshot.name, snapshot.key, snapshot.seq
+            )
             write.done.set_result(CheckpointWritten(sha256))
         else:
             write.done.set_exception(failure)
@@ -209,18 +212,18 @@ class Exporter:
             log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
 
     def abandon(self) -> None:
-        """The agent is gone: nobody will ask for what is cut and not being written."""
-        for cut in self._node.cuts.every():
-            if (cut.key, cut.operation) not in self._writes:
-                self._staging.free(cut)
+        """The agent is gone: nobody will ask for snapshots that are not being written."""
+        for snapshot in self._node.cuts.every():
+            if (snapshot.key, snapshot.operation) not in self._writes:
+                self._staging.free(snapshot)
 
     async def forget(self, key: DeploymentKey) -> None:
         """Its job has ended: what is not durable is dropped. Returns when nothing is written."""
-        for write in [write for write in self._writes.values() if write.cut.key == key]:
+        for write in [write for write in self._writes.values() if write.snapshot.key == key]:
             write.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
-        for cut in self._node.cuts.of(key):
-            self._staging.free(cut)
+        for snapshot in self._node.cuts.of(key):
+            self._staging.free(snapshot)
         self._locks.pop(key, None)
         await self._files.forget(key)

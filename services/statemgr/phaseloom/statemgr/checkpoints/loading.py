@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 class Loader:
     def __init__(
-        self, node: Node, tiering: Tiering, disk: Disk, checkpoints: Checkpoints, apart: Staging
+        self, node: Node, tiering: Tiering, disk: Disk, checkpoints: Checkpoints, staging: Staging
     ) -> None:
         """Args: disk: the checkpoint root's."""
         self._node = node
         self._tiering = tiering
         self._disk = disk
         self._checkpoints = checkpoints
-        self._staging = apart
+        self._staging = staging
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
         """Raises: as `ReadCheckpoint` says."""

@@ -21,17 +21,6 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
-from phaseloom.statemgr.checkpoints.chunks import (
-    CHUNK_BYTES,
-    DEPTH,
-    MODEL,
-    TRAINING,
-    Piece,
-    address,
-    checksums,
-    staging,
-    sums_of,
-)
 from phaseloom.statemgr.checkpoints.files import marker_of
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
 from phaseloom.statemgr.checkpoints.safetensors import (
@@ -41,6 +30,18 @@ from phaseloom.statemgr.checkpoints.safetensors import (
     decode_header,
     header_bytes,
     index_name,
+)
+from phaseloom.statemgr.checkpoints.shards import (
+    CHUNK_BYTES,
+    DEPTH,
+    MODEL,
+    TRAINING,
+    Piece,
+    address,
+    buffers_for_chunks,
+    checksums,
+    chunks_of,
+    sums_of,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
@@ -124,7 +125,7 @@ class SavedState:
                 for run in slot_runs(0, slot)
             )
         ctypes.memset(address(memory), 0, len(memory))
-        with ThreadPoolExecutor(DEPTH, "checkpoint") as threads, staging() as buffers:
+        with ThreadPoolExecutor(DEPTH, "checkpoint") as threads, buffers_for_chunks() as buffers:
             for name, pieces in wanted.items():
                 self._fill_from(self._files[name], pieces, threads, buffers, cancelled)
 
@@ -136,7 +137,7 @@ class SavedState:
         buffers: queue.SimpleQueue[memoryview],
         cancelled: threading.Event,
     ) -> None:
-        by_chunk = _by_chunk(sorted(pieces, key=lambda piece: piece.file_offset))
+        chunks = chunks_of(sorted(pieces, key=lambda piece: piece.file_offset))
         with self._opened(file) as opened:
 
             def read(start: int, chunk: list[Piece]) -> None:
@@ -152,7 +153,7 @@ class SavedState:
                 finally:
                     buffers.put(buffer)
 
-            reads = [threads.submit(read, start, chunk) for start, chunk in by_chunk.items()]
+            reads = [threads.submit(read, start, chunk) for start, chunk in chunks]
             try:
                 for each in reads:
                     each.result()
@@ -304,19 +305,6 @@ def _check_same(
         field="args.name",
         remedy="load a checkpoint of the same architecture",
     )
-
-
-def _by_chunk(pieces: list[Piece]) -> dict[int, list[Piece]]:
-    """Cut at multiples of a chunk; sorted."""
-    chunks: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        offset, memory = piece.file_offset, piece.memory
-        while memory:
-            start = offset // CHUNK_BYTES * CHUNK_BYTES
-            room = start + CHUNK_BYTES - offset
-            chunks.setdefault(start, []).append(Piece(offset, memory[:room]))
-            offset, memory = offset + min(room, len(memory)), memory[room:]
-    return chunks
 
 
 def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:

@@ -15,28 +15,20 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import mmap
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.checkpoints.assembly import Whole, wholes
-from phaseloom.statemgr.checkpoints.chunks import (
-    CHUNK_BYTES,
-    DEPTH,
-    MODEL,
-    TRAINING,
-    Piece,
-    address,
-    checksums,
-    staging,
-    sums_of,
-)
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.checkpoints.safetensors import (
@@ -50,6 +42,12 @@ from phaseloom.statemgr.checkpoints.safetensors import (
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 
+MODEL, TRAINING = "model", "training"
+"""The beginnings of files' names."""
+CHUNK_BYTES = 8 * BLOCK_BYTES
+"""Moved at once."""
+DEPTH = 4
+"""Chunks under way."""
 CONFIG_FILE = "config.json"
 _HASHED_BYTES = 4 * BLOCK_BYTES
 
@@ -81,7 +79,11 @@ def write_state(
     weights = [tensor for tensor in tensors if tensor.role is Role.WEIGHT]
     training = [tensor for tensor in tensors if tensor.role is not Role.WEIGHT]
     files: dict[str, FileSums] = {}
-    with ThreadPoolExecutor(DEPTH + 1, "checkpoint") as threads, staging() as buffers, writing():
+    with (
+        ThreadPoolExecutor(DEPTH + 1, "checkpoint") as threads,
+        buffers_for_chunks() as buffers,
+        writing(),
+    ):
         digest = threads.submit(_weights_sha256, weights, memories, cancelled)
         try:
             for stem, group in ((MODEL, weights), (TRAINING, training)):
@@ -130,7 +132,7 @@ class _Writer:
         with contextlib.closing(self.disk.create(path, end)) as file:
             moves: list[Future[bytes]] = []
             try:
-                for start, chunk in _chunks(pieces):
+                for start, chunk in chunks_of(pieces):
                     if self.cancelled.is_set():
                         raise Cancelled
                     # Waits for one that is free: bounds what is under way.
@@ -164,23 +166,6 @@ class _Writer:
             self.buffers.put(buffer)
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """The pieces cut at multiples of a chunk, chunk by chunk."""
-    chunk: list[Piece] = []
-    start = 0
-    for piece in pieces:
-        offset, memory = piece.file_offset, piece.memory
-        while memory:
-            if offset == start + CHUNK_BYTES:
-                yield start, chunk
-                chunk, start = [], offset
-            room = start + CHUNK_BYTES - offset
-            chunk.append(Piece(offset, memory[:room]))
-            offset, memory = offset + len(chunk[-1].memory), memory[room:]
-    if chunk:
-        yield start, chunk
-
-
 def _weights_sha256(
     weights: list[Whole], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
@@ -196,3 +181,55 @@ def _weights_sha256(
                     raise Cancelled
                 digest.update(memories[run.rank][start : min(start + _HASHED_BYTES, end)])
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file that lie together in a rank's memory."""
+
+    file_offset: int
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.file_offset + len(self.memory)
+
+
+def sums_of(content: bytes) -> FileSums:
+    return FileSums(len(content), BLOCK_BYTES, b"".join(checksums(memoryview(content))).hex())
+
+
+def checksums(chunk: memoryview) -> Iterator[bytes]:
+    for start in range(0, len(chunk), BLOCK_BYTES):
+        yield bytes(xxhash.xxh3_64_digest(chunk[start : start + BLOCK_BYTES]))
+
+
+@contextmanager
+def buffers_for_chunks() -> Iterator[queue.SimpleQueue[memoryview]]:
+    """Aligned memory for chunks, freed with the last reference to it."""
+    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(DEPTH):
+        buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
+    yield buffers
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view)) if len(view) else 0
+
+
+def chunks_of(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+    """The pieces, which are in the order of the file, cut at multiples of a chunk: the start of
+    each chunk, and the pieces in it."""
+    start, chunk = 0, list[Piece]()
+    for piece in pieces:
+        offset, memory = piece.file_offset, piece.memory
+        while memory:
+            begin = offset // CHUNK_BYTES * CHUNK_BYTES
+            if chunk and begin != start:
+                yield start, chunk
+                chunk = []
+            start = begin
+            chunk.append(Piece(offset, memory[: begin + CHUNK_BYTES - offset]))
+            offset, memory = chunk[-1].end, memory[len(chunk[-1].memory) :]
+    if chunk:
+        yield start, chunk

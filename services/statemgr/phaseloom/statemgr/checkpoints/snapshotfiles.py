@@ -1,22 +1,40 @@
-"""What a cut becomes on disk: the files of a checkpoint, or this node's part of one."""
+"""The files that a snapshot becomes: those of a checkpoint, or this node's part of one.
+
+Where the ranks of a deployment are on several nodes, each node but rank 0's puts its ranks' states
+as a state file under the checkpoint root, beside where the checkpoint will be; rank 0's node reads
+these and makes whole tensors of all of it. So the nodes of a deployment must share the file system
+of that root. Such a file carries the operation's name, so that a file of another attempt to write a
+checkpoint of the same name is never taken for this one's; and it says which incarnation was copied,
+because two incarnations may differ in bits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import SaveStateResult
 from phaseloom.common.contract.state_rank import WriteCheckpoint
 from phaseloom.statemgr.checkpoints.files import Checkpoints, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
-from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
-from phaseloom.statemgr.checkpoints.stagedstate import SnapshotSums, StagedState, check
-from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import (
+    Place,
+    Section,
+    StateHeader,
+    data_loss,
+    seal_header,
+)
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -28,7 +46,7 @@ class SnapshotFiles:
         tiering: Tiering,
         directory: StateDirectory,
         checkpoints: Checkpoints,
-        sums: SnapshotSums,
+        staging: Staging,
         *,
         file_bytes: int,
     ) -> None:
@@ -38,40 +56,40 @@ class SnapshotFiles:
         self._disk = directory.disk
         self._checkpoints = checkpoints
         self._node_parts = NodeParts(checkpoints, directory)
-        self._sums = sums
+        self._staging = staging
         self._file_bytes = file_bytes
         self._numbering = asyncio.Lock()
         """From a checkpoint's number to its commit: no two have the same."""
 
     async def write(
-        self, cut: Snapshot, request: WriteCheckpoint, cancelled: threading.Event
+        self, snapshot: Snapshot, request: WriteCheckpoint, cancelled: threading.Event
     ) -> str:
         """Returns the SHA-256 of the weights; empty: this was a part.
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: RESOURCE_EXHAUSTED, the disk or host
                 memory is full; DATA_LOSS; ABORTED: cancelled. Nothing of it is left then.
         """
-        async with self._of_other_nodes(cut) as others:
-            await self._sums.taken(cut)
-            ranks = self._held(cut)
-            if cut.rank_offset:
-                await asyncio.to_thread(self._leave_part, cut, ranks, cancelled)
+        async with self._of_other_nodes(snapshot) as others:
+            await self._staging.until_proved(snapshot)
+            ranks = self._staged(snapshot)
+            if snapshot.rank_offset:
+                await asyncio.to_thread(self._leave_part, snapshot, ranks, cancelled)
                 return ""
-            return await self._write(cut, request, [*ranks, *others], cancelled)
+            return await self._write(snapshot, request, [*ranks, *others], cancelled)
 
-    async def has_left_part(self, cut: Snapshot) -> bool:
+    async def has_left_part(self, snapshot: Snapshot) -> bool:
         """Whether this node's part of another's checkpoint is on disk already.
 
-        Args: cut: it may have no parts any more.
+        Args: snapshot: it may have no parts any more.
         """
-        return await asyncio.to_thread(self._node_parts.is_written, cut)
+        return await asyncio.to_thread(self._node_parts.is_written, snapshot)
 
     async def forget(self, key: DeploymentKey) -> None:
         """What this node has left of a deployment's, if nobody took it."""
         await asyncio.to_thread(self._node_parts.forget, key)
 
     @asynccontextmanager
-    async def _of_other_nodes(self, cut: Snapshot) -> AsyncIterator[list[StagedState]]:
+    async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
         """What rank 0's node needs of the others to make whole tensors.
 
         Raises: PhaseloomError: it is not there, or there is no host memory for it.
@@ -79,10 +97,12 @@ class SnapshotFiles:
         extents: list[int] = []
         held: list[StagedState] = []
         try:
-            if not cut.is_whole and not cut.rank_offset:
-                for place in await asyncio.to_thread(self._node_parts.find, cut):
+            if not snapshot.is_whole and not snapshot.rank_offset:
+                for place in await asyncio.to_thread(self._node_parts.find, snapshot):
                     num_bytes = place.part.num_bytes
-                    extent = await self._tiering.reserve(num_bytes, f"other ranks' part of {cut}")
+                    extent = await self._tiering.reserve(
+                        num_bytes, f"other ranks' part of {snapshot}"
+                    )
                     self._node.cuts.lend(extent)
                     extents.append(extent)
                     memory = self._node.memory[extent].view(num_bytes)
@@ -98,61 +118,177 @@ class SnapshotFiles:
             self._node.announce()
 
     def _leave_part(
-        self, cut: Snapshot, ranks: list[StagedState], cancelled: threading.Event
+        self, snapshot: Snapshot, ranks: list[StagedState], cancelled: threading.Event
     ) -> None:
-        check(cut.key, ranks)
-        self._node_parts.write(cut, ranks, cancelled)
+        check(snapshot.key, ranks)
+        self._node_parts.write(snapshot, ranks, cancelled)
 
     async def _write(
         self,
-        cut: Snapshot,
+        snapshot: Snapshot,
         request: WriteCheckpoint,
         held: list[StagedState],
         cancelled: threading.Event,
     ) -> str:
         """Returns the SHA-256 of the weights."""
-        path = f"{cut.key.job}/{cut.key.deployment}/{cut.name}"
+        path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
         try:
-            written = await asyncio.to_thread(self._draft, cut, held, request.config, cancelled)
+            written = await asyncio.to_thread(
+                self._draft, snapshot, held, request.config, cancelled
+            )
             async with self._numbering:
                 with writing():
-                    number = await self._checkpoints.next_number(cut.key)
+                    number = await self._checkpoints.next_number(snapshot.key)
                 marker = Marker(
-                    operation_id=cut.operation,
+                    operation_id=snapshot.operation,
                     result=SaveStateResult(path, written.weights_sha256),
-                    seq=cut.seq,
+                    seq=snapshot.seq,
                     number=number,
                     keep=request.keep,
                     files=written.files,
                 )
-                await asyncio.to_thread(self._checkpoints.commit, cut.key, cut.name, marker)
+                await asyncio.to_thread(
+                    self._checkpoints.commit, snapshot.key, snapshot.name, marker
+                )
         except BaseException:
-            await asyncio.to_thread(self._checkpoints.drop, cut.key, cut.name)
+            await asyncio.to_thread(self._checkpoints.drop, snapshot.key, snapshot.name)
             raise
-        await asyncio.to_thread(self._node_parts.discard, cut)
+        await asyncio.to_thread(self._node_parts.discard, snapshot)
         return written.weights_sha256
 
     def _draft(
-        self, cut: Snapshot, held: list[StagedState], config: str, cancelled: threading.Event
+        self, snapshot: Snapshot, held: list[StagedState], config: str, cancelled: threading.Event
     ) -> Written:
         """In a thread."""
         written = write_state(
             self._disk,
-            self._checkpoints.begin(cut.key, cut.name),
+            self._checkpoints.begin(snapshot.key, snapshot.name),
             [(each.tensors, each.memory) for each in held],
             config,
             file_bytes=self._file_bytes,
             cancelled=cancelled,
         )
         # All that was written was read by now: what is still whole was whole then.
-        check(cut.key, held)
+        check(snapshot.key, held)
         return written
 
-    def _held(self, cut: Snapshot) -> list[StagedState]:
+    def _staged(self, snapshot: Snapshot) -> list[StagedState]:
         """Its checksums are in."""
         held = []
-        for index, part in enumerate(cut.parts, cut.rank_offset):
+        for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
             assert part.checksums is not None
             memory = self._node.memory[part.extent].view(part.num_bytes)
             held.append(StagedState(index, part.tensors, memory, part.checksums))
         return held
+
+
+class NodeParts:
+    """Blocking: call it in a thread."""
+
+    def __init__(self, checkpoints: Checkpoints, directory: StateDirectory) -> None:
+        self._checkpoints = checkpoints
+        self._directory = directory
+
+    def is_written(self, snapshot: Snapshot) -> bool:
+        """Whether this node's is there, of the same life."""
+        header = _header_of(self._own(snapshot))
+        return header is not None and header.incarnation == snapshot.incarnation
+
+    def write(
+        self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
+    ) -> None:
+        """This node's.
+
+        Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
+        """
+        sections = [Section(len(each.memory), each.tensors, each.digest) for each in ranks]
+        header = seal_header(
+            snapshot.key,
+            snapshot.seq,
+            sections,
+            rank_offset=snapshot.rank_offset,
+            num_ranks=snapshot.num_ranks,
+        )
+        header = msgspec.structs.replace(header, incarnation=snapshot.incarnation)
+        memories = [each.memory for each in ranks]
+        self._directory.write(self._own(snapshot), header, memories, cancelled)
+
+    def find(self, snapshot: Snapshot) -> list[Place]:
+        """The ranks' of the other nodes.
+
+        Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
+                ResourceError: DATA_LOSS: it is bad, or of another snapshot.
+        """
+        places = []
+        for rank, paths in self._others(snapshot):
+            if not paths:
+                raise CallerError(
+                    f"what the ranks from {rank} on have of checkpoint {snapshot.name!r} is not "
+                    "under this node's checkpoint root: their node has put it elsewhere",
+                    code=Code.FAILED_PRECONDITION,
+                    remedy="give the state managers of all nodes of the deployment one "
+                    "checkpoint_root, on a file system that they share",
+                )
+            found = find_parts(_of_life(paths, snapshot.incarnation))
+            if not _is_of(found[0].header, snapshot, rank):
+                raise data_loss(
+                    found[0].file, f"it is another snapshot's than that at {snapshot.seq}"
+                )
+            places += found
+        return places
+
+    def read(self, place: Place, memory: memoryview) -> None:
+        """Verified. Raises: ResourceError: DATA_LOSS."""
+        self._directory.read(place, memory)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Nobody needs the others' any more."""
+        self._directory.discard(*(path for _, paths in self._others(snapshot) for path in paths))
+
+    def forget(self, key: DeploymentKey) -> None:
+        """Of a deployment that is here no more: what this node has left, if nobody took it."""
+        self._directory.discard(*self._checkpoints.parts_left(key))
+
+    def _own(self, snapshot: Snapshot) -> Path:
+        return self._checkpoints.part(
+            snapshot.key, snapshot.name, snapshot.operation, snapshot.rank_offset
+        )
+
+    def _others(self, snapshot: Snapshot) -> list[tuple[int, list[Path]]]:
+        """By the first of their ranks: as many are on each node."""
+        return [
+            (
+                rank,
+                self._checkpoints.parts_of(snapshot.key, snapshot.name, snapshot.operation, rank),
+            )
+            for rank in range(0, snapshot.num_ranks, len(snapshot.parts))
+            if rank != snapshot.rank_offset
+        ]
+
+
+def _of_life(paths: list[Path], incarnation: int) -> Path:
+    """The newest that is of this life; where none is, the newest."""
+    for path in paths:
+        header = _header_of(path)
+        if header is not None and header.incarnation == incarnation:
+            return path
+    return paths[0]
+
+
+def _header_of(path: Path) -> StateHeader | None:
+    """None: it is not there, or bad."""
+    try:
+        return find_parts(path)[0].header
+    except PhaseloomError:
+        return None
+
+
+def _is_of(header: StateHeader, snapshot: Snapshot, rank: int) -> bool:
+    """Whether it is the part from this rank on of the state that was snapshot."""
+    is_at = (header.deployment, header.incarnation, header.seq) == (
+        snapshot.key,
+        snapshot.incarnation,
+        snapshot.seq,
+    )
+    is_theirs = (header.rank_offset, header.num_ranks) == (rank, snapshot.num_ranks)
+    return is_at and is_theirs and len(header.parts) == len(snapshot.parts)

@@ -1,6 +1,6 @@
-"""States that were copied aside for a checkpoint, until it is on disk.
+"""Snapshots: states that were copied for a checkpoint, kept until that is on disk.
 
-Invariant: of a deployment at most one is there that nobody writes.
+Invariant: a deployment has at most one snapshot that nobody writes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.statemgr.residency.residency import Wpg
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class SnapshotPart:
     num_bytes: int
     table: TensorTable = field(repr=False)
     checksums: bytes | None = field(default=None, repr=False)
-    """Of its blocks (`blockhash`), taken right after the cut; None: yet to be taken."""
+    """The checksums of its blocks (`blockhash`); None: they are yet to be taken."""
 
     @property
     def tensors(self) -> list[TensorSlot]:
@@ -33,18 +34,25 @@ class Snapshot:
     incarnation: int
     operation: str
     name: str
-    """Of the checkpoint that it is for."""
+    """The name of the checkpoint that the snapshot is for."""
     seq: int
     parts: list[SnapshotPart]
-    """Of this node's ranks, in order."""
+    """The states of this node's ranks, in order."""
     rank_offset: int = 0
-    """Of the first of them."""
+    """The number of this node's first rank among those of all nodes."""
     num_ranks: int = 0
-    """On all nodes."""
+    """The number of ranks on all nodes."""
+
+    @classmethod
+    def of(
+        cls, wpg: Wpg, operation: str, name: str, seq: int, parts: list[SnapshotPart]
+    ) -> Snapshot:
+        ranks = (wpg.rank_offset, wpg.num_ranks)
+        return cls(wpg.key, wpg.incarnation, operation, name, seq, parts, *ranks)
 
     @property
     def is_whole(self) -> bool:
-        """No other node has a part of it."""
+        """Whether no other node has a part of it."""
         return self.num_ranks <= len(self.parts)
 
     @property
@@ -61,31 +69,31 @@ class Snapshot:
 
 class Snapshots:
     def __init__(self) -> None:
-        self._cuts: dict[tuple[DeploymentKey, str], Snapshot] = {}
+        self._snapshots: dict[tuple[DeploymentKey, str], Snapshot] = {}
         self._lent: set[int] = set()
 
-    def add(self, cut: Snapshot) -> None:
-        self._cuts[(cut.key, cut.operation)] = cut
+    def add(self, snapshot: Snapshot) -> None:
+        self._snapshots[(snapshot.key, snapshot.operation)] = snapshot
 
     def find(self, key: DeploymentKey, operation: str) -> Snapshot | None:
-        return self._cuts.get((key, operation))
+        return self._snapshots.get((key, operation))
 
     def of(self, key: DeploymentKey) -> list[Snapshot]:
-        return [cut for cut in self._cuts.values() if cut.key == key]
+        return [snapshot for snapshot in self._snapshots.values() if snapshot.key == key]
 
-    def remove(self, cut: Snapshot) -> None:
-        self._cuts.pop((cut.key, cut.operation), None)
+    def remove(self, snapshot: Snapshot) -> None:
+        self._snapshots.pop((snapshot.key, snapshot.operation), None)
 
     def every(self) -> list[Snapshot]:
-        return list(self._cuts.values())
+        return list(self._snapshots.values())
 
     def lend(self, extent: int) -> None:
-        """A copy is being made in it, which is no cut yet, or never will be."""
+        """Keep an extent in which a copy is made that is no snapshot yet, or never will be."""
         self._lent.add(extent)
 
     def give_back(self, extent: int) -> None:
         self._lent.discard(extent)
 
     def extents(self) -> list[int]:
-        held = [extent for cut in self._cuts.values() for extent in cut.extents]
+        held = [extent for snapshot in self._snapshots.values() for extent in snapshot.extents]
         return [*held, *self._lent]

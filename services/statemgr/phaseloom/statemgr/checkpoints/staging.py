@@ -1,23 +1,58 @@
-"""Host memory for states that are apart from their ranks: being cut, cut, or about to be loaded.
+"""Staging buffers: copies of ranks' states in memory of their own, on the way to or from files.
 
-Memory that is needed no more is parked while the life lasts: its next cut finds it touched already.
+A snapshot is copied between two operations. Its checksums are taken right after that, beside what
+the ranks do next, and are in the manifest of what is held: so what is written is what was copied,
+also where the next daemon writes it. Memory that is no longer needed is parked while the
+incarnation lasts, so that the next snapshot finds it prefaulted.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.contract.state_rank import CopyAside, CutState
+from phaseloom.common.observability import metrics
+from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined, digest_of
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
+from phaseloom.statemgr.disk.files import NEVER
+from phaseloom.statemgr.disk.statefile import names_within
+from phaseloom.statemgr.node.digests import checksums_of
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.residency import Rank, Wpg
+from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
+
+log = logging.getLogger(__name__)
+
+_STEP_BYTES = 4 * 1024 * 1024
+"""Copied at once: each step holds the interpreter."""
 
 
 class Staging:
+    """`start` it in a task group; `stop` ends what is under way."""
+
     def __init__(self, node: Node, tiering: Tiering) -> None:
         self._node = node
         self._tiering = tiering
+        self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
+        """Snapshots whose checksums are being taken."""
+        self._stopped = threading.Event()
+        self._tasks: asyncio.TaskGroup
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        self._stopped.set()
 
     @asynccontextmanager
     async def room(self, wpg: Wpg) -> AsyncIterator[list[int]]:
@@ -42,11 +77,33 @@ class Staging:
     def view(self, rank: Rank, extent: int) -> memoryview:
         return self._node.memory[extent].view(rank.extent_bytes)
 
-    def free(self, cut: Snapshot) -> None:
-        wpg = self._node.residency.find(cut.key)
-        is_same = wpg is not None and wpg.incarnation == cut.incarnation
-        self._node.cuts.remove(cut)
-        for extent in cut.extents:
+    async def snapshot(self, wpg: Wpg, request: CutState) -> Snapshot:
+        """Copy every rank's state; its checksums are taken in the background then.
+
+        Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: no
+                host memory, with the numbers; a rank is lost; DATA_LOSS: a host copy is bad.
+        """
+        async with self.room(wpg) as extents:
+            await self._copy_all(wpg, extents, request.seq)
+            if wpg.is_lost:
+                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            parts = [
+                SnapshotPart(extent, each.extent_bytes, each.table)
+                for each, extent in zip(wpg.ranks, extents, strict=True)
+            ]
+            extents.clear()  # from here on they are the snapshot's
+            snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
+            self._node.cuts.add(snapshot)
+            for part in parts:
+                self._node.cuts.give_back(part.extent)
+        self._begin_checksums(snapshot)
+        return snapshot
+
+    def free(self, snapshot: Snapshot) -> None:
+        wpg = self._node.residency.find(snapshot.key)
+        is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
+        self._node.cuts.remove(snapshot)
+        for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
         self._node.announce()
 
@@ -55,3 +112,120 @@ class Staging:
             self._node.memory.free(extent)
         else:
             self._node.memory.park(extent, pool_of(wpg))
+
+    async def _copy_all(self, wpg: Wpg, extents: list[int], seq: int) -> None:
+        targets = dict(zip(wpg.ranks, extents, strict=True))
+
+        async def copy(rank: Rank) -> None:
+            extent = self._node.memory[targets[rank]]
+            if rank.state is State.RESIDENT:
+                applied = (await self._node.ask(rank, CopyAside(), [extent.fd])).applied
+            else:
+                applied = rank.applied
+                source, target = self._node.copy_of(rank), extent.view(rank.extent_bytes)
+                await asyncio.to_thread(_copy, source, target)
+                await _check_copied(rank, target)
+            if applied != seq:
+                raise CallerError(
+                    f"{rank} has applied {applied}, not {seq}",
+                    code=Code.FAILED_PRECONDITION,
+                    field="seq",
+                    remedy="cut between operations, at the seq that was applied last",
+                )
+
+        async with self._tiering.in_host(wpg), self._node.holding(lambda: set(wpg.devices)):
+            self._node.residency.check_sealable(wpg)
+            await on_each_device(wpg.ranks, copy)
+
+    # --- Checksums -------------------------------------------------------------------------------
+
+    async def until_proved(self, snapshot: Snapshot) -> None:
+        """Wait for the snapshot's checksums. Raises: PhaseloomError: they cannot be taken."""
+        if not snapshot.has_checksums:
+            # The daemon that made it may have been killed before they were in.
+            under_way = self._under_way.get(snapshot)
+            await asyncio.shield(under_way or self._begin_checksums(snapshot))
+
+    def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
+        # Now: by the time that the task runs, the snapshot may be given up.
+        memories = [self._node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
+        ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
+        self._tasks.create_task(self._take_checksums(snapshot, memories, ended))
+        return ended
+
+    async def _take_checksums(
+        self, snapshot: Snapshot, memories: list[memoryview], ended: asyncio.Future[None]
+    ) -> None:
+        try:
+            with contained(metrics.UNFORESEEN, "checkpoint"):
+                async with self._node.change():
+                    for part, memory in zip(snapshot.parts, memories, strict=True):
+                        checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
+                        if self._stopped.is_set():
+                            raise ResourceError(f"{snapshot} is not written: this daemon stops")
+                        part.checksums = checksums
+            log.info("%s has its checksums", snapshot)
+            ended.set_result(None)
+        except PhaseloomError as error:
+            ended.set_exception(error)
+            # Whoever writes it may never come.
+            ended.exception()
+        finally:
+            memories.clear()
+            del self._under_way[snapshot]
+
+
+async def _check_copied(rank: Rank, target: memoryview) -> None:
+    """Raises: ResourceError: DATA_LOSS: what was copied is not what its digest says."""
+    if rank.digest and await asyncio.to_thread(digest_of, target) != rank.digest:
+        raise ResourceError(
+            f"the host copy of {rank} is bad: it is not what its digest says",
+            code=Code.DATA_LOSS,
+            remedy="start a new incarnation, from its last seal",
+            details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+        )
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    for start in range(0, len(source), _STEP_BYTES):
+        target[start : start + _STEP_BYTES] = source[start : start + _STEP_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """The state of one rank in a staging buffer."""
+
+    rank: int
+    """The rank's number among those of all nodes."""
+    tensors: list[TensorSlot]
+    memory: memoryview
+    checksums: bytes = field(repr=False)
+    """The checksums of its blocks, as it was when it came here."""
+
+    @property
+    def digest(self) -> str:
+        return combined(self.checksums)
+
+
+def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
+    """Verify that all states are as they were: so is what was read from them. In a thread.
+
+    Raises: ResourceError: DATA_LOSS, with all names.
+    """
+    for each in states:
+        found = checksums_of(each.memory, NEVER)
+        for at in range(0, len(each.checksums), CHECKSUM_BYTES):
+            if found[at : at + CHECKSUM_BYTES] != each.checksums[at : at + CHECKSUM_BYTES]:
+                raise _changed(key, each, at // CHECKSUM_BYTES * BLOCK_BYTES)
+
+
+def _changed(key: DeploymentKey, state: StagedState, start: int) -> ResourceError:
+    end = min(start + BLOCK_BYTES, len(state.memory))
+    return ResourceError(
+        f"{key} rank {state.rank}, bytes {start} to {end} of its state "
+        f"({names_within(state.tensors, start, end)}): the copy for a checkpoint has changed in "
+        "host memory since it was made",
+        code=Code.DATA_LOSS,
+        remedy="save again; if it comes again, the node's memory fails",
+        details={"deployment": str(key), "rank": str(state.rank), "offset": str(start)},
+    )

@@ -1,41 +1,43 @@
-"""One file, written and read in blocks at offsets, from several threads at a time.
+"""One file, written and read in blocks at offsets, in the fastest way that its disk takes.
 
-Memory that is aligned goes straight between its pages and the disk; the last bytes of a file, which
-no disk takes alone, and whatever the kernel refuses to move so (EINVAL), go through the page cache.
-The two never share a page: blocks begin at multiples of the alignment.
+Several threads may use a file at a time. Memory that is aligned goes straight between its pages and
+the disk; the last bytes of a file, which no disk takes alone, and whatever the kernel refuses to
+move so (EINVAL), go through the page cache. The two never share a page: blocks begin at multiples
+of the alignment. Which way works is found by a round trip, never by what is installed.
+
+`python -m phaseloom.statemgr.disk.blockfile DIRECTORY` prints what was found as JSON.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import importlib.util
+import mmap
 import os
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+
+import msgspec
+
+from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
+
+PAGE_BYTES = 4096
+"""The alignment of memory and offsets: no disk asks for more."""
+PROBE_PREFIX = ".probe-"
+_PROBE_BYTES = 3 * PAGE_BYTES + 100
 
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 
-class BlockFile(Protocol):
-    """Every method raises OSError."""
-
-    def write(self, block: memoryview, offset: int) -> None: ...
-
-    def read(self, block: memoryview, offset: int) -> int:
-        """Bytes read; fewer than asked for where the file ends."""
-
-    def finish(self, num_bytes: int) -> None:
-        """What was written is on the disk for good, and the file this long."""
-
-    def close(self) -> None: ...
-
-
-class BufferedFile:
-    """Through the page cache."""
+class BlockFile:
+    """A file through the page cache. Every method raises OSError."""
 
     def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
-        """Args: num_bytes: of a writable one, made or emptied: room for as much is taken."""
+        """Args: num_bytes: the room that is taken for a writable file, which is made or emptied."""
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if writable else os.O_RDONLY
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         if num_bytes:
@@ -51,6 +53,7 @@ class BufferedFile:
             block, offset = block[done:], offset + done
 
     def read(self, block: memoryview, offset: int) -> int:
+        """Returns: bytes read; fewer than asked for where the file ends."""
         done = 0
         while done < len(block):
             count = os.preadv(self._fd, [block[done:]], offset + done)
@@ -60,6 +63,7 @@ class BufferedFile:
         return done
 
     def finish(self, num_bytes: int) -> None:
+        """What was written is on the disk for good, and the file this long."""
         os.ftruncate(self._fd, num_bytes)
         os.fsync(self._fd)
 
@@ -67,12 +71,10 @@ class BufferedFile:
         os.close(self._fd)
 
 
-class DirectFile(BufferedFile):
-    """Past the page cache, in multiples of `alignment_bytes`."""
+class DirectFile(BlockFile):
+    """A file past the page cache, in multiples of a page."""
 
-    def __init__(
-        self, path: Path, alignment_bytes: int, *, writable: bool, num_bytes: int = 0
-    ) -> None:
+    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
         super().__init__(path, writable=writable, num_bytes=num_bytes)
         mode = os.O_RDWR if writable else os.O_RDONLY
         try:
@@ -80,7 +82,6 @@ class DirectFile(BufferedFile):
         except OSError:
             super().close()
             raise
-        self._alignment_bytes = alignment_bytes
 
     def write(self, block: memoryview, offset: int) -> None:
         done = self._directly(os.pwritev, block, offset)
@@ -95,9 +96,9 @@ class DirectFile(BufferedFile):
         super().close()
 
     def _directly(self, move: Move, block: memoryview, offset: int) -> int:
-        """As many bytes as can be moved so, a multiple of the alignment."""
-        whole = len(block) - len(block) % self._alignment_bytes
-        if offset % self._alignment_bytes:
+        """Moves as many bytes as can be moved so, a multiple of a page."""
+        whole = len(block) - len(block) % PAGE_BYTES
+        if offset % PAGE_BYTES:
             return 0
         done = 0
         while done < whole:
@@ -107,7 +108,129 @@ class DirectFile(BufferedFile):
                 if error.errno != errno.EINVAL:
                     raise
                 break
-            if moved < self._alignment_bytes:
+            if moved < PAGE_BYTES:
                 break
-            done += moved - moved % self._alignment_bytes
+            done += moved - moved % PAGE_BYTES
         return done
+
+
+class KvikioFile(BlockFile):
+    """A file through kvikio, which splits a block over its own threads."""
+
+    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
+        """Raises: OSError; whatever kvikio raises."""
+        from kvikio import CuFile
+
+        super().__init__(path, writable=writable, num_bytes=num_bytes)
+        try:
+            self._file = CuFile(os.fspath(path), "r+" if writable else "r")
+        except BaseException:
+            super().close()
+            raise
+
+    def write(self, block: memoryview, offset: int) -> None:
+        done = self._file.write(block, size=len(block), file_offset=offset)
+        super().write(block[done:], offset + done)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        # It refuses to read across the end of a file.
+        there = max(0, min(len(block), os.fstat(self._fd).st_size - offset))
+        done: int = self._file.read(block[:there], size=there, file_offset=offset) if there else 0
+        return done + super().read(block[done:], offset + done)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def probe(directory: Path) -> DiskPath:
+    """Raises nothing: where nothing can be written now, later writes say so one by one."""
+    try:
+        return _probe(directory)
+    except OSError as error:
+        why = f"nothing can be written in {directory}: {error.strerror}"
+        return DiskPath(DiskMethod.BUFFERED, 1, why)
+
+
+def _probe(directory: Path) -> DiskPath:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
+        why_no_kvikio = _why_not_kvikio(Path(scratch))
+        if not why_no_kvikio:
+            return DiskPath(DiskMethod.KVIKIO, PAGE_BYTES, "a round trip through kvikio came back")
+        why_not_direct = _why_not_direct(Path(scratch) / "direct")
+        if not why_not_direct:
+            return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, why_no_kvikio)
+        return DiskPath(DiskMethod.BUFFERED, 1, f"{why_no_kvikio}; direct I/O: {why_not_direct}")
+
+
+def way_to(path: DiskPath) -> type[BlockFile]:
+    match path.method:
+        case DiskMethod.KVIKIO:
+            return KvikioFile
+        case DiskMethod.DIRECT:
+            return DirectFile
+        case DiskMethod.BUFFERED:
+            return BlockFile
+
+
+def _why_not_kvikio(scratch: Path) -> str:
+    """Empty: kvikio works. It needs the CUDA driver also for host memory."""
+    if importlib.util.find_spec("kvikio") is None:
+        return "kvikio is not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"kvikio needs the CUDA driver: {error}"
+    try:
+        return "" if _comes_back(KvikioFile, scratch / "kvikio") else "kvikio lost bytes"
+    except Exception as error:  # Whatever a foreign library raises: no.
+        return f"kvikio fails: {error}"
+
+
+def _comes_back(open_file: type[BlockFile], path: Path) -> bool:
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE * 4) as memory:
+        view = memoryview(memory)
+        written, read = view[:_PROBE_BYTES], view[4 * mmap.PAGESIZE :][:_PROBE_BYTES]
+        try:
+            written[:] = os.urandom(_PROBE_BYTES)
+            file = open_file(path, writable=True, num_bytes=_PROBE_BYTES)
+            try:
+                file.write(written, 0)
+                file.finish(_PROBE_BYTES)
+            finally:
+                file.close()
+            file = open_file(path, writable=False)
+            try:
+                return file.read(read, 0) == _PROBE_BYTES and read == written
+            finally:
+                file.close()
+        finally:
+            for each in (written, read, view):
+                each.release()
+
+
+def _why_not_direct(path: Path) -> str:
+    """Empty: the disk takes a page of memory directly, at an offset of a page."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
+                content = os.urandom(PAGE_BYTES)
+                with view[:PAGE_BYTES] as source, view[PAGE_BYTES:] as target:
+                    source[:] = content
+                    os.pwritev(fd, [source], PAGE_BYTES)
+                    is_back = os.preadv(fd, [target], PAGE_BYTES) == PAGE_BYTES
+                    return "" if is_back and target == content else "it lost bytes"
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.strerror or repr(error)
+
+
+def main() -> None:
+    print(msgspec.json.encode(probe(Path(sys.argv[1]))).decode())
+
+
+if __name__ == "__main__":
+    main()

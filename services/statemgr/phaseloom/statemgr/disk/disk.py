@@ -17,8 +17,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.probing import opener, probe
+from phaseloom.statemgr.disk.blockfile import BlockFile, probe, way_to
 from phaseloom.statemgr.disk.statefile import Place, check_blocks
 
 S = TypeVar("S")
@@ -43,14 +42,14 @@ class Cancelled(ResourceError):
 class Disk:
     def __init__(self, directory: Path) -> None:
         self.path: DiskPath = probe(directory)
-        self._open = opener(self.path)
+        self._open = way_to(self.path)
 
     def create(self, path: Path, num_bytes: int) -> BlockFile:
         """An empty file with room for as many bytes. Raises: OSError: there is none."""
-        return self._open(path, True, num_bytes)
+        return self._open(path, writable=True, num_bytes=num_bytes)
 
     def open(self, path: Path) -> BlockFile:
-        return self._open(path, False, 0)
+        return self._open(path, writable=False)
 
     def write(
         self,
@@ -60,42 +59,24 @@ class Disk:
         num_bytes: int,
         *,
         cancelled: threading.Event,
+        has: Callable[[int, bytes], bool] | None = None,
     ) -> bytes:
-        """The beginning of `memory`. Returns: its blocks' checksums. Raises: OSError. Cancelled."""
+        """Write the beginning of `memory`, but for blocks that are on the disk already.
 
-        def put(start: int, end: int) -> None:
-            file.write(memory[start:end], offset + start)
-
-        def take(start: int, end: int, _: None) -> bytes:
-            return checksum(memory[start:end])
-
-        moving, checking = (DEPTH, put), (_NUM_CHECKING, take)
-        return b"".join(_in_two_steps(num_bytes, BLOCK_BYTES, moving, checking, cancelled))
-
-    def write_new(
-        self,
-        file: BlockFile,
-        offset: int,
-        memory: memoryview,
-        num_bytes: int,
-        *,
-        cancelled: threading.Event,
-        has: Callable[[int, bytes], bool],
-    ) -> bytes:
-        """As `write`, but for what is on the disk already.
-
-        Args: has: whether a block, by number and checksum, is.
+        Args:    has: whether a block, by number and checksum, is on the disk; None: none is.
+        Returns: the checksums of all blocks.
+        Raises:  OSError. Cancelled.
         """
 
         def take(start: int, end: int) -> bytes:
             return checksum(memory[start:end])
 
-        def put_new(start: int, end: int, taken: bytes) -> bytes:
-            if not has(start // BLOCK_BYTES, taken):
+        def put(start: int, end: int, taken: bytes) -> bytes:
+            if has is None or not has(start // BLOCK_BYTES, taken):
                 file.write(memory[start:end], offset + start)
             return taken
 
-        checking, moving = (_NUM_CHECKING, take), (DEPTH, put_new)
+        checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
         return b"".join(_in_two_steps(num_bytes, BLOCK_BYTES, checking, moving, cancelled))
 
     def read(

@@ -26,9 +26,8 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.disk.bases import BASE_SUFFIX, Base, worth_referring
-from phaseloom.statemgr.disk.blockfile import BlockFile
+from phaseloom.statemgr.disk.blockfile import PROBE_PREFIX, BlockFile
 from phaseloom.statemgr.disk.disk import Disk, Files
-from phaseloom.statemgr.disk.probing import PROBE_PREFIX
 from phaseloom.statemgr.disk.statefile import (
     PREFIX_BYTES,
     Place,
@@ -151,19 +150,7 @@ class StateDirectory:
                 what the header's digest says; UNAVAILABLE: anything else the disk refuses;
                 ABORTED: cancelled. What was there before stands.
         """
-        half_written = path.with_suffix(".partial")
-        try:
-            self.make_directory(path.parent)
-            try:
-                written = self._write_synced(half_written, header, memories, path, cancelled)
-                half_written.rename(path)
-            except BaseException:
-                half_written.unlink(missing_ok=True)
-                raise
-            sync_directory(path.parent)
-            return written
-        except OSError as error:
-            raise unwritable(path, header, error) from error
+        return self._put(path, header, memories, cancelled, None)
 
     def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
         """Fill `memory` with a part of a file, verified.
@@ -208,33 +195,40 @@ class StateDirectory:
 
         Returns: the header as written, and the bytes of memory that were.
         """
-        base = None if before is None else self._base(header, memories, before)
-        if base is None:
-            written = self.write(path, header, memories)
-            return written, written.num_bytes
+        base = None if before is None else self.base_before(header, before)
+        if base is not None and not base.has_some(header, memories):
+            base = None
+        written = self._put(path, header, memories, NEVER, base)
+        return written, written.bytes_from(0)
+
+    def _put(
+        self,
+        path: Path,
+        header: StateHeader,
+        memories: Sequence[memoryview],
+        cancelled: threading.Event,
+        base: Base | None,
+    ) -> StateHeader:
         half_written = path.with_suffix(".partial")
         try:
+            self.make_directory(path.parent)
             try:
-                base.link(path)
-                sync_directory(path.parent)
-                written = self._write_synced(half_written, header, memories, path, NEVER, base=base)
+                if base is not None:
+                    base.link(path)
+                    sync_directory(path.parent)
+                written = self._write_synced(path, header, memories, cancelled, base)
                 half_written.rename(path)
             except BaseException:
                 half_written.unlink(missing_ok=True)
-                self.unlink_bases(path, kept=bases_named(path))
+                if base is not None:
+                    self.unlink_bases(path, kept=bases_named(path))
                 raise
-            self.unlink_bases(path, kept={base.names[s - 1] for s in _sources(written)})
+            if base is not None:
+                self.unlink_bases(path, kept={base.names[s - 1] for s in _sources(written)})
             sync_directory(path.parent)
+            return written
         except OSError as error:
             raise unwritable(path, header, error) from error
-        return written, written.bytes_from(0)
-
-    def _base(
-        self, header: StateHeader, memories: Sequence[memoryview], before: Path
-    ) -> Base | None:
-        """What the new file may refer to; None: write it whole."""
-        base = self.base_before(header, before)
-        return base if base is not None and base.has_some(header, memories) else None
 
     def base_before(self, header: StateHeader, before: Path) -> Base | None:
         """What a file with this header could refer to of the seal `before`; None: of nothing."""
@@ -279,14 +273,13 @@ class StateDirectory:
 
     def _write_synced(
         self,
-        half_written: Path,
+        path: Path,
         header: StateHeader,
         memories: Sequence[memoryview],
-        path: Path,
         cancelled: threading.Event,
-        *,
-        base: Base | None = None,
+        base: Base | None,
     ) -> StateHeader:
+        half_written = path.with_suffix(".partial")
         # As long as the real one: what it will say of the blocks has the same length.
         blank = [
             bytes(CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)) for part in header.parts
@@ -325,16 +318,16 @@ class StateDirectory:
         part = place.part
         if base is not None and base.has_all(part, place.index):
             return base.blocks(place.index)
-        num_bytes = part.num_bytes
-        if base is None:
-            blocks = self.disk.write(file, place.offset, memory, num_bytes, cancelled=cancelled)
-        else:
-            has = partial(base.has, place.index)
-            blocks = self.disk.write_new(
-                file, place.offset, memory, num_bytes, cancelled=cancelled, has=has
-            )
+        blocks = self.disk.write(
+            file,
+            place.offset,
+            memory,
+            part.num_bytes,
+            cancelled=cancelled,
+            has=None if base is None else partial(base.has, place.index),
+        )
         if part.digest and combined(blocks) != part.digest:
-            raise place.loss("the host copy is not what its digest says", 0, num_bytes)
+            raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
         return blocks
 
     def make_directory(self, directory: Path) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phaseloom.common.contract.checks import MAX_BLOB_BYTES
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
+from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.kinds import kind_for
 from phaseloom.common.contract.operations import (
     Args,
@@ -18,6 +20,7 @@ from phaseloom.common.contract.operations import (
     LoadState,
     LoadStateResult,
     Result,
+    SaveState,
     kind_of,
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
@@ -69,6 +72,8 @@ class Executor:
             )
         if not kind.moves_state:
             getattr(self.backend, f"check_{kind.name}")(args)
+        elif isinstance(args, SaveState):
+            _check_save(args)
 
     def run(self, args: Args) -> Result:
         """Run a whole operation, of any kind but `generate` and those that move state.
@@ -111,3 +116,17 @@ class Executor:
         if self.is_alone:
             return args
         return split(args, self.settings.spec.layout, self.settings.rank)
+
+
+def _check_save(args: SaveState) -> None:
+    check_name(args.name, "args.name")
+    if len(args.controller_blob) > MAX_BLOB_BYTES:
+        raise CallerError(
+            f"the controller's state has {len(args.controller_blob)} bytes, at most "
+            f"{MAX_BLOB_BYTES} are kept",
+            field="args.controller_blob",
+            remedy="save less, or keep it elsewhere and save where",
+        )
+    for deployment, name in args.checkpoints.items():
+        check_name(deployment, "args.checkpoints")
+        check_name(name, f"args.checkpoints.{deployment}")

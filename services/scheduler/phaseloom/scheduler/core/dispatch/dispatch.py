@@ -33,7 +33,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
 
 REFUSAL_PAUSE_S = 0.5
 """Before an activation that was refused is tried again."""
@@ -221,7 +221,7 @@ def _displace(step: Step, victim: Deployment, node: Node) -> None:
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
-        step.move_op(op, OpState.PERMITTED)
+        step.advance_op(op, OpEvent.PERMITTED)
     op.permitted_at(step.now_s)
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
@@ -297,7 +297,7 @@ def refused(step: Step, event: ActivationRefused) -> None:
     step.tell("activation refused", event.error.message, deployment.name)
     for op in ops:
         if op.state is OpState.PERMITTED:
-            step.move_op(op, OpState.QUEUED)
+            step.advance_op(op, OpEvent.TAKEN_BACK)
         op.count_refusal()
         if op.refusals >= MAX_REFUSALS:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
@@ -329,7 +329,7 @@ def returned(step: Step, event: PermitReturned) -> None:
     devices.free(step, deployment, event.key, "")
     op = deployment.queue.find(event.key)
     if op is not None and op.state is OpState.PERMITTED:
-        step.move_op(op, OpState.QUEUED)
+        step.advance_op(op, OpEvent.TAKEN_BACK)
         operations.end_unwanted(step, deployment, op)
     _retry_at(step, deployment, step.now_s + RETRY_PAUSE_S)
     step.touch(deployment)

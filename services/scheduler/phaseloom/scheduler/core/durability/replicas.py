@@ -22,9 +22,8 @@ from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
 RETRY_PAUSE_S = 5.0
 """Before a copy that has failed is asked for again; twice as long each time."""
@@ -213,6 +212,7 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     if event.error is not None:
         _failed(step, copying, event, deployment.name)
         return
+    step.advance_copy(copying, CopyEvent.CAME)
     deployment.durability.end_copying(copying)
     seals.note_replica(deployment, copying.part, event.node)
     step.follow(FollowUp.PLACE)  # people may wait to hear that a node is needed no more
@@ -225,12 +225,14 @@ def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> Non
     elif event.error is not None:
         _failed(step, job.versions.copying[name], event, name)
     else:
+        step.advance_copy(job.versions.copying[name], CopyEvent.CAME)
         job.versions.end_copying(name, on=event.node)
         step.follow(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
     assert event.error is not None
+    step.advance_copy(copying, CopyEvent.FAILED)
     copying.fail(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
     step.tell("not copied", f"{event.node}: {event.error.message}", subject)

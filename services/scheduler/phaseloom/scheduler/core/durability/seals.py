@@ -19,11 +19,10 @@ from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.move import MoveStage
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2

@@ -13,7 +13,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import JobState
+from phaseloom.scheduler.core.state.transitions import JobEvent, JobState
 
 
 def begin(step: Step, job: Job) -> ErrorInfo | None:
@@ -27,7 +27,7 @@ def begin(step: Step, job: Job) -> ErrorInfo | None:
             field="job",
             remedy="cancel it, or wait until it is placed",
         )
-    step.move_job(job, JobState.DRAINING)
+    step.advance_job(job, JobEvent.DRAIN)
     step.tell("job draining", "on request", str(job.key))
     for deployment in step.deployments_of(job.key):
         _end_stranded(step, job, deployment)

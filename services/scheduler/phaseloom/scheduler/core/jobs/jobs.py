@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 MIN_KEPT_S = 600.0
@@ -121,7 +121,7 @@ def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
         case Placed():
             job.failed(None)
             group = assignment.put(step, job, member, decision)
-            step.move_job(job, JobState.PROFILING if group.is_closed else JobState.PLACED)
+            step.advance_job(job, JobEvent.PLACED_ALONE if group.is_closed else JobEvent.PLACED)
         case Refused(error):
             _fail(step, job, error)
         case Waits(why) if not job.spec.may_wait:
@@ -174,10 +174,10 @@ def review(step: Step, name: str) -> None:
     up_or_gone = (WpgState.READY, WpgState.STOPPED)
     ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job.key))
     if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
-        step.move_job(job, JobState.ACTIVE)
+        step.advance_job(job, JobEvent.UP)
     has_new_session = job.controller.session > job.controller.ended_session
     if job.state is JobState.ROLLED_BACK and ready and has_new_session:
-        step.move_job(job, JobState.ACTIVE)
+        step.advance_job(job, JobEvent.ATTACHED)
         job.failed(None)
 
 
@@ -192,7 +192,7 @@ def finish(step: Step, event: JobFinished) -> None:
     if job is not None and job.state not in JOB_ENDED:
         job.failed(None)
         reason = "it was given up" if event.failed else "the controller finished"
-        _end(step, job, JobState.FAILED if event.failed else JobState.DONE, reason)
+        _end(step, job, JobEvent.FAILED if event.failed else JobEvent.FINISHED, reason)
     _answer(step, event.request, job or event.job)
 
 
@@ -208,7 +208,7 @@ def drain(step: Step, event: DrainRequested) -> None:
 def _end_drained(step: Step, job: Job) -> None:
     if job.state is JobState.DRAINING and draining.is_done(step, job):
         job.failed(None)
-        _end(step, job, JobState.DONE, "it was drained")
+        _end(step, job, JobEvent.FINISHED, "it was drained")
 
 
 def create_deployment(step: Step, event: DeploymentCreated) -> None:
@@ -264,12 +264,12 @@ def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
         return
     job.failed(error)
     never_ran = job.state in (JobState.SUBMITTED, JobState.PROFILING, JobState.PLACED)
-    _end(step, job, JobState.REJECTED if never_ran else JobState.FAILED, error.message)
+    _end(step, job, JobEvent.REJECTED if never_ran else JobEvent.FAILED, error.message)
 
 
-def _end(step: Step, job: Job, state: JobState, reason: str) -> None:
-    step.move_job(job, state)
-    step.tell(f"job {state}", reason, str(job.key))
+def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
+    step.advance_job(job, event)
+    step.tell(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
     for deployment in step.deployments_of(job.key):
         operations.abort_all(step, deployment, error)

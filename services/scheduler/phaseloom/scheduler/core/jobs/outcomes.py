@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Mutation
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import CutEvent, OpEvent, OpState, WpgState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -55,6 +55,7 @@ def cut(step: Step, event: StateCut) -> None:
     op = deployment.queue.find(event.key)
     if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
+    step.advance_cut(op, CutEvent.CUT)
     deployment.queue.cut(op)
     if deployment.move.relocation is not None:
         step.job_changed(deployment.job_name)
@@ -70,9 +71,9 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
         return
     if op.state is OpState.QUEUED:
         # It ended in an incarnation that died before its word came.
-        step.move_op(op, OpState.PERMITTED)
+        step.advance_op(op, OpEvent.PERMITTED)
     completed = event.outcome is Outcome.COMPLETED
-    step.move_op(op, OpState(event.outcome))
+    step.advance_op(op, OpEvent(event.outcome))
     rollback.note_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None

@@ -14,7 +14,7 @@ from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import JobState
+from phaseloom.scheduler.core.state.transitions import JobEvent, JobState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _CAN_ROLL_BACK = frozenset({JobState.ACTIVE, JobState.ROLLED_BACK})
@@ -49,7 +49,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     lost = ErrorInfo(Code.DATA_LOSS, aborted.message, remedy=aborted.remedy, details=details)
     job.failed(lost)
     job.controller.end_sessions()
-    step.move_job(job, JobState.ROLLED_BACK)
+    step.advance_job(job, JobEvent.FELL_BACK)
     seals.release_all(step, job)
     for deployment in step.deployments_of(job.key):
         _note_unfinished(deployment)

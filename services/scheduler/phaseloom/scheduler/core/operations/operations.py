@@ -22,7 +22,14 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import (
+    JOB_ENDED,
+    CutEvent,
+    JobState,
+    OpEvent,
+    OpState,
+    WpgState,
+)
 
 RETRY_AFTER_S = 1.0
 """Where too much is open: some of it may have ended by then."""
@@ -204,7 +211,7 @@ def end_unrun(
     outcome: Outcome = Outcome.FAILED,
 ) -> None:
     """An operation that will never run ends now; the scheduler writes its outcome."""
-    step.move_op(op, OpState(outcome))
+    step.advance_op(op, OpEvent(outcome))
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
     step.emit(outputs.DeleteOperations([op.key]))
@@ -274,6 +281,8 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if op.is_cut and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
+    if op.is_cut:
+        step.advance_cut(op, CutEvent.ENDED)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -318,8 +327,12 @@ def forget_waiters(step: Step, job: JobKey) -> None:
 def requeue(step: Step, op: Op) -> None:
     """A permitted operation lost its WPG."""
     if op.state is OpState.PERMITTED:
-        step.move_op(op, OpState.QUEUED)
+        step.advance_op(op, OpEvent.TAKEN_BACK)
         op.lose_wpg()
+        if op.is_cut:
+            # An ordered one is run again among the mutations, where its place is.
+            is_ordered = op.key.seq is not None
+            step.advance_cut(op, CutEvent.DIED if is_ordered else CutEvent.DIED_UNORDERED)
         deployment = step.deployment(op.key.deployment_key)
         assert deployment is not None
         end_unwanted(step, deployment, op)
@@ -329,6 +342,6 @@ def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     """End everything that is open: the job ends."""
     for op in deployment.queue.every:
         if op.state is OpState.PERMITTED:
-            step.move_op(op, OpState.QUEUED)
+            step.advance_op(op, OpEvent.TAKEN_BACK)
         if op.state is OpState.QUEUED:
             end_unrun(step, deployment, op, error)

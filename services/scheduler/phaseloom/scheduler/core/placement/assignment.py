@@ -15,7 +15,7 @@ from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import admission, groups
-from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,

@@ -15,7 +15,7 @@ from phaseloom.common.contract.events import PhaseTrace, PlannedMove, ReplanComp
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.placement import assignment
 from phaseloom.scheduler.core.planning import admission, groups
-from phaseloom.scheduler.core.planning.weave.timing import is_overloaded
+from phaseloom.scheduler.core.planning.weave.period import is_overloaded
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec
-from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
 
 # --- what a job needs ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from phaseloom.common.contract.ids import NodeId, VersionKey
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Mutation
+from phaseloom.scheduler.core.state.transitions import CopyState
 
 
 class Copying(msgspec.Struct):
@@ -23,12 +24,16 @@ class Copying(msgspec.Struct):
     """The command that told the node to fetch the copy."""
     part: int = 0
     """The part of a seal that is fetched, by the place of its node."""
-    has_failed: bool = False
-    """Whether the node's last try to fetch the copy failed."""
+    state: CopyState = CopyState.FETCHING
     failures: int = 0
     """Failed tries in a row, on whichever node."""
     retry_at_s: float = 0.0
     """The node is not asked again before this time. Another node may be."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the node's last try to fetch the copy failed."""
+        return self.state is CopyState.FAILED
 
     def is_under_way(self, node: Node) -> bool:
         """Args: node: as it is now."""
@@ -36,7 +41,6 @@ class Copying(msgspec.Struct):
 
     def fail(self, now_s: float, pause_s: float, max_pause_s: float) -> None:
         """Args: pause_s: after a first failure; twice as long after each further one."""
-        self.has_failed = True
         self.failures += 1
         self.retry_at_s = now_s + min(pause_s * 2 ** (self.failures - 1), max_pause_s)
 

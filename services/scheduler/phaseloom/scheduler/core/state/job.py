@@ -174,7 +174,7 @@ class Job(msgspec.Struct):
     error: ErrorInfo | None = None
 
     def enter(self, state: JobState) -> None:
-        """Called by `Step.move_job`, which knows the transitions."""
+        """Called by `Step.advance_job`, which knows the transitions."""
         self.state = state
 
     def have(self, deployments: list[DeploymentSpec]) -> None:

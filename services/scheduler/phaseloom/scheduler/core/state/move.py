@@ -6,24 +6,12 @@ One record a deployment. Its fields are changed by its methods only. Other modul
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
 
 import msgspec
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.state.transitions import MoveStage
 from phaseloom.scheduler.core.state.wpg import Span
-
-
-class MoveStage(StrEnum):
-    WAITING = "waiting"
-    """A node that the deployment is to go to is not there: it runs on where it is."""
-    BEGUN = "begun"
-    """The deployment is to be sealed as soon as nothing runs on it."""
-    SEALING = "sealing"
-    MIRRORING = "mirroring"
-    """The deployment runs on while its new nodes fetch what it will begin with."""
-    LEAVING = "leaving"
-    """The deployment is stopped as soon as nothing runs on it."""
 
 
 class Relocation(msgspec.Struct):

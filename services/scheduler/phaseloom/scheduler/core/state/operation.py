@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import OpState
+from phaseloom.scheduler.core.state.transitions import CutState, OpState
 
 
 class Op(msgspec.Struct):
@@ -38,9 +38,13 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Size of its payload."""
-    is_cut: bool = False
-    """Whether a `save_state` needs neither devices nor state any more, and is being written. Where
-    its WPG died meanwhile, it is run again in its place among the mutations."""
+    cut_state: CutState = CutState.NONE
+    """Whether what a `save_state` saves is apart from its deployment."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a `save_state` that needs neither devices nor state any more."""
+        return self.cut_state is not CutState.NONE
 
     @property
     def is_mutating(self) -> bool:
@@ -58,7 +62,7 @@ class Op(msgspec.Struct):
     # --- changing --------------------------------------------------------------------------------
 
     def enter(self, state: OpState) -> None:
-        """Called by `Step.move_op`, which knows the transitions."""
+        """Called by `Step.advance_op`, which knows the transitions."""
         self.state = state
 
     def become_eligible(self, now_s: float) -> None:
@@ -82,14 +86,10 @@ class Op(msgspec.Struct):
         """Its WPG died while it was permitted. An ordered `save_state` that is cut stays so: it is
         run again among the mutations, where its place is."""
         self.uncertain = True
-        self.is_cut = self.is_cut and self.key.seq is not None
 
-    def cut(self) -> None:
-        self.is_cut = True
-
-    def saved(self) -> None:
-        """A `save_state` that was cut has its outcome."""
-        self.is_cut = False
+    def enter_cut(self, state: CutState) -> None:
+        """Called by `Step.advance_cut`, which knows the transitions."""
+        self.cut_state = state
 
 
 class Mutation(msgspec.Struct, frozen=True):

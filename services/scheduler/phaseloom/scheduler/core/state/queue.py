@@ -73,8 +73,7 @@ class OperationQueue(msgspec.Struct):
         self.awaited_seq = max(self.awaited_seq, seq)
 
     def cut(self, op: Op) -> None:
-        """A `save_state` needs neither devices nor state any more: those behind it may go on."""
-        op.cut()
+        """A `save_state` has been cut: those behind it may go on."""
         if op.key.seq is not None:
             bisect.insort(self.cuts, op.key.seq)
             self._pass()
@@ -92,7 +91,6 @@ class OperationQueue(msgspec.Struct):
             return False
         self.queued_syncs.pop(seq, None)
         if op.is_cut:
-            op.saved()
             self.cuts.remove(seq)
         if not completed:
             bisect.insort(self.not_completed, seq)

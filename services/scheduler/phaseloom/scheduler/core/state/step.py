@@ -14,18 +14,25 @@ from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state.transitions import (
-    JOB_TRANSITIONS,
-    OP_TRANSITIONS,
-    WPG_TRANSITIONS,
-    InvalidTransition,
-    JobState,
-    OpState,
-    WpgState,
+    COPIES,
+    CUTS,
+    JOBS,
+    MOVES,
+    OPERATIONS,
+    WPGS,
+    CopyEvent,
+    CutEvent,
+    JobEvent,
+    MoveEvent,
+    OpEvent,
+    WpgEvent,
+    next_state,
 )
 from phaseloom.scheduler.core.state.tree import State
 
@@ -37,7 +44,7 @@ Asked = dict[str, ErrorInfo | None]
 
 
 class FollowUp(StrEnum):
-    """What is to be done after an event; `core.FOLLOW_UPS` has the order, and who does it."""
+    """What is to be done after an event; `core.py` has the order, and who does it."""
 
     WAKE = "wake"
     """Operations: something that they wait for has ended."""
@@ -161,21 +168,29 @@ class Step:
         if self.state.crowded:
             self.follow(FollowUp.HINT, deployment.job_name)
 
-    def move_op(self, op: Op, to: OpState) -> None:
-        if to not in OP_TRANSITIONS[op.state]:
-            raise InvalidTransition(f"operation {op.key}", op.state, to, self.sequence)
-        op.enter(to)
+    def advance_op(self, op: Op, event: OpEvent) -> None:
+        op.enter(next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence))
 
-    def move_wpg(self, deployment: Deployment, to: WpgState) -> None:
-        if to not in WPG_TRANSITIONS[deployment.wpg.state]:
-            raise InvalidTransition(
-                f"WPG {deployment.name}", deployment.wpg.state, to, self.sequence
-            )
-        deployment.wpg.enter(to)
+    def advance_cut(self, op: Op, event: CutEvent) -> None:
+        op.enter_cut(next_state(CUTS, "cut of", op.key, op.cut_state, event, self.sequence))
+
+    def advance_wpg(self, deployment: Deployment, event: WpgEvent) -> None:
+        wpg, name = deployment.wpg, deployment.name
+        wpg.enter(next_state(WPGS, "WPG", name, wpg.state, event, self.sequence))
         self.job_changed(deployment.job_name)
 
-    def move_job(self, job: Job, to: JobState) -> None:
-        if to not in JOB_TRANSITIONS[job.state]:
-            raise InvalidTransition(f"job {job.key}", job.state, to, self.sequence)
-        job.enter(to)
+    def advance_job(self, job: Job, event: JobEvent) -> None:
+        job.enter(next_state(JOBS, "job", job.key, job.state, event, self.sequence))
         self.job_changed(str(job.key))
+
+    def advance_move(self, deployment: Deployment, event: MoveEvent) -> None:
+        move, name = deployment.move.relocation, deployment.name
+        assert move is not None, name
+        if move.enter(next_state(MOVES, "move of", name, move.stage, event, self.sequence)):
+            self.job_changed(deployment.job_name)
+            self.touch(deployment)
+
+    def advance_copy(self, copying: Copying, event: CopyEvent) -> None:
+        copying.state = next_state(
+            COPIES, "copy on", copying.node, copying.state, event, self.sequence
+        )

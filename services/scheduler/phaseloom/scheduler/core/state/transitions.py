@@ -1,8 +1,14 @@
-"""The state machines of operations, WPGs and jobs: each a table of the arrows that there are."""
+"""The life cycles of operations, WPGs, jobs, moves, copies and cuts: a table for each.
+
+A table says which state follows on an event: {(state, event): next state}. What it does not have
+raises `InvalidTransition`. The scheduler's README shows the tables.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import TypeVar
 
 from phaseloom.common.contract.errors import InternalError
 
@@ -42,72 +48,215 @@ class JobState(StrEnum):
     """Its state fell back to its last checkpoint; ACTIVE again once a controller attaches."""
 
 
-OP_TRANSITIONS: dict[OpState, frozenset[OpState]] = {
-    OpState.QUEUED: frozenset(
-        {OpState.PERMITTED, OpState.FAILED, OpState.CANCELLED, OpState.EXPIRED}
-    ),
-    OpState.PERMITTED: frozenset(
-        {OpState.QUEUED, OpState.COMPLETED, OpState.FAILED, OpState.CANCELLED, OpState.EXPIRED}
-    ),
-    OpState.COMPLETED: frozenset(),
-    OpState.FAILED: frozenset(),
-    OpState.CANCELLED: frozenset(),
-    OpState.EXPIRED: frozenset(),
+class MoveStage(StrEnum):
+    WAITING = "waiting"
+    """A node that the deployment is to go to is not there: it runs on where it is."""
+    BEGUN = "begun"
+    """The deployment is to be sealed as soon as nothing runs on it."""
+    SEALING = "sealing"
+    MIRRORING = "mirroring"
+    """The deployment runs on while its new nodes fetch what it will begin with."""
+    LEAVING = "leaving"
+    """The deployment is stopped as soon as nothing runs on it."""
+
+
+class CopyState(StrEnum):
+    FETCHING = "fetching"
+    FAILED = "failed"
+    """The node could not fetch the copy; it, or another one, is asked again."""
+    CAME = "came"
+
+
+class CutState(StrEnum):
+    NONE = "none"
+    WRITING = "writing"
+    """The state that a `save_state` saves is apart from its deployment, and is being written."""
+    LOST = "lost"
+    """The WPG died meanwhile: the `save_state` is run again in its place among the mutations."""
+
+
+class OpEvent(StrEnum):
+    """The outcomes have the values of `Outcome`."""
+
+    PERMITTED = "permitted"
+    TAKEN_BACK = "taken back"
+    """Its permit was not used, or its WPG died."""
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class WpgEvent(StrEnum):
+    STARTED = "started"
+    """Its nodes were told to start its ranks."""
+    UP_TO_REPLAY = "up to replay"
+    """Its ranks are up, and operations are to be run again."""
+    UP = "up"
+    REPLAYED = "replayed"
+    DIED = "died"
+    STOPPED = "stopped"
+
+
+class JobEvent(StrEnum):
+    PLACED = "placed"
+    PLACED_ALONE = "placed alone"
+    """Placed on nodes of its own, to be measured."""
+    UP = "up"
+    """All of its WPGs are up."""
+    ATTACHED = "attached"
+    """All of its WPGs are up, and a controller has attached since it fell back."""
+    DRAIN = "drain"
+    FELL_BACK = "fell back"
+    FINISHED = "finished"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+class MoveEvent(StrEnum):
+    PUT_OFF = "put off"
+    """A new node is not there, or could not take its copy."""
+    TRIED_AGAIN = "tried again"
+    SEAL_ASKED = "seal asked"
+    """The seal was asked for, or none is wanted."""
+    SEAL_ENDED = "seal ended"
+    FETCHED = "fetched"
+    """All new nodes have their copies."""
+    NODE_RESTARTED = "node restarted"
+    """A new node has begun another life, and does not fetch what it was told to."""
+    LAST_SEAL_ASKED = "last seal asked"
+    """Running again what came after the seal would take longer than another copy."""
+
+
+class CopyEvent(StrEnum):
+    FAILED = "failed"
+    CAME = "came"
+
+
+class CutEvent(StrEnum):
+    CUT = "cut"
+    ENDED = "ended"
+    """The `save_state` has an outcome."""
+    DIED = "died"
+    """The WPG died before that."""
+    DIED_UNORDERED = "died unordered"
+    """The same, of a `save_state` without a place in the order: it is run as any other."""
+
+
+OPERATIONS: dict[tuple[OpState, OpEvent], OpState] = {
+    (OpState.QUEUED, OpEvent.PERMITTED): OpState.PERMITTED,
+    (OpState.QUEUED, OpEvent.FAILED): OpState.FAILED,
+    (OpState.QUEUED, OpEvent.CANCELLED): OpState.CANCELLED,
+    (OpState.QUEUED, OpEvent.EXPIRED): OpState.EXPIRED,
+    (OpState.PERMITTED, OpEvent.TAKEN_BACK): OpState.QUEUED,
+    (OpState.PERMITTED, OpEvent.COMPLETED): OpState.COMPLETED,
+    (OpState.PERMITTED, OpEvent.FAILED): OpState.FAILED,
+    (OpState.PERMITTED, OpEvent.CANCELLED): OpState.CANCELLED,
+    (OpState.PERMITTED, OpEvent.EXPIRED): OpState.EXPIRED,
 }
 
 
-WPG_TRANSITIONS: dict[WpgState, frozenset[WpgState]] = {
-    WpgState.UNPLACED: frozenset({WpgState.STARTING, WpgState.STOPPED}),
-    WpgState.STARTING: frozenset(
-        {WpgState.RECOVERING, WpgState.READY, WpgState.LOST, WpgState.STOPPED}
-    ),
-    WpgState.RECOVERING: frozenset({WpgState.READY, WpgState.LOST, WpgState.STOPPED}),
-    WpgState.READY: frozenset({WpgState.LOST, WpgState.STOPPED}),
-    WpgState.LOST: frozenset({WpgState.STARTING, WpgState.STOPPED}),
-    WpgState.STOPPED: frozenset(),
+WPGS: dict[tuple[WpgState, WpgEvent], WpgState] = {
+    (WpgState.UNPLACED, WpgEvent.STARTED): WpgState.STARTING,
+    (WpgState.UNPLACED, WpgEvent.STOPPED): WpgState.STOPPED,
+    (WpgState.STARTING, WpgEvent.UP_TO_REPLAY): WpgState.RECOVERING,
+    (WpgState.STARTING, WpgEvent.UP): WpgState.READY,
+    (WpgState.STARTING, WpgEvent.DIED): WpgState.LOST,
+    (WpgState.STARTING, WpgEvent.STOPPED): WpgState.STOPPED,
+    (WpgState.RECOVERING, WpgEvent.REPLAYED): WpgState.READY,
+    (WpgState.RECOVERING, WpgEvent.DIED): WpgState.LOST,
+    (WpgState.RECOVERING, WpgEvent.STOPPED): WpgState.STOPPED,
+    (WpgState.READY, WpgEvent.DIED): WpgState.LOST,
+    (WpgState.READY, WpgEvent.STOPPED): WpgState.STOPPED,
+    (WpgState.LOST, WpgEvent.STARTED): WpgState.STARTING,
+    (WpgState.LOST, WpgEvent.STOPPED): WpgState.STOPPED,
 }
 
 
-JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.SUBMITTED: frozenset(
-        {
-            JobState.PROFILING,
-            JobState.PLACED,
-            JobState.REJECTED,
-            JobState.DONE,
-            JobState.FAILED,
-        }
-    ),
-    JobState.PROFILING: frozenset(
-        {JobState.ACTIVE, JobState.DRAINING, JobState.REJECTED, JobState.DONE, JobState.FAILED}
-    ),
-    JobState.PLACED: frozenset(
-        {JobState.ACTIVE, JobState.DRAINING, JobState.REJECTED, JobState.DONE, JobState.FAILED}
-    ),
-    JobState.ACTIVE: frozenset(
-        {JobState.DRAINING, JobState.DONE, JobState.FAILED, JobState.ROLLED_BACK}
-    ),
-    JobState.ROLLED_BACK: frozenset(
-        {
-            JobState.ACTIVE,
-            JobState.DRAINING,
-            JobState.ROLLED_BACK,
-            JobState.DONE,
-            JobState.FAILED,
-        }
-    ),
-    JobState.DRAINING: frozenset({JobState.DONE, JobState.FAILED}),
-    JobState.DONE: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.REJECTED: frozenset(),
+JOBS: dict[tuple[JobState, JobEvent], JobState] = {
+    (JobState.SUBMITTED, JobEvent.PLACED): JobState.PLACED,
+    (JobState.SUBMITTED, JobEvent.PLACED_ALONE): JobState.PROFILING,
+    (JobState.SUBMITTED, JobEvent.FINISHED): JobState.DONE,
+    (JobState.SUBMITTED, JobEvent.FAILED): JobState.FAILED,
+    (JobState.SUBMITTED, JobEvent.REJECTED): JobState.REJECTED,
+    (JobState.PROFILING, JobEvent.UP): JobState.ACTIVE,
+    (JobState.PROFILING, JobEvent.DRAIN): JobState.DRAINING,
+    (JobState.PROFILING, JobEvent.FINISHED): JobState.DONE,
+    (JobState.PROFILING, JobEvent.FAILED): JobState.FAILED,
+    (JobState.PROFILING, JobEvent.REJECTED): JobState.REJECTED,
+    (JobState.PLACED, JobEvent.UP): JobState.ACTIVE,
+    (JobState.PLACED, JobEvent.DRAIN): JobState.DRAINING,
+    (JobState.PLACED, JobEvent.FINISHED): JobState.DONE,
+    (JobState.PLACED, JobEvent.FAILED): JobState.FAILED,
+    (JobState.PLACED, JobEvent.REJECTED): JobState.REJECTED,
+    (JobState.ACTIVE, JobEvent.DRAIN): JobState.DRAINING,
+    (JobState.ACTIVE, JobEvent.FELL_BACK): JobState.ROLLED_BACK,
+    (JobState.ACTIVE, JobEvent.FINISHED): JobState.DONE,
+    (JobState.ACTIVE, JobEvent.FAILED): JobState.FAILED,
+    (JobState.ROLLED_BACK, JobEvent.ATTACHED): JobState.ACTIVE,
+    (JobState.ROLLED_BACK, JobEvent.DRAIN): JobState.DRAINING,
+    (JobState.ROLLED_BACK, JobEvent.FELL_BACK): JobState.ROLLED_BACK,
+    (JobState.ROLLED_BACK, JobEvent.FINISHED): JobState.DONE,
+    (JobState.ROLLED_BACK, JobEvent.FAILED): JobState.FAILED,
+    (JobState.DRAINING, JobEvent.FINISHED): JobState.DONE,
+    (JobState.DRAINING, JobEvent.FAILED): JobState.FAILED,
+}
+
+
+MOVES: dict[tuple[MoveStage, MoveEvent], MoveStage] = {
+    (MoveStage.BEGUN, MoveEvent.SEAL_ASKED): MoveStage.SEALING,
+    (MoveStage.BEGUN, MoveEvent.PUT_OFF): MoveStage.WAITING,
+    (MoveStage.SEALING, MoveEvent.SEAL_ENDED): MoveStage.MIRRORING,
+    (MoveStage.SEALING, MoveEvent.PUT_OFF): MoveStage.WAITING,
+    (MoveStage.MIRRORING, MoveEvent.FETCHED): MoveStage.LEAVING,
+    (MoveStage.MIRRORING, MoveEvent.NODE_RESTARTED): MoveStage.SEALING,
+    (MoveStage.MIRRORING, MoveEvent.PUT_OFF): MoveStage.WAITING,
+    (MoveStage.LEAVING, MoveEvent.LAST_SEAL_ASKED): MoveStage.SEALING,
+    (MoveStage.LEAVING, MoveEvent.PUT_OFF): MoveStage.WAITING,
+    (MoveStage.WAITING, MoveEvent.TRIED_AGAIN): MoveStage.BEGUN,
+    (MoveStage.WAITING, MoveEvent.PUT_OFF): MoveStage.WAITING,
+}
+"""A move ends when the deployment is up on its new nodes, stays after all, or has ended."""
+
+
+COPIES: dict[tuple[CopyState, CopyEvent], CopyState] = {
+    (CopyState.FETCHING, CopyEvent.CAME): CopyState.CAME,
+    (CopyState.FETCHING, CopyEvent.FAILED): CopyState.FAILED,
+    (CopyState.FAILED, CopyEvent.CAME): CopyState.CAME,
+    (CopyState.FAILED, CopyEvent.FAILED): CopyState.FAILED,
+}
+"""An answer may come twice: what a failed try says later still counts."""
+
+
+CUTS: dict[tuple[CutState, CutEvent], CutState] = {
+    (CutState.NONE, CutEvent.CUT): CutState.WRITING,
+    (CutState.WRITING, CutEvent.ENDED): CutState.NONE,
+    (CutState.WRITING, CutEvent.DIED): CutState.LOST,
+    (CutState.WRITING, CutEvent.DIED_UNORDERED): CutState.NONE,
+    (CutState.LOST, CutEvent.ENDED): CutState.NONE,
+    (CutState.LOST, CutEvent.DIED): CutState.LOST,
 }
 
 
 JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})
 
 
-class InvalidTransition(InternalError):
-    """An entity was asked to go where its table has no arrow."""
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
 
-    def __init__(self, entity: str, before: StrEnum, after: StrEnum, sequence: int) -> None:
-        super().__init__(f"{entity}: {before} -> {after} at log sequence {sequence}")
+
+def next_state(  # noqa: PLR0917 - one line of a table, its name and its place
+    table: Mapping[tuple[S, E], S], kind: str, name: object, state: S, event: E, sequence: int
+) -> S:
+    """Raises: InvalidTransition: the table has no such event in this state."""
+    after = table.get((state, event))
+    if after is None:
+        raise InvalidTransition(f"{kind} {name}", state, event, sequence)
+    return after
+
+
+class InvalidTransition(InternalError):
+    """An event came in a state of which its table does not know it: our own bug."""
+
+    def __init__(self, entity: str, state: StrEnum, event: StrEnum, sequence: int) -> None:
+        super().__init__(f"{entity}: {event!r} in state {state!r} at log sequence {sequence}")

@@ -62,7 +62,7 @@ class Wpg(msgspec.Struct):
     # --- an incarnation --------------------------------------------------------------------------
 
     def enter(self, state: WpgState) -> None:
-        """Called by `Step.move_wpg`, which knows the transitions."""
+        """Called by `Step.advance_wpg`, which knows the transitions."""
         self.state = state
 
     def begin(self, seal_seq: int) -> None:

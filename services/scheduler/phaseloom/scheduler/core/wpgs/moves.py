@@ -25,9 +25,10 @@ from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.move import MoveStage, Relocation
+from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
+from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
@@ -146,16 +147,16 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
         return False
     if move.stage is MoveStage.WAITING and step.now_s >= move.retry_at_s:
         move.begin_again()
-        _enter(step, deployment, MoveStage.BEGUN)
+        step.advance_move(deployment, MoveEvent.TRIED_AGAIN)
     if move.stage is MoveStage.BEGUN and _has_sealed(step, deployment, move):
         move.note_began(step.now_s)
-        _enter(step, deployment, MoveStage.SEALING)
+        step.advance_move(deployment, MoveEvent.SEAL_ASKED)
     if move.stage is MoveStage.SEALING and not deployment.durability.sealing:
         _mirror(step, deployment, move)
-        _enter(step, deployment, MoveStage.MIRRORING)
+        step.advance_move(deployment, MoveEvent.SEAL_ENDED)
     if move.stage is MoveStage.MIRRORING and not move.fetching:
         move.note_copied(step.now_s)
-        _enter(step, deployment, MoveStage.LEAVING)
+        step.advance_move(deployment, MoveEvent.FETCHED)
     is_busy = (
         deployment.activation.running
         or deployment.activation.opening_on
@@ -169,7 +170,7 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
         return True
     move.seal_last()
     seals.seal(step, deployment)
-    _enter(step, deployment, MoveStage.SEALING)
+    step.advance_move(deployment, MoveEvent.LAST_SEAL_ASKED)
     return False
 
 
@@ -187,14 +188,7 @@ def _replay_s(deployment: Deployment) -> float:
 
 def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
     move.wait()
-    _enter(step, deployment, MoveStage.WAITING)
-
-
-def _enter(step: Step, deployment: Deployment, stage: MoveStage) -> None:
-    assert deployment.move.relocation is not None
-    if deployment.move.relocation.enter(stage):
-        step.job_changed(deployment.job_name)
-        step.touch(deployment)
+    step.advance_move(deployment, MoveEvent.PUT_OFF)
 
 
 def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -281,7 +275,7 @@ def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
     """A new node has begun a new life: what it was told to fetch in the last one it never will."""
     move = deployment.move.relocation
     if move is not None and move.stage is MoveStage.MIRRORING and node in move.fetching:
-        _enter(step, deployment, MoveStage.SEALING)
+        step.advance_move(deployment, MoveEvent.NODE_RESTARTED)
 
 
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:

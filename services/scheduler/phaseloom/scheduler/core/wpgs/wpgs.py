@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.transitions import WpgEvent, WpgState
 from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import moves
 
@@ -172,7 +172,7 @@ def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None
 
 
 def start(step: Step, deployment: Deployment) -> None:
-    step.move_wpg(deployment, WpgState.STARTING)
+    step.advance_wpg(deployment, WpgEvent.STARTED)
     deployment.durability.incarnation_begins()
     deployment.wpg.begin(deployment.durability.seal_seq)
     nodes = deployment.nodes
@@ -257,9 +257,8 @@ def started(step: Step, event: WpgStarted) -> None:
     host_memory.weigh(step, deployment)
     deployment.wpg.is_up()
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
-    step.move_wpg(
-        deployment, WpgState.RECOVERING if deployment.durability.replay else WpgState.READY
-    )
+    has_replay = bool(deployment.durability.replay)
+    step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
     seals.release_restored(step, deployment)
     if not deployment.durability.seal_seq:
         seals.clear_stale_holders(step, deployment)
@@ -307,7 +306,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     deployment.wpg.forgive_refusals()
     _touch_job(step, deployment)
     if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
-        step.move_wpg(deployment, WpgState.READY)
+        step.advance_wpg(deployment, WpgEvent.REPLAYED)
         step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
 
@@ -422,7 +421,7 @@ def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> N
 def _bury(step: Step, deployment: Deployment) -> None:
     """Book the death of a WPG: claims freed, its open operation queued again."""
     if deployment.wpg.state in _ALIVE:
-        step.move_wpg(deployment, WpgState.LOST)
+        step.advance_wpg(deployment, WpgEvent.DIED)
         deployment.wpg.is_dead()
     cut = [op for op in deployment.queue.every if op.is_cut]
     for op in [*_running_ops(deployment), *cut]:
@@ -470,7 +469,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if deployment.move.relocation is not None:
         moves.let_go(step, deployment)
         deployment.move.end()
-    step.move_wpg(deployment, WpgState.STOPPED)
+    step.advance_wpg(deployment, WpgEvent.STOPPED)
 
 
 def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:

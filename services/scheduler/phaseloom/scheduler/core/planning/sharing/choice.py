@@ -24,8 +24,7 @@ from phaseloom.scheduler.core.planning.sharing.sites import (
     site_in,
     sites_in,
 )
-from phaseloom.scheduler.core.planning.timeline.timeline import Timeline
-from phaseloom.scheduler.core.planning.timeline.upkeep import has_room, of
+from phaseloom.scheduler.core.planning.timeline.timeline import Timeline, has_room, timeline_of
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Group, Member, Placed, Waits
 
 ALPHA = 1.0
@@ -115,7 +114,9 @@ def _on_its_own(asked: _Asked) -> Placed | None:
     if not asked.accepts("", placed.nodes):
         asked.refusals.held += 1
         return None
-    of(asked.cluster)  # job by job, lest the first that shares waits for all of them to be laid
+    timeline_of(
+        asked.cluster
+    )  # job by job, lest the first that shares waits for all of them to be laid
     return placed
 
 
@@ -184,7 +185,7 @@ def _shift(asked: _Asked, site: Site) -> tuple[int, float]:
     """
     if asked.member.cycle is None:
         return 0, 0.0
-    timeline = asked.timeline = asked.timeline or of(asked.cluster)
+    timeline = asked.timeline = asked.timeline or timeline_of(asked.cluster)
     demand = timeline.demand(asked.member.cycle)
     origin = int(asked.cluster.now_s)
     shift = timeline.find_shift(site.nodes, demand, origin, int(ALPHA * demand.period))

@@ -16,16 +16,18 @@ Cost: a reservation takes O(P log M) a node and O(P log L) a pool, of P periods 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle
-from phaseloom.scheduler.core.planning.timeline.intervals import FreeRanges, common
 from phaseloom.scheduler.core.planning.timeline.ring import (
     HORIZON_SLOTS,
+    FreeRanges,
     Range,
+    common,
     footprint,
     in_slots,
     merged,
@@ -34,8 +36,7 @@ from phaseloom.scheduler.core.planning.timeline.ring import (
     starts,
 )
 from phaseloom.scheduler.core.planning.timeline.segment_tree import SegmentTree
-from phaseloom.scheduler.core.planning.timeline.shift import smallest_shift
-from phaseloom.scheduler.core.state.cluster import Pool
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Limits, Member, Pool
 
 Nodes = Mapping[Pool, Sequence[NodeId]]
 
@@ -153,10 +154,6 @@ class Timeline:
                 if track is not None:
                     self._give(track, job)
 
-    def fits(self, nodes: Nodes, demand: Demand, origin: int) -> bool:
-        """Whether its footprint is free on these nodes in every period: the tree is asked first."""
-        return self.find_shift(nodes, demand, origin, 0) is not None
-
     def find_shift(self, nodes: Nodes, demand: Demand, origin: int, limit: int) -> int | None:
         """The smallest shift, in slots up to `limit`, at which it fits in every period.
 
@@ -210,12 +207,6 @@ class Timeline:
         """Nodes that are free and open, of every slot. Cost: O(L)."""
         tree = self._tree(pool)
         return [0] * self.num_slots if tree is None else tree.values()
-
-    def free_ranges(self, node: NodeId) -> list[Range]:
-        return self._tracks[node].free.ranges()
-
-    def jobs(self) -> Iterator[str]:
-        yield from self._on
 
     def _may_fit(self, nodes: Nodes, demand: Demand, origin: int) -> bool:
         """Whether the pools have so many nodes free in the first period, be it others."""
@@ -294,3 +285,144 @@ def _runs(steps: Mapping[int, int]) -> dict[Range, int]:
             total += step
             since = slot
     return runs
+
+
+N = TypeVar("N", int, float)
+"""Seconds, or whole slots."""
+FirstFit = Callable[[N, N], N | None]
+"""(position, length) -> the earliest position from there on with so much free time, if any."""
+
+
+def smallest_shift(segments: Iterable[tuple[N, N, FirstFit[N]]], limit: N, at_least: N) -> N | None:
+    """The smallest δ in [at_least, limit] that puts every segment into its free time.
+
+    Args: segments: (offset, length, where it may lie).
+    Cost: the sum over the windows that are passed of one bisection a segment.
+    """
+    parts = list(segments)
+    shift = at_least
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for offset, length, first_fit in parts:
+            place = first_fit(offset + shift, length)
+            if place is None or place - offset > limit:
+                return None
+            if place > offset + shift:
+                shift = place - offset
+                has_moved = True
+    return shift
+
+
+_KEY = "timeline"
+_Mark = tuple[dict[Pool, list[NodeId]], Cycle | None, float]
+"""What a member's reservation follows from."""
+
+
+def timeline_of(cluster: Cluster) -> Timeline:
+    """Mutates nothing that a policy sees."""
+    kept = cluster.__dict__.get(_KEY)
+    if kept is None:
+        kept = cluster.__dict__[_KEY] = _Kept()
+    kept.follow(cluster)
+    timeline: Timeline = kept.timeline
+    return timeline
+
+
+def has_room(group: Group, limits: Limits) -> bool:
+    """Whether it takes another job, as far as numbers go."""
+    return not group.is_closed and len(group.members) < limits.max_group_jobs
+
+
+class _Laid(msgspec.Struct):
+    """A group, as the timeline has it."""
+
+    version: int = -1
+    members: dict[str, _Mark] = {}
+    closed: list[NodeId] = []
+    """Of its nodes, while it takes no further job."""
+
+
+class _Kept:
+    """A timeline, and what it was made from."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline({})
+        self._hosts: dict[NodeId, Pool] = {}
+        self._laid: dict[str, _Laid] = {}
+
+    def follow(self, cluster: Cluster) -> None:
+        """First all that is gone is given up, then what is new is taken: a job or a node may have
+        gone from one group to another."""
+        hosts = {node: host.pool for node, host in cluster.hosts.items() if host.is_up}
+        changed = self._changed(hosts)
+        for name, laid in list(self._laid.items()):
+            group = cluster.groups.get(name)
+            if group is None or laid.version != group.version or changed:
+                self._give_up(laid, group, changed)
+            if group is None:
+                del self._laid[name]
+        for node in changed:
+            self._follow_host(node, hosts)
+        self._hosts = hosts
+        for name, group in cluster.groups.items():
+            self._lay(self._laid.setdefault(name, _Laid()), group, cluster.limits)
+
+    def _changed(self, hosts: dict[NodeId, Pool]) -> set[NodeId]:
+        """Nodes that came, went, or are of another pool now."""
+        if hosts == self._hosts:
+            return set()
+        return {node for node, _ in hosts.items() ^ self._hosts.items()}
+
+    def _give_up(self, laid: _Laid, group: Group | None, changed: set[NodeId]) -> None:
+        members = {} if group is None else group.members
+        for job, mark in list(laid.members.items()):
+            member = members.get(job)
+            if member is None or not _is_as(member, mark) or _is_on(mark, changed):
+                del laid.members[job]
+                self.timeline.release(job)
+        for node in laid.closed:
+            self.timeline.set_open(node, True)
+        laid.closed = []
+        laid.version = -1
+
+    def _follow_host(self, node: NodeId, hosts: dict[NodeId, Pool]) -> None:
+        if node in self._hosts:
+            self.timeline.remove_node(node)
+        if node in hosts:
+            self.timeline.add_node(node, hosts[node])
+
+    def _lay(self, laid: _Laid, group: Group, limits: Limits) -> None:
+        has_changed = laid.version != group.version
+        if has_changed:
+            for job, member in group.members.items():
+                if job not in laid.members:
+                    self._reserve(laid, job, member)
+            laid.version = group.version
+        takes_more = has_room(group, limits)
+        if has_changed or takes_more == bool(laid.closed):
+            self._set_open(laid, group, takes_more)
+
+    def _reserve(self, laid: _Laid, job: str, member: Member) -> None:
+        """A job without a known cycle is busy nowhere: nobody can tell when it will be."""
+        kept = {pool: list(nodes) for pool, nodes in member.nodes.items()}
+        laid.members[job] = (kept, member.cycle, member.began_s)
+        cycle = member.cycle or Cycle(float(self.timeline.num_slots), [])
+        up = {pool: [n for n in nodes if n in self._hosts] for pool, nodes in kept.items()}
+        demand = self.timeline.demand(cycle)
+        self.timeline.reserve(job, up, demand, int(member.began_s), may_overlap=True)
+
+    def _set_open(self, laid: _Laid, group: Group, is_open: bool) -> None:
+        nodes = [n for names in group.nodes.values() for n in names if n in self._hosts]
+        for node in nodes:
+            self.timeline.set_open(node, is_open)
+        laid.closed = [] if is_open else nodes
+
+
+def _is_as(member: Member, mark: _Mark) -> bool:
+    nodes, cycle, began_s = mark
+    return member.cycle is cycle and member.began_s == began_s and member.nodes == nodes
+
+
+def _is_on(mark: _Mark, nodes: set[NodeId]) -> bool:
+    return bool(nodes) and any(node in nodes for names in mark[0].values() for node in names)

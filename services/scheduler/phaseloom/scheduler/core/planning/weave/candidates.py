@@ -26,8 +26,8 @@ from phaseloom.scheduler.core.planning.weave.fifo import (
     mean_iterations_s,
     worst_iterations_s,
 )
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN, Timing, timing_of
 from phaseloom.scheduler.core.planning.weave.pool import need_of
-from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, TRAIN, Timing, timing_of
 from phaseloom.scheduler.core.state.cluster import Cluster, Member, Need
 
 SLACK = 1e-6
@@ -39,7 +39,7 @@ TRANSIENT = 1.0
 """Share of the longest single wait that is reserved when a group changes."""
 
 
-class Seat(NamedTuple):
+class Candidate(NamedTuple):
     """A member and the rollout nodes that it has, or would have."""
 
     job: str
@@ -58,11 +58,11 @@ class Seat(NamedTuple):
         return self.left * self.timing.solo_s
 
 
-Seats = tuple[Seat, ...]
+Candidates = tuple[Candidate, ...]
 """A group, in the order of its members."""
 
 
-def seat_of(cluster: Cluster, member: Member) -> Seat:
+def candidate_of(cluster: Cluster, member: Member) -> Candidate:
     """Of a job that can no longer make its mean even alone, the budget starts anew: it is lost to
     its SLO, and not to be starved."""
     timing = timing_of(member)
@@ -76,7 +76,7 @@ def seat_of(cluster: Cluster, member: Member) -> Seat:
     budget_s = timing.allowed_s * left + saved_s
     if budget_s < (left - 1) * timing.solo_s:
         budget_s = left * timing.allowed_s
-    return Seat(
+    return Candidate(
         member.job,
         timing,
         left,
@@ -99,55 +99,55 @@ def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
     return max(lived_s, now_s - 2 * timing.solo_s)
 
 
-def signature(group: Seats) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Who is where: all that differs between groups of one replan."""
-    return tuple((seat.job, seat.nodes) for seat in group)
+    return tuple((candidate.job, candidate.nodes) for candidate in group)
 
 
-def could_hold(group: Seats) -> bool:
+def could_hold(group: Candidates) -> bool:
     """Cheap and necessary: nobody is asked for more than all of its budget, no node for more than
     all of its time."""
     train = 0.0
     load: dict[str, float] = {}
-    for seat in group:
-        budget_s = seat.budget_s
+    for candidate in group:
+        budget_s = candidate.budget_s
         if budget_s == inf:
             continue
-        if seat.work_s > budget_s + SLACK:
+        if candidate.work_s > budget_s + SLACK:
             return False
-        train += seat.timing.train_s * seat.left / budget_s
-        share = seat.timing.rollout_s * seat.left / budget_s
-        for node in seat.nodes:
+        train += candidate.timing.train_s * candidate.left / budget_s
+        share = candidate.timing.rollout_s * candidate.left / budget_s
+        for node in candidate.nodes:
             load[node] = load.get(node, 0.0) + share
     return train <= 1.0 and all(share <= 1.0 for share in load.values())
 
 
-def shape(group: Seats) -> tuple[Rollout, ...]:
+def shape(group: Candidates) -> tuple[Rollout, ...]:
     """As the simulation sees it: nodes numbered as they appear."""
     numbers: dict[str, int] = {}
     return tuple(
         [
             Rollout(
-                seat.timing.rollout_s,
-                seat.timing.train_s,
-                seat.timing.gap_s,
-                tuple([numbers.setdefault(node, len(numbers)) for node in seat.nodes]),
+                candidate.timing.rollout_s,
+                candidate.timing.train_s,
+                candidate.timing.gap_s,
+                tuple([numbers.setdefault(node, len(numbers)) for node in candidate.nodes]),
             )
-            for seat in group
+            for candidate in group
         ]
     )
 
 
-def progress(group: Seats, switch_s: float) -> list[float]:
+def progress(group: Candidates, switch_s: float) -> list[float]:
     """Of each member, seconds of iterations alone that a second brings: 1 without a delay."""
     means = mean_iterations_s(shape(group), switch_s)
     return [
-        seat.timing.solo_s / mean if mean > 0 else 1.0
-        for seat, mean in zip(group, means, strict=True)
+        candidate.timing.solo_s / mean if mean > 0 else 1.0
+        for candidate, mean in zip(group, means, strict=True)
     ]
 
 
-def holds(group: Seats, switch_s: float, *, is_changed: bool) -> bool:
+def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
     """Whether everybody keeps within its budget, now and after any departures.
 
     Args: is_changed: a member has just come, so that everybody may have to wait once more.
@@ -156,99 +156,101 @@ def holds(group: Seats, switch_s: float, *, is_changed: bool) -> bool:
         return True
     if not could_hold(group):
         return False
-    tight = {seat.job for i, seat in enumerate(group) if not _is_safe(group, i, switch_s)}
+    tight = {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
     return all(
         _keep_time(part, switch_s, is_changed, tight)
         for size in range(len(group), 1, -1)
         for part in combinations(group, size)
-        if any(seat.job in tight for seat in part)
+        if any(candidate.job in tight for candidate in part)
     )
 
 
-def _is_safe(group: Seats, i: int, switch_s: float) -> bool:
+def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
     """Whether a member is within its budget even if it waits for all others in every iteration:
     then nothing has to be simulated for it, whoever leaves."""
     return _longest_s(group, i, switch_s) * group[i].left <= group[i].budget_s + SLACK
 
 
-def _longest_s(group: Seats, i: int, switch_s: float) -> float:
+def _longest_s(group: Candidates, i: int, switch_s: float) -> float:
     """An iteration of a member that waits for all others."""
     queued_s, num_queued = _queue_s(group, i)
     return group[i].timing.solo_s + queued_s + (num_queued + 2) * switch_s
 
 
-def _is_within(group: Seats, i: int, switch_s: float, reserve_s: float) -> bool:
+def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> bool:
     """The same, whatever a simulation would say: where that ends in the middle of an iteration, it
     counts the time of it to those before."""
     longest_s = _longest_s(group, i, switch_s)
-    seen_s = (MAX_LAPS - WARM_LAPS) * max(seat.timing.solo_s for seat in group)
+    seen_s = (MAX_LAPS - WARM_LAPS) * max(candidate.timing.solo_s for candidate in group)
     if longest_s >= seen_s:
         return False
     mean_s = longest_s / (1 - longest_s / seen_s)
     return mean_s * group[i].left + reserve_s <= group[i].budget_s
 
 
-def _queue_s(group: Seats, i: int) -> tuple[float, int]:
+def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
     """Seconds and number of all phases that can be ahead of a member's own in an iteration: one of
     each other job on the train nodes, and one on rollout nodes that they share, or that somebody
     shares who spans several."""
     own = set(group[i].nodes)
-    spans = any(len(seat.nodes) > 1 for seat in group)
+    spans = any(len(candidate.nodes) > 1 for candidate in group)
     total_s, count = 0.0, 0
-    for k, seat in enumerate(group):
+    for k, candidate in enumerate(group):
         if k != i:
-            total_s += seat.timing.train_s
+            total_s += candidate.timing.train_s
             count += 1
-            if spans or not own.isdisjoint(seat.nodes):
-                total_s += seat.timing.rollout_s
+            if spans or not own.isdisjoint(candidate.nodes):
+                total_s += candidate.timing.rollout_s
                 count += 1
     return total_s, count
 
 
-def _keep_time(group: Seats, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
+def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
     """Whether the tight ones keep within their budgets in every orbit that was found."""
     reserves_s = [
         TRANSIENT * _longest_wait_s(group, i) if is_changed else 0.0 for i in range(len(group))
     ]
     if all(
         _is_within(group, i, switch_s, reserves_s[i])
-        for i, seat in enumerate(group)
-        if seat.job in tight
+        for i, candidate in enumerate(group)
+        if candidate.job in tight
     ):
         return True
     jobs = shape(group)
     return all(
         all(
-            mean * seat.left + reserve_s <= seat.budget_s + SLACK
-            for mean, seat, reserve_s in zip(means(jobs, switch_s), group, reserves_s, strict=True)
-            if seat.job in tight
+            mean * candidate.left + reserve_s <= candidate.budget_s + SLACK
+            for mean, candidate, reserve_s in zip(
+                means(jobs, switch_s), group, reserves_s, strict=True
+            )
+            if candidate.job in tight
         )
         for means in (mean_iterations_s, worst_iterations_s)
     )
 
 
-def _longest_wait_s(group: Seats, i: int) -> float:
+def _longest_wait_s(group: Candidates, i: int) -> float:
     """That one iteration takes longer, at the most, because a group has changed."""
-    longest_s = max(seat.timing.solo_s for k, seat in enumerate(group) if k != i)
+    longest_s = max(candidate.timing.solo_s for k, candidate in enumerate(group) if k != i)
     return min(_queue_s(group, i)[0], 2 * longest_s)
 
 
-def moved(seat: Seat, move_s: float) -> Seat | None:
+def moved(candidate: Candidate, move_s: float) -> Candidate | None:
     """After a move; None: its budget does not cover that."""
-    left_s = seat.budget_s - move_s
-    return seat._replace(budget_s=left_s) if left_s >= seat.work_s else None
+    left_s = candidate.budget_s - move_s
+    return candidate._replace(budget_s=left_s) if left_s >= candidate.work_s else None
 
 
-def nodes_of(group: Iterable[Seat]) -> list[str]:
+def nodes_of(group: Iterable[Candidate]) -> list[str]:
     """Rollout nodes, in the order in which members took them."""
-    return list(dict.fromkeys(node for seat in group for node in seat.nodes))
+    return list(dict.fromkeys(node for candidate in group for node in candidate.nodes))
 
 
-def by_load(group: Seats, nodes: Sequence[str]) -> list[str]:
+def by_load(group: Candidates, nodes: Sequence[str]) -> list[str]:
     """The least loaded first; ties in the order given."""
     load = dict.fromkeys(nodes, 0.0)
-    for seat in group:
-        for node in seat.nodes:
+    for candidate in group:
+        for node in candidate.nodes:
             if node in load:
-                load[node] += seat.timing.rollout_s
+                load[node] += candidate.timing.rollout_s
     return sorted(nodes, key=lambda node: load[node])

@@ -18,20 +18,27 @@ from collections.abc import Iterator
 from math import inf
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.weave.candidates import seat_of
-from phaseloom.scheduler.core.planning.weave.period import cycle_s, load_s, period_s
+from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
+from phaseloom.scheduler.core.planning.weave.period import (
+    ROLLOUT,
+    Timing,
+    cycle_s,
+    load_s,
+    period_s,
+    phases,
+    timing_of,
+)
 from phaseloom.scheduler.core.planning.weave.pool import (
     free_nodes,
     fresh,
     need_of,
+    no_place,
     pinned,
     price_per_hour,
     rolls_on,
     share_blindly,
     trains_on,
 )
-from phaseloom.scheduler.core.planning.weave.refusal import no_place
-from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, Timing, phases, timing_of
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -90,9 +97,9 @@ class _Settled:
         few iterations cannot make up for that; where their number is not known, it is assumed to.
         """
         return all(
-            settled_s * (seat.left + 1) <= seat.budget_s + SLACK
-            for seat in (
-                seat_of(self.cluster, other)
+            settled_s * (candidate.left + 1) <= candidate.budget_s + SLACK
+            for candidate in (
+                candidate_of(self.cluster, other)
                 for other in (*self.group.members.values(), member)
                 if other.num_iterations
             )

@@ -3,7 +3,7 @@
 To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WEAVE §4.2:
 - phases go on as soon as their nodes are free, so a group is not held to its longest job;
 - no pruning of saturated groups: the SLO check alone decides (T_load >= T_cycle can be within it);
-- the SLO bounds the mean over a job's life, so the check is of a budget (see `weave/seats.py`);
+- the SLO bounds the mean over a job's life, so the check is of a budget (`weave/candidates.py`);
 - among placements the least price net of progress wins, not the least price: a job that slows
   others lengthens what they pay for;
 - when a job has left, groups are taken apart where their members fit elsewhere (`weave/repack.py`).
@@ -12,12 +12,10 @@ To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WE
 from __future__ import annotations
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.weave.candidates import holds, seat_of
-from phaseloom.scheduler.core.planning.weave.pool import fresh, pinned, share_blindly
-from phaseloom.scheduler.core.planning.weave.refusal import no_place
-from phaseloom.scheduler.core.planning.weave.repack import replan
-from phaseloom.scheduler.core.planning.weave.search_state import NEW, board_of
-from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT, TRAIN
+from phaseloom.scheduler.core.planning.weave.candidates import candidate_of, holds
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
+from phaseloom.scheduler.core.planning.weave.pool import fresh, no_place, pinned, share_blindly
+from phaseloom.scheduler.core.planning.weave.search import NEW, replan, search_state_of
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -33,22 +31,22 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     alone = fresh(cluster, member, "alone, on nodes of its own")
     if member.cycle is None:
         return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
-    board = board_of(cluster)
-    seat = seat_of(cluster, member)
-    below = board.worth((board.alone(seat),)) if alone is not None else float("inf")
-    found = board.best(board.groups, seat, below)
+    state = search_state_of(cluster)
+    candidate = candidate_of(cluster, member)
+    below = state.worth((state.alone(candidate),)) if alone is not None else float("inf")
+    found = state.best(state.groups, candidate, below)
     if found is None:
         return alone or Waits(no_place(cluster, member))
     free = iter(cluster.free.get(ROLLOUT, ()))
-    rolls = [next(free) if node.startswith(NEW) else NodeId(node) for node in found.seat.nodes]
+    rolls = [next(free) if node.startswith(NEW) else NodeId(node) for node in found.candidate.nodes]
     trains = list(cluster.groups[found.group].nodes.get(TRAIN, ()))
-    why = f"with {len(board.groups[found.group])} more, within everybody's budget"
+    why = f"with {len(state.groups[found.group])} more, within everybody's budget"
     return Placed(found.group, pinned(rolls, trains), why)
 
 
 def _is_overloaded(cluster: Cluster, group: Group) -> bool:
     """Whether somebody's budget does not cover its pace any more."""
-    everybody = tuple(seat_of(cluster, member) for member in group.members.values())
+    everybody = tuple(candidate_of(cluster, member) for member in group.members.values())
     return not holds(everybody, cluster.limits.switch_s, is_changed=False)
 
 

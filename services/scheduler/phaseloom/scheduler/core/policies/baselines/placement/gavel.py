@@ -11,8 +11,8 @@ with `fifo_lock`.
 
 from __future__ import annotations
 
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT
 from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
-from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,

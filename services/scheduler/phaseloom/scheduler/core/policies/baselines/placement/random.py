@@ -9,8 +9,8 @@ from __future__ import annotations
 from zlib import crc32
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT
 from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
-from phaseloom.scheduler.core.planning.weave.timing import ROLLOUT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.scheduler.core.planning import groups
-from phaseloom.scheduler.core.planning.weave.candidates import MOVE_S, holds, seat_of, shape
+from phaseloom.scheduler.core.planning.weave.candidates import MOVE_S, candidate_of, holds, shape
 from phaseloom.scheduler.core.planning.weave.fifo import worst_iterations_s
-from phaseloom.scheduler.core.planning.weave.search_state import board_of
-from phaseloom.scheduler.core.planning.weave.timing import timing_of
+from phaseloom.scheduler.core.planning.weave.period import timing_of
+from phaseloom.scheduler.core.planning.weave.search import search_state_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Member, Move
 from tests.unit.scheduler.weave_cluster import empty, job, keep, partition, pin
@@ -52,20 +52,20 @@ def test_the_budget_is_what_the_slo_leaves_of_a_life() -> None:
     cluster = empty()
     cluster.now_s = 2000.0
     member = lived(job("a", 60, 40, 1.5, iterations=100), 10, 1900.0)
-    seat = seat_of(cluster, member)
-    assert seat.left == 90
-    assert seat.budget_s == pytest.approx(150 * 100 - 1900)
+    candidate = candidate_of(cluster, member)
+    assert candidate.left == 90
+    assert candidate.budget_s == pytest.approx(150 * 100 - 1900)
     member.began_s = 1950.0
-    assert seat_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1900 - MOVE_S)
+    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1900 - MOVE_S)
 
 
 def test_an_iteration_under_way_counts_once_it_is_overdue() -> None:
     cluster = empty()
     member = lived(job("a", 60, 40, 1.5, iterations=100), 10, 1000.0)
     cluster.now_s = 1150.0
-    assert seat_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1000)
+    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1000)
     cluster.now_s = 1700.0
-    assert seat_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1500)
+    assert candidate_of(cluster, member).budget_s == pytest.approx(150 * 100 - 1500)
 
 
 def test_what_was_saved_alone_may_be_spent_beside_others() -> None:
@@ -84,14 +84,14 @@ def test_what_was_saved_alone_may_be_spent_beside_others() -> None:
 def test_a_job_that_is_lost_to_its_slo_is_not_starved() -> None:
     cluster = empty()
     member = lived(job("late", 60, 40, 1.1, iterations=100), 90, 30_000.0)
-    assert seat_of(cluster, member).budget_s == pytest.approx(10 * 110)
+    assert candidate_of(cluster, member).budget_s == pytest.approx(10 * 110)
 
 
 def test_a_job_of_unknown_length_spends_nothing_in_advance() -> None:
     cluster = empty()
     member = lived(job("open", 60, 40, 1.5), 100, 10_000.0)
-    seat = seat_of(cluster, member)
-    assert seat.budget_s == pytest.approx(150 * seat.left)
+    candidate = candidate_of(cluster, member)
+    assert candidate.budget_s == pytest.approx(150 * candidate.left)
 
 
 def test_a_group_must_hold_after_every_departure() -> None:
@@ -104,20 +104,20 @@ def test_a_group_must_hold_after_every_departure() -> None:
             job(f"j{i}", draws.uniform(50, 300), draws.uniform(50, 300), iterations=1000)
             for i in range(3)
         ]
-        seats = tuple(
-            seat_of(empty(), member)._replace(nodes=(f"n{draws.randrange(2)}",))
+        candidates = tuple(
+            candidate_of(empty(), member)._replace(nodes=(f"n{draws.randrange(2)}",))
             for member in members
         )
-        settled_s = worst_iterations_s(shape(seats), 0.0)
+        settled_s = worst_iterations_s(shape(candidates), 0.0)
         exact = tuple(
-            seat._replace(budget_s=(mean_s + 1e-3) * seat.left)
-            for seat, mean_s in zip(seats, settled_s, strict=True)
+            candidate._replace(budget_s=(mean_s + 1e-3) * candidate.left)
+            for candidate, mean_s in zip(candidates, settled_s, strict=True)
         )
         worse = any(
-            mean_s > seat.budget_s / seat.left
+            mean_s > candidate.budget_s / candidate.left
             for k in range(3)
             for part in [exact[:k] + exact[k + 1 :]]
-            for mean_s, seat in zip(worst_iterations_s(shape(part), 0.0), part, strict=True)
+            for mean_s, candidate in zip(worst_iterations_s(shape(part), 0.0), part, strict=True)
         )
         assert holds(exact, 0.0, is_changed=False) != worse
         refused += worse
@@ -199,8 +199,8 @@ def test_a_group_that_breaks_a_budget_is_taken_apart() -> None:
     pin(cluster, "", job("a", 300, 50, 1.1, iterations=500), ["r000"], ["t000"])
     pin(cluster, "g1", job("b", 300, 50, 1.1, iterations=500), ["r000"], ["t000"])
     assert replan(cluster)
-    board = board_of(cluster)
-    assert all(board.holds(group, is_changed=False) for group in board.groups.values())
+    state = search_state_of(cluster)
+    assert all(state.holds(group, is_changed=False) for group in state.groups.values())
 
 
 def test_what_cannot_be_planned_is_left_alone() -> None:
@@ -239,13 +239,15 @@ def test_plans_keep_memory_size_and_budgets(
         groups.leave(cluster, name)
     before = groups.cost(cluster)
     moved = {move.job for move in replan(cluster)}
-    board = board_of(cluster)
-    for name, seats in board.groups.items():
+    state = search_state_of(cluster)
+    for name, candidates in state.groups.items():
         group = cluster.groups[name]
-        assert len(seats) <= 4
+        assert len(candidates) <= 4
         left = tuple(
-            seat._replace(budget_s=seat.budget_s - (MOVE_S if seat.job in moved else 0.0))
-            for seat in seats
+            candidate._replace(
+                budget_s=candidate.budget_s - (MOVE_S if candidate.job in moved else 0.0)
+            )
+            for candidate in candidates
         )
         assert holds(left, 5.0, is_changed=False)
         for pool, nodes in group.nodes.items():

@@ -28,8 +28,8 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.planning import admission
 from phaseloom.scheduler.core.planning.groups import group_of, join, leave
-from phaseloom.scheduler.core.planning.weave.candidates import seat_of
-from phaseloom.scheduler.core.planning.weave.timing import is_overloaded
+from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
+from phaseloom.scheduler.core.planning.weave.period import is_overloaded
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
@@ -404,9 +404,9 @@ def test_what_a_job_may_take_goes_by_its_cycles_as_they_were() -> None:
             world.feed(trace("a", longer, drift=1.0))
     assert (member.iterations, member.num_iterations) == (5, 10)
     assert member.alone_s == 3 * 10.0 + 2 * 20.0
-    seat = seat_of(world.core.state.cluster, member)
-    assert seat.left == 5
-    assert seat.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
+    candidate = candidate_of(world.core.state.cluster, member)
+    assert candidate.left == 5
+    assert candidate.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
 
 
 def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:

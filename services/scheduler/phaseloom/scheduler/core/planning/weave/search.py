@@ -1,0 +1,419 @@
+"""Groups on paper: priced, changed and compared without touching the cluster.
+
+New nodes have names that no node has until a plan is carried out. What a group is worth is its
+price less the value of the progress that it makes: of two ways to add a job at one price, the one
+that slows people less. Cost: everything about a pair of group and job is worked out once a state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.weave.candidates import (
+    MOVE_S,
+    Candidate,
+    Candidates,
+    by_load,
+    candidate_of,
+    could_hold,
+    holds,
+    moved,
+    nodes_of,
+    progress,
+    signature,
+)
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
+from phaseloom.scheduler.core.planning.weave.pool import pinned, serves
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Move, Placed, Pool
+
+VALUE = 0.25
+"""Of a job's progress at full speed, as a share of the price of its own nodes."""
+BROKEN = 10.0
+"""What a group that breaks a budget costs more, in prices of one job's nodes."""
+MOST_TRIED = 64
+"""Groups that are looked at closely for one job, the most promising first."""
+NEW = "+"
+"""First letter of the name of a node that is not chosen yet."""
+
+
+class Best(NamedTuple):
+    """Where a job would go."""
+
+    worth: float
+    """$/h that it changes, the least being the best."""
+    group: str
+    candidate: Candidate
+
+
+@dataclass
+class SearchState:
+    cluster: Cluster
+    groups: Mapping[str, Candidates]
+    """By name: those that jobs can be added to."""
+
+    def __post_init__(self) -> None:
+        self.switch_s = self.cluster.limits.switch_s
+        self.num_new = 0
+        self._fresh = {pool: self._fresh_host(pool) for pool in (ROLLOUT, TRAIN)}
+        self._worth: dict[object, float] = {}
+        self._holds: dict[object, bool] = {}
+        self._added: dict[object, list[tuple[float, Candidate]]] = {}
+
+    def _fresh_host(self, pool: Pool) -> tuple[float, int]:
+        """Price and memory of a node of the pool: the least of the free ones."""
+        hosts = [self.cluster.hosts[node] for node in self.cluster.free.get(pool, ())]
+        hosts = hosts or [h for h in self.cluster.hosts.values() if h.pool == pool]
+        price = min((h.price_per_hour for h in hosts), default=0.0)
+        return price or 1.0, min((h.host_bytes for h in hosts), default=0)
+
+    # --- prices ----------------------------------------------------------------------------------
+
+    def price(self, group: Candidates) -> float:
+        """$/h of its nodes; nodes without a price count alike."""
+        if not group:
+            return 0.0
+        rolling = sum(self._node_price(node) for node in nodes_of(group))
+        return rolling + group[0].train.num_nodes * self._fresh[TRAIN][0]
+
+    def _node_price(self, node: str) -> float:
+        host = self.cluster.hosts.get(NodeId(node))
+        return (host.price_per_hour if host is not None else 0.0) or self._fresh[ROLLOUT][0]
+
+    def own_price(self, candidate: Candidate) -> float:
+        """$/h of as many nodes as it takes."""
+        rolling = candidate.rollout.num_nodes * self._fresh[ROLLOUT][0]
+        return rolling + candidate.train.num_nodes * self._fresh[TRAIN][0]
+
+    def worth(self, group: Candidates) -> float:
+        """Price less the value of progress."""
+        if not group:
+            return 0.0
+        key = signature(group)
+        if key not in self._worth:
+            made = zip(group, progress(group, self.switch_s), strict=True)
+            value = sum(VALUE * self.own_price(candidate) * speed for candidate, speed in made)
+            self._worth[key] = self.price(group) - value
+        return self._worth[key]
+
+    def holds(self, group: Candidates, *, is_changed: bool) -> bool:
+        key = signature(group), is_changed
+        if key not in self._holds:
+            self._holds[key] = holds(group, self.switch_s, is_changed=is_changed)
+        return self._holds[key]
+
+    def standing(self, group: Candidates) -> float:
+        """Worth of a group as it runs, dear if it breaks a budget."""
+        if not group:
+            return 0.0
+        broken = not self.holds(group, is_changed=False)
+        return self.worth(group) + (BROKEN * self.own_price(group[0]) if broken else 0.0)
+
+    # --- places ----------------------------------------------------------------------------------
+
+    def alone(self, candidate: Candidate) -> Candidate:
+        return candidate._replace(nodes=self._new_nodes(candidate.rollout.num_nodes))
+
+    def new_group(self) -> str:
+        """A name for a group that is not there yet."""
+        self.num_new += 1
+        return f"{NEW}{self.num_new - 1}"
+
+    def _new_nodes(self, count: int) -> tuple[str, ...]:
+        first = self.num_new
+        self.num_new += count
+        return tuple(f"{NEW}{k}" for k in range(first, self.num_new))
+
+    def best(
+        self, groups: Mapping[str, Candidates], candidate: Candidate, below: float
+    ) -> Best | None:
+        """The group and nodes that cost least to add a job to, where that is below `below`.
+
+        Whether a group holds is asked of the best first, as it costs most to find out. Ties: the
+        group that comes first, and of its nodes those that come first.
+        """
+        ranked = sorted(
+            (
+                Best(worth, name, option)
+                for name, options in self._options_by_group(groups, candidate)
+                for worth, option in options
+                if worth < below
+            ),
+            key=lambda best: best.worth,
+        )
+        for option in ranked:
+            if self.holds((*groups[option.group], option.candidate), is_changed=True):
+                return option
+        return None
+
+    def _options_by_group(
+        self, groups: Mapping[str, Candidates], candidate: Candidate
+    ) -> Iterator[tuple[str, list[tuple[float, Candidate]]]]:
+        """Of the first groups that have any."""
+        full = self.cluster.limits.max_group_jobs
+        tried = 0
+        is_new = not self._added
+        for name, group in groups.items():
+            if is_new and tried >= MOST_TRIED:
+                return
+            if len(group) >= full or group[0].train.num_nodes != candidate.train.num_nodes:
+                continue
+            key = signature(group), candidate.job
+            if key not in self._added:
+                if tried >= MOST_TRIED:
+                    continue
+                self._added[key] = self._adding(group, candidate)
+            if self._added[key]:
+                tried += 1
+                yield name, self._added[key]
+
+    def _adding(self, group: Candidates, candidate: Candidate) -> list[tuple[float, Candidate]]:
+        """What each choice of nodes would change, in $/h, where the job could be added."""
+        if not self._trains_fit(group, candidate):
+            return []
+        found = []
+        for option in self._options(group, candidate):
+            bigger = (*group, option)
+            if could_hold(bigger) and self._rollouts_fit(bigger, option):
+                found.append((self.worth(bigger) - self.worth(group), option))
+        return found
+
+    def _options(self, group: Candidates, candidate: Candidate) -> Iterator[Candidate]:
+        """On nodes of the group, then with just enough new ones (WEAVE §4.2)."""
+        count = candidate.rollout.num_nodes
+        own = nodes_of(group)
+        free = len(self.cluster.free.get(ROLLOUT, ()))
+        if count == 1:
+            yield from (candidate._replace(nodes=(node,)) for node in own)
+            if free:
+                yield self.alone(candidate)
+            return
+        same = dict.fromkeys(other.nodes for other in group if len(other.nodes) == count)
+        yield from (candidate._replace(nodes=nodes) for nodes in same)
+        ranked = by_load(group, own)
+        for kept in range(min(count, len(ranked)), -1, -1):
+            nodes = (*ranked[:kept], *self._new_nodes(count - kept))
+            if nodes not in same and count - kept <= free:
+                yield candidate._replace(nodes=nodes)
+
+    def _trains_fit(self, group: Candidates, candidate: Candidate) -> bool:
+        taken = sum(other.train.host_bytes for other in group) + candidate.train.host_bytes
+        return _fits(taken, self._fresh[TRAIN][1])
+
+    def _rollouts_fit(self, group: Candidates, candidate: Candidate) -> bool:
+        """Residency on the job's rollout nodes; an exact fit is allowed."""
+        for node in candidate.nodes:
+            taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
+            host = self.cluster.hosts.get(NodeId(node))
+            room = host.host_bytes if host is not None else self._fresh[ROLLOUT][1]
+            if not _fits(taken, room) or (host is not None and not serves(host, candidate.rollout)):
+                return False
+        return True
+
+
+def _fits(taken_bytes: int, host_bytes: int) -> bool:
+    return host_bytes == 0 or taken_bytes <= host_bytes
+
+
+def is_plannable(cluster: Cluster, group: Group) -> bool:
+    """All cycles known, all nodes there, one set of train nodes: others are left as they are."""
+    if group.is_closed or any(m.cycle is None for m in group.members.values()):
+        return False
+    hosts = [cluster.hosts[node] for names in group.nodes.values() for node in names]
+    trains = group.nodes.get(TRAIN, [])
+    return all(host.is_up for host in hosts) and all(
+        set(member.nodes.get(TRAIN, ())) == set(trains) for member in group.members.values()
+    )
+
+
+class _Groups(Mapping[str, Candidates]):
+    """Made when they are looked at: to place one job only the first ones are."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._made: dict[str, Candidates] = {}
+
+    def __getitem__(self, name: str) -> Candidates:
+        if name not in self._made:
+            members = self._cluster.groups[name].members.values()
+            self._made[name] = tuple([candidate_of(self._cluster, m) for m in members])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        groups = self._cluster.groups
+        return (name for name in groups if is_plannable(self._cluster, groups[name]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def search_state_of(cluster: Cluster) -> SearchState:
+    return SearchState(cluster, _Groups(cluster))
+
+
+PRICE_OF_PAUSE = 0.6
+"""What a pause costs, in prices of the job's own nodes: its progress and others' idle nodes."""
+HORIZON_S = 7200.0
+"""A saving is counted for so long at most: by then groups have changed again."""
+MAX_STEPS = 6
+MAX_SOURCES = 24
+"""Groups that a step may take apart: those that cost most for what they do."""
+
+
+class Plan(NamedTuple):
+    groups: dict[str, Candidates]
+    places: dict[str, str]
+    """Of the jobs that move: the group."""
+
+
+def replan(cluster: Cluster) -> list[Move]:
+    """Moves in the order in which they are to be made; may be none."""
+    state = search_state_of(cluster)
+    plan = Plan(dict(state.groups), {})
+    for _ in range(MAX_STEPS):
+        better = _step(state, plan)
+        if better is None:
+            break
+        plan = better
+    return _moves(cluster, state.groups, plan)
+
+
+def _step(state: SearchState, plan: Plan) -> Plan | None:
+    """The step that is worth most; None: none is worth its moves. Ties: the first found."""
+    best: tuple[float, Plan] | None = None
+    for name, out in _sources(state, plan):
+        trial = _without(state, plan, name, out)
+        found = _settle(state, plan, trial) if trial.gain > 0 else None
+        if found is not None and (best is None or found[0] > best[0]):
+            best = found
+    return best[1] if best is not None else None
+
+
+def _sources(state: SearchState, plan: Plan) -> Iterator[tuple[str, Candidates]]:
+    ranked = sorted(plan.groups, key=lambda n: -state.standing(plan.groups[n]))
+    for name in ranked[:MAX_SOURCES]:
+        group = plan.groups[name]
+        yield name, group
+        if len(group) > 1:
+            yield from ((name, (candidate,)) for candidate in group)
+
+
+class _Try(NamedTuple):
+    """Members taken out of a group, the rest left where they are."""
+
+    source: str
+    out: Candidates
+    groups: dict[str, Candidates]
+    gain: float
+    """In $/h, of taking them out."""
+
+
+def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try:
+    group = plan.groups[name]
+    rest = tuple(candidate for candidate in group if candidate not in out)
+    groups = {other: members for other, members in plan.groups.items() if other != name}
+    if rest:
+        groups[name] = rest
+    return _Try(name, out, groups, state.standing(group) - state.standing(rest))
+
+
+def _settle(state: SearchState, plan: Plan, trial: _Try) -> tuple[float, Plan] | None:
+    """Give everybody that was taken out another place, the heaviest first.
+
+    Returns: what it saves, in $/h times seconds, moves paid for, and the plan; None: nothing.
+    """
+    groups = trial.groups
+    places = dict(plan.places)
+    gain, pauses = trial.gain, 0.0
+    for candidate in sorted(trial.out, key=lambda s: -s.timing.solo_s):
+        mover: Candidate | None = candidate
+        if candidate.job not in plan.places:
+            mover = moved(candidate, MOVE_S)
+            pauses += PRICE_OF_PAUSE * state.own_price(candidate) * MOVE_S
+        if mover is None:
+            return None
+        targets = {name: group for name, group in groups.items() if name != trial.source}
+        alone = state.alone(mover)
+        alone_worth = state.worth((alone,))
+        found = state.best(targets, mover, alone_worth)
+        if found is not None:
+            gain -= found.worth
+            name, mover = found.group, found.candidate
+        elif len(plan.groups[trial.source]) > 1:
+            gain -= alone_worth
+            name, mover = state.new_group(), alone
+        else:
+            return None
+        groups[name] = (*groups.get(name, ()), mover)
+        places[mover.job] = name
+    saved = gain * min(HORIZON_S, max(candidate.work_s for candidate in trial.out)) - pauses
+    if saved <= 0 or not _has_nodes(state, groups):
+        return None
+    return saved, Plan(groups, places)
+
+
+def _has_nodes(state: SearchState, groups: dict[str, Candidates]) -> bool:
+    new = sum(node.startswith(NEW) for group in groups.values() for node in nodes_of(group))
+    trains = sum(g[0].train.num_nodes for name, g in groups.items() if name.startswith(NEW))
+    free = state.cluster.free
+    return new <= len(free.get(ROLLOUT, ())) and trains <= len(free.get(TRAIN, ()))
+
+
+def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> list[Move]:
+    """Nodes for the names on paper. Only nodes that are free now are taken as new ones: one that a
+    move gives back may be wanted by another that shares it."""
+    was = {
+        candidate.job: (name, candidate.nodes)
+        for name, group in before.items()
+        for candidate in group
+    }
+    rolling, training = iter(cluster.free.get(ROLLOUT, [])), iter(cluster.free.get(TRAIN, []))
+    chosen: dict[str, NodeId] = {}
+    made: dict[str, tuple[str, list[NodeId]]] = {}
+    moves = []
+    for job, name in _in_order(plan, was):
+        candidate = next(candidate for candidate in plan.groups[name] if candidate.job == job)
+        for node in candidate.nodes:
+            if node not in chosen:
+                chosen[node] = next(rolling) if node.startswith(NEW) else NodeId(node)
+        if not name.startswith(NEW):
+            group, trains = name, cluster.groups[name].nodes.get(TRAIN, [])
+        elif name in made:
+            group, trains = made[name]
+        else:
+            group, trains = "", [next(training) for _ in range(candidate.train.num_nodes)]
+            made[name] = f"g{cluster.num_groups + len(made) + 1}", trains
+        nodes = pinned((chosen[node] for node in candidate.nodes), trains)
+        why = f"repacked: with {len(plan.groups[name]) - 1} more"
+        moves.append(Move(job, Placed(group, nodes, why)))
+    return moves
+
+
+def _in_order(plan: Plan, was: dict[str, tuple[str, tuple[str, ...]]]) -> list[tuple[str, str]]:
+    """(job, group) of those that really move, so that no group is empty while somebody is still
+    to join it; none at all where there is no such order."""
+    is_at = {
+        candidate.job: (name, candidate.nodes)
+        for name, group in plan.groups.items()
+        for candidate in group
+    }
+    going = [(job, name) for job, name in plan.places.items() if is_at[job] != was[job]]
+    inside = Counter(name for name, _ in was.values())
+    coming = Counter(name for _, name in going)
+    ordered: list[tuple[str, str]] = []
+    while going:
+        for job, name in going:
+            source = was[job][0]
+            if source == name or inside[source] > 1 or not coming[source]:
+                break
+        else:
+            return []
+        going.remove((job, name))
+        ordered.append((job, name))
+        inside[source] -= 1
+        inside[name] += 1
+        coming[name] -= 1
+    return ordered
