@@ -1,4 +1,5 @@
-"""What the shell's parts share: the books, the memory behind them, and the ranks' connections."""
+"""What all parts of the daemon share: the records of what is held, its memory, and the ranks'
+connections."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _LET_GO_TIMEOUT_S = 5.0
 
 
 class Node:
-    """One node's state: pure books in `residency` and `versions`, bytes in `memory`."""
+    """One node's state: pure records in `residency` and `versions`, bytes in `memory`."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Node:
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One switch at a time a device."""
         self.settled = asyncio.Event()
-        """What a killed daemon held is taken over or given up: the books may be used."""
+        """What a killed daemon held is taken over or given up: the records may be used."""
         self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
         """Shared copies that may be equal to others; `Sharing` takes them from here."""
         self._transfer_timeout_s = transfer_timeout_s
@@ -216,7 +217,7 @@ class Node:
             self.announce()
 
     def retire(self, wpg: Wpg, reason: str) -> None:
-        """This life is over: cut its ranks off and free what it held. Idempotent."""
+        """This incarnation is over: cut its ranks off and free what it held. Idempotent."""
         for rank in wpg.ranks:
             self.moves.give_up(rank, self.file_of(rank))
         self.residency.lose(wpg)
@@ -306,7 +307,7 @@ class Node:
         self._changed = asyncio.Event()
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait for a change of the books after which `predicate` holds."""
+        """Wait for a change of the records after which `predicate` holds."""
         while not predicate():
             await self._changed.wait()
 
@@ -327,8 +328,9 @@ class Node:
     def _recycle(self, version: Version, extent: int) -> None:
         """Park an extent where it may be reused, else free it.
 
-        Whoever wrote it has it mapped. So it only goes back to the same life of the same policy,
-        or, where this daemon wrote it, to versions of the same policy while its job is here.
+        Whoever wrote it has it mapped. So it only goes back to the same incarnation of the
+        same policy, or, where this daemon wrote it, to versions of the same policy while its job is
+        here.
         """
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
@@ -349,7 +351,7 @@ class Node:
         return any(wpg.key.job_key == job for wpg in self.residency.alive())
 
     def validate(self) -> None:
-        """Raises: AssertionError: the books contradict themselves or one another."""
+        """Raises: AssertionError: the records contradict themselves or one another."""
         self.residency.validate()
         self.versions.validate()
         self.contents.validate()

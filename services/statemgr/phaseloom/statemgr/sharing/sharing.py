@@ -1,10 +1,10 @@
-"""Host copies of frozen ranks: contents that are copied only when they are written.
+"""Host copies of frozen ranks: shared copies, which are copied only when they are written.
 
 A frozen rank's heap changes by `load_state` and `sync_weights` only. As long as its seq is that of
 its host copy there is nothing to copy out; what it has written goes to memory of its own, which
-becomes another content. Contents are hashed in the background; equal ones become one.
+becomes another shared copy. Shared copies are hashed in the background; equal ones become one.
 
-Nothing here overwrites a content: whoever refers to it may be reading.
+Nothing here overwrites a shared copy: whoever refers to it may be reading.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def make_room(
 async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
     """Memory for a new host copy of a frozen rank, as its `extent` until `settle_copy`.
 
-    Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers; its life is over.
+    Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers; its incarnation is over.
     """
     if rank.extent is not None:
         return rank.extent

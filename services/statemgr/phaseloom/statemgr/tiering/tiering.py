@@ -1,15 +1,15 @@
 """The tier below host memory: host copies that are not needed go to NVMe, and come back.
 
 A host copy goes down when something else needs its memory: its file is written, verified and
-fsynced, the books say so, and only then its memory is given back. It comes up before it is loaded
+fsynced, the index says so, and only then its memory is given back. It comes up before it is loaded
 or sealed, or on a hint. At each moment the file or the memory is whole, so a kill of the daemon
 finds one of them. What is on a device, being switched, sealed or moved stays where it is.
 
 So that nobody has to wait for a disk, what is needed last is written ahead in the background while
-less than the configured share of host memory is free or can be had at once (*draining*): the copy
-stays, and its memory is given back when something needs it.
+less than the configured share of host memory is free or can be had at once (*write-back*): the
+copy stays, and its memory is given back when something needs it.
 
-How moves meet one another: `moves.py`.
+`node.moves` says how moves meet one another.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Tiering:
         """Its host copies are in host memory, or newer on a device; none of these go down within.
 
         Raises: ResourceError: RESOURCE_EXHAUSTED: no room for them; DATA_LOSS: what was on NVMe is
-                bad and nowhere else, its life is over.
+                bad and nowhere else, its incarnation is over.
         """
         with self.using(wpg, *others):
             await self._promote_all(wpg)
@@ -156,7 +156,7 @@ class Tiering:
                     await self._down(rank, Direction.WRITE_BACK)
             except PhaseloomError as error:
                 # Tried again when somebody uses host memory next.
-                log.info("nothing more is drained: %s", error)
+                log.info("nothing more is written back: %s", error)
 
     def _to_write_back(self) -> Rank | None:
         """What to write ahead: what is needed last; None: enough can be had at once."""
@@ -184,7 +184,7 @@ class Tiering:
                 self._moves.hint(copy, self._work_up(copy, wpg.next_use_s))
 
     def sweep(self) -> asyncio.Task[None]:
-        """Remove the spilled files that belong to no host copy, once what was is taken over."""
+        """Remove the files of host copies that nobody has any more, once the handover is done."""
         node, directory = self.node, self._directory
         copies: list[HostCopy] = [*node.contents.all()]
         copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
@@ -254,7 +254,7 @@ class Tiering:
         return going
 
     def _demotable(self, after_s: float | None = None) -> list[HostCopy]:
-        """What can go: not before the end of its last move is booked, and not from memory that is
+        """What can go: not before its last move has ended, and not from memory that is
         somebody else's too: a version's goes with the version."""
         node = self.node
         num_holders = node.memory.arena.num_holders
