@@ -6,8 +6,8 @@ leaves the others' bytes untouched. It may also be the memory of a weights versi
 
 Invariants (`validate`): every shared copy has a user, and dies with its last one; users of
 different tenants only share what the operator has registered as a frozen base; what users of
-different jobs share cannot be written by any of them; a shared copy is in host memory, on NVMe, or on its way
-between them, for all users alike.
+different jobs share cannot be written by any of them; a shared copy is in host
+memory, on NVMe, or on its way between them, for all users alike.
 """
 
 from __future__ import annotations
