@@ -14,7 +14,7 @@ from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
-from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.transport.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.readversions import load_version
@@ -71,8 +71,8 @@ async def sealed(d: Daemon, seq: int = 3) -> Rank:
     return policy
 
 
-def asked(*sources: str, node: str, seq: int = 3, versions: tuple[int, ...] = (2,)) -> BringState:
-    return BringState(POLICY, seq, list(versions), list(sources), ticket(node))
+def asked(*sources: str, node: str, seq: int = 3, versions: tuple[int, ...] = (2,)) -> FetchState:
+    return FetchState(POLICY, seq, list(versions), list(sources), ticket(node))
 
 
 def files(d: Daemon) -> dict[str, bytes]:
@@ -82,7 +82,7 @@ def files(d: Daemon) -> dict[str, bytes]:
 async def test_another_node_restores_a_seal_that_it_brought(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b") as (a, b):
         policy = await sealed(a)
-        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
         assert names(b) == ["seal-3.state", "version-2.state"]
         assert files(b) == files(a)
         restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
@@ -94,11 +94,11 @@ async def test_another_node_restores_a_seal_that_it_brought(short_dir: Path) -> 
 async def test_what_is_here_is_not_brought_again(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
         await sealed(a)
-        await b.agent.bring_state(asked(wire.endpoint, node="b"))
+        await b.agent.fetch_state(asked(wire.endpoint, node="b"))
         crossed = wire.passed_bytes
         assert 2 * SIZE <= crossed < 2 * (SIZE + _CONTROL)
         await b.relaunch()
-        await b.agent.bring_state(asked(wire.endpoint, node="b"))
+        await b.agent.fetch_state(asked(wire.endpoint, node="b"))
         assert wire.passed_bytes < crossed + GOODBYES_BYTES
 
 
@@ -107,7 +107,7 @@ async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) 
         await sealed(a)
         wire.hold_after_bytes = SIZE // 2
         request = asked(wire.endpoint, node="b", versions=())
-        bringing = asyncio.create_task(b.agent.bring_state(request))
+        bringing = asyncio.create_task(b.agent.fetch_state(request))
         await wire.held.wait()
         wire.cut()
         wire.release()
@@ -119,18 +119,18 @@ async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) 
 async def test_a_block_that_is_bad_at_one_source_comes_from_the_next(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b", "c") as (a, b, c):
         await sealed(a)
-        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
         good = files(a)
         flip(a, "seal-3.state", SIZE // 2)
         sources = [await a.endpoint(), await b.endpoint()]
-        await c.agent.bring_state(asked(*sources, node="c"))
+        await c.agent.fetch_state(asked(*sources, node="c"))
         assert files(c) == good
 
 
 async def test_a_seal_that_went_bad_here_is_brought_again_when_it_is_read(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b") as (a, b):
         policy = await sealed(a)
-        await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+        await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
         flip(b, "seal-3.state", SIZE // 2)
         restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
         await b.agent.switch_in(POLICY, 2, 2, [])
@@ -153,14 +153,14 @@ async def test_other_nodes_part_of_a_seal_is_replaced_by_the_own(short_dir: Path
         assert parts[0].digest() != parts[1].digest()
         sources = [await a.endpoint(), await b.endpoint()]
 
-        def of_rank(rank_offset: int) -> BringState:
+        def of_rank(rank_offset: int) -> FetchState:
             request = asked(*sources, node="c", versions=())
             return msgspec.structs.replace(request, rank_offset=rank_offset, num_ranks=2)
 
-        await c.agent.bring_state(of_rank(0))
+        await c.agent.fetch_state(of_rank(0))
         assert files(c) == files(a)
         # What it brought was for another part than the one that it is to run.
-        await c.agent.bring_state(of_rank(1))
+        await c.agent.fetch_state(of_rank(1))
         assert files(c) == files(b)
         restored = await start(
             c, POLICY, MiB, incarnation=2, seal_seq=3, rank_offset=1, num_ranks=2
@@ -180,11 +180,11 @@ async def test_a_seal_that_nobody_has_whole_is_lost_and_one_out_of_reach_is_not(
         await sealed(a)
         endpoint = await a.endpoint()
         with pytest.raises(ResourceError, match="seal 9 of") as caught:
-            await b.agent.bring_state(asked(endpoint, node="b", seq=9))
+            await b.agent.fetch_state(asked(endpoint, node="b", seq=9))
         assert caught.value.info.code is Code.DATA_LOSS
         await a.kill()
         with pytest.raises(ResourceError) as caught:
-            await b.agent.bring_state(asked(endpoint, node="b"))
+            await b.agent.fetch_state(asked(endpoint, node="b"))
         assert caught.value.info.code is Code.UNAVAILABLE
         assert names(b) == []
 
@@ -199,10 +199,10 @@ async def test_files_go_to_those_only_whom_a_ticket_names(short_dir: Path) -> No
             signed(FilesTicket(OTHER, 1, ["b"]), SECRET),
         ):
             with pytest.raises(ResourceError, match="ticket"):
-                await b.agent.bring_state(BringState(POLICY, 3, [], [endpoint], bad))
-        await b.agent.bring_state(BringState(POLICY, 3, [], [endpoint], ticket("b", incarnation=4)))
+                await b.agent.fetch_state(FetchState(POLICY, 3, [], [endpoint], bad))
+        await b.agent.fetch_state(FetchState(POLICY, 3, [], [endpoint], ticket("b", incarnation=4)))
         with pytest.raises(ResourceError, match="which is at 4"):
-            await b.agent.bring_state(BringState(POLICY, 9, [], [endpoint], ticket("b")))
+            await b.agent.fetch_state(FetchState(POLICY, 9, [], [endpoint], ticket("b")))
 
 
 async def test_a_remote_seal_is_on_the_other_disk_before_it_is_told(short_dir: Path) -> None:
@@ -245,8 +245,8 @@ async def test_a_version_that_is_to_be_kept_is_on_the_other_disk_though_it_was_i
         await policy.client.versions.create(VERSION, policy.slots)
         assert names(a) == []
         keeps = signed(Ticket(VERSION, POLICY, 1, ["b"]), SECRET)
-        request = BringState(POLICY, 0, [], [await a.endpoint()], ticket("b"), keeps=keeps)
-        await b.agent.bring_state(request)
+        request = FetchState(POLICY, 0, [], [await a.endpoint()], ticket("b"), keeps=keeps)
+        await b.agent.fetch_state(request)
         assert names(b) == ["version-2.state"]
         await a.kill()
         reader = DeploymentKey(POLICY.tenant, POLICY.job, "sampler")
@@ -256,7 +256,7 @@ async def test_a_version_that_is_to_be_kept_is_on_the_other_disk_though_it_was_i
         assert sampler.digest() == policy.digest()
         await b.agent.drop_versions([VERSION])
         with pytest.raises(PhaseloomError):
-            await b.agent.bring_state(request)
+            await b.agent.fetch_state(request)
 
 
 async def test_a_replica_takes_what_has_changed_and_refers_to_the_rest(short_dir: Path) -> None:
@@ -294,7 +294,7 @@ async def test_a_kill_of_the_receiver_leaves_nothing_and_it_begins_afresh(short_
     async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
         await sealed(a)
         wire.hold_after_bytes = SIZE // 2
-        bringing = asyncio.create_task(b.agent.bring_state(asked(wire.endpoint, node="b")))
+        bringing = asyncio.create_task(b.agent.fetch_state(asked(wire.endpoint, node="b")))
         await wire.held.wait()
         await b.kill()
         wire.release()
@@ -312,7 +312,7 @@ async def test_a_full_disk_is_told_and_leaves_nothing(short_dir: Path) -> None:
     ):
         await sealed(a)
         with pytest.raises((ResourceError, CallerError)) as caught:
-            await b.agent.bring_state(asked(await a.endpoint(), node="b"))
+            await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert names(b) == []
 

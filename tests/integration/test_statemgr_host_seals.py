@@ -10,7 +10,7 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
-from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.transport.tickets import signed
 from tests.support.meshcerts import SECRET
 from tests.support.statedaemon import (
@@ -121,7 +121,7 @@ async def test_what_is_kept_in_memory_here_is_brought_from_nowhere(short_dir: Pa
         policy = await sealed(d, 3)
         await policy.client.versions.create(VersionKey(POLICY, 2), policy.slots)
         content = policy.digest()
-        await d.agent.bring_state(BringState(POLICY, 3, [2], []))
+        await d.agent.fetch_state(FetchState(POLICY, 3, [2], []))
         assert names(d) == []
         assert (await again(d, 3)).digest() == content
 
@@ -166,7 +166,7 @@ async def test_another_node_brings_it_to_its_disk(short_dir: Path) -> None:
     ):
         policy = await sealed(a, 3)
         leave = signed(FilesTicket(POLICY, 1, ["b"]), SECRET)
-        await b.agent.bring_state(BringState(POLICY, 3, [], [await a.endpoint()], leave))
+        await b.agent.fetch_state(FetchState(POLICY, 3, [], [await a.endpoint()], leave))
         assert names(b) == ["seal-3.state"]
         restored = await start(b, POLICY, SIZE, incarnation=2, seal_seq=3)
         await b.agent.switch_in(POLICY, 2, 2, [])

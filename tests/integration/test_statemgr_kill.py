@@ -16,10 +16,10 @@ import pytest
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import (
-    Adopt,
-    Adopted,
     AgentHello,
+    FinishHandover,
     HandOver,
+    HandoverFinished,
     StatusReport,
     StatusRequest,
     Welcome,
@@ -457,7 +457,7 @@ async def test_daemon_begins_afresh_when_its_agent_leaves_while_handing_over(
         await d.agent.close()
         await d.relaunch()
         agent: Peer[StateMessage] = await Peer.connect(d.socket, StateMessage)
-        assert await agent.call(AgentHello(SECRET, "an index")) == (Welcome(adopts=True), [])
+        assert await agent.call(AgentHello(SECRET, "an index")) == (Welcome(needs_handles=True), [])
         await agent.close()
         assert await asyncio.wait_for(d.ended(), 60) != 0
         assert "the agent left in the middle of handing over" in d.text()
@@ -478,7 +478,7 @@ async def test_nothing_is_taken_over_from_an_index_that_cannot_be_read(short_dir
         await agent.call(HandOver([-1, -2, 1]), fds)
         with pytest.raises(CallerError, match="descriptors for handles"):
             await agent.call(HandOver([1]), fds[2:])
-        assert await agent.call(Adopt()) == (Adopted([]), [])
+        assert await agent.call(FinishHandover()) == (HandoverFinished([]), [])
         report, _ = await agent.call(StatusRequest())
         assert isinstance(report, StatusReport)
         assert report.host_used_bytes == 0

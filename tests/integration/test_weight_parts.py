@@ -14,7 +14,7 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
-from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.contract.state_layout import PartSources, Slice
 from phaseloom.common.contract.state_rank import CommitVersion, Done
 from phaseloom.common.tensors.versionparts import part_of
@@ -322,8 +322,8 @@ async def test_sealed_parts_are_on_disk_and_other_nodes_bring_them(short_dir: Pa
         await _seal(train, 0)
         assert [name for name in names(train) if name.startswith("version")] == FILES
         source = await train.endpoint()
-        await other.agent.bring_state(
-            BringState(POLICY, 0, [VERSION.seq], [source], _files_ticket("b"))
+        await other.agent.fetch_state(
+            FetchState(POLICY, 0, [VERSION.seq], [source], _files_ticket("b"))
         )
         assert names(other) == FILES
         # Neither agent nor daemon of the first one are left, and the second one starts anew.

@@ -118,7 +118,7 @@ def test_state_that_changed_everywhere_refers_to_nothing(seals: Seals) -> None:
     assert seals.write(2) == SIZE
     assert seals.names() == ["seal-1.state", "seal-2.state"]
     header = find_parts(seals.directory.seal(KEY, 2))[0].header
-    assert (header.bases, header.sources) == ([], b"")
+    assert (header.bases, header.parts[0].sources) == ([], b"")
 
 
 def test_every_rank_refers_for_itself(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def test_checksums_that_do_not_cover_the_memory_are_data_loss(tmp_path: Path) ->
     path, _ = written(directory)
     place = find_parts(path)[1]
     short = msgspec.structs.replace(place.part, blocks=b"")
-    sections = [short if index == 1 else s for index, s in enumerate(place.header.sections)]
-    header = msgspec.structs.replace(place.header, sections=sections)
+    sections = [short if index == 1 else s for index, s in enumerate(place.header.parts)]
+    header = msgspec.structs.replace(place.header, parts=sections)
     with pytest.raises(ResourceError, match="not a checksum for each block"):
         directory.read(type(place)(place.file, header, 1, place.offset), memory(SIZES[1]))
 
@@ -241,7 +241,8 @@ def test_memory_of_another_digest_is_not_written(tmp_path: Path) -> None:
 def test_file_without_a_checksum_for_each_block_is_refused(tmp_path: Path) -> None:
     path = StateDirectory(tmp_path).seal(KEY, 3)
     content = os.urandom(2 * BLOCK_BYTES + 7)
-    header = StateHeader("seal", KEY, 3, len(content), [], xxhash.xxh3_128(content).hexdigest())
+    section = Section(len(content), [], xxhash.xxh3_128(content).hexdigest())
+    header = StateHeader("seal", KEY, 3, [section])
     path.parent.mkdir(parents=True)
     path.write_bytes(encode_header(header) + content)
     with pytest.raises(ResourceError, match="not that of its blocks") as caught:

@@ -8,7 +8,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.fileserving import StateFiles
+from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server

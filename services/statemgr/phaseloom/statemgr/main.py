@@ -26,7 +26,7 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.fileserving import StateFiles
+from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.sharing.sharedcopies import bases_of

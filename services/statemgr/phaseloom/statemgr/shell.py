@@ -18,14 +18,14 @@ from typing import Any
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_agent import (
-    Adopt,
-    Adopted,
     AgentHello,
-    BringState,
     DiskPath,
     DropVersions,
     DropWpg,
+    FetchState,
+    FinishHandover,
     HandOver,
+    HandoverFinished,
     Prefetch,
     PrepareSeal,
     RegisterWpg,
@@ -41,7 +41,6 @@ from phaseloom.common.contract.state_rank import (
     CommitParts,
     CommitVersion,
     CreateVersion,
-    CutState,
     Done,
     HoldVersion,
     OnDevice,
@@ -55,6 +54,7 @@ from phaseloom.common.contract.state_rank import (
     RegisterHeap,
     ShareOnDevice,
     StateMessage,
+    TakeSnapshot,
     WriteCheckpoint,
 )
 from phaseloom.common.observability import metrics
@@ -138,7 +138,7 @@ class StateManager:
         self._resume_timeout_s = resume_timeout_s
         self._serve_versions_at = serve_versions_at
         self._num_agents = 0
-        self._adoption: Handover | None = None
+        self._handover: Handover | None = None
         self._is_known_what_was = asyncio.Event()
         """The first agent has said whether there is something to take over, and handed it over."""
 
@@ -187,8 +187,8 @@ class StateManager:
             self._exporter.abandon()
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
-        if isinstance(body, HandOver) and session.is_handing_over and self._adoption is not None:
-            self._adoption.take(body.handles, fds)
+        if isinstance(body, HandOver) and session.is_handing_over and self._handover is not None:
+            self._handover.take(body.handles, fds)
             return Done(), ()
         if isinstance(body, ShareOnDevice) and session.rank is not None:
             return self._share_on_device(session.rank, body, fds), ()
@@ -212,8 +212,8 @@ class StateManager:
                 return await self._greet_rank(session, body)
             case RankResume():
                 return await self._resume_rank(session, body)
-            case Adopt() if session.is_handing_over and self._adoption is not None:
-                return await self._adopt(session, self._adoption)
+            case FinishHandover() if session.is_handing_over and self._handover is not None:
+                return await self._finish_handover(session, self._handover)
         return None
 
     def _greet_agent(self, session: Session, hello: AgentHello) -> Welcome:
@@ -225,48 +225,48 @@ class StateManager:
         session.is_agent = True
         self._num_agents += 1
         session.greet()
-        is_first = self._adoption is None and not self._is_known_what_was.is_set()
+        is_first = self._handover is None and not self._is_known_what_was.is_set()
         if hello.index and is_first:
-            self._adoption = Handover(self._node, self._tiering, hello.index)
+            self._handover = Handover(self._node, self._tiering, hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
-            return Welcome(adopts=True)
+            return Welcome(needs_handles=True)
         self._node.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
             # Before anything can go down to where something is removed.
             self._tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
-        return Welcome(adopts=False)
+        return Welcome(needs_handles=False)
 
-    async def _adopt(self, session: Session, adoption: Handover) -> Adopted:
-        endpoint = await adoption.restore(session.peer)
+    async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
+        endpoint = await handover.restore(session.peer)
         if endpoint not in {"", self._node.endpoint}:
             # Other nodes know that one.
             self._serve_versions_at(endpoint)
         self._is_known_what_was.set()
-        lost = await adoption.finish(self._resume_timeout_s)
+        lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
         # Before anything can go down to where something is removed.
         await self._tiering.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
-        return Adopted(lost)
+        return HandoverFinished(lost)
 
     async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
         await self._until_known_what_was()
-        if self._adoption is not None:
-            self._adoption.begin_again(hello.token)
+        if self._handover is not None:
+            self._handover.begin_again(hello.token)
         self._enter(session, self._node.residency.authenticate(hello.token))
         return Done()
 
     async def _resume_rank(self, session: Session, message: RankResume) -> Done:
         await self._until_known_what_was()
-        if self._adoption is None or session.greeted.done():
+        if self._handover is None or session.greeted.done():
             raise _denied("nothing was taken over, or the second hello")
         # Verifying a large host copy may take longer than a hello.
         session.greet()
-        self._enter(session, await self._adoption.resume(message))
+        self._enter(session, await self._handover.resume(message))
         return Done()
 
     async def _until_known_what_was(self) -> None:
@@ -302,7 +302,7 @@ class StateManager:
                     sealed = await self._sealer.write(body)
                     await self._replicator.replicate(body)
                     return sealed
-            case BringState():
+            case FetchState():
                 await self._replicator.bring(body)
             case DropWpg():
                 await self._drop_wpg(body)
@@ -333,7 +333,7 @@ class StateManager:
                 | HoldVersion()
             ):
                 return await self._handle_version(rank, body)
-            case CutState() | WriteCheckpoint() | ReadCheckpoint() | PruneCheckpoints():
+            case TakeSnapshot() | WriteCheckpoint() | ReadCheckpoint() | PruneCheckpoints():
                 return await self._handle_checkpoint(rank, body), ()
             case _:
                 raise _not_for("a rank", body)
@@ -401,10 +401,10 @@ class StateManager:
         return answer
 
     async def _handle_checkpoint(
-        self, rank: Rank, body: CutState | WriteCheckpoint | ReadCheckpoint | PruneCheckpoints
+        self, rank: Rank, body: TakeSnapshot | WriteCheckpoint | ReadCheckpoint | PruneCheckpoints
     ) -> StateMessage:
         match body:
-            case CutState():
+            case TakeSnapshot():
                 _require_leader(rank)
                 require_alive(rank.wpg)
                 return await self._exporter.cut(rank, body)

@@ -5,7 +5,7 @@ memory travels as a file descriptor (memfd) by SCM_RIGHTS beside the frame that 
 
 What a killed state manager held is not lost while its agent lives: the agent keeps a duplicate of
 every extent's descriptor and of the index, which tells what is in them (`KeepHandles`). It hands
-them to the next daemon (`HandOver`, `Adopt`), and the ranks come back (`RankResume`).
+them to the next daemon (`HandOver`, `FinishHandover`), and the ranks come back (`RankResume`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AgentHello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    adopts: bool
+    needs_handles: bool
     """The daemon has nothing yet and knows nothing of that index: hand the handles over."""
 
 
@@ -39,11 +39,11 @@ class HandOver(Message, frozen=True):
     handles: list[int]
 
 
-class Adopt(Message, frozen=True):
-    """All handles are there. Answer: Adopted, once every rank came back or is given up."""
+class FinishHandover(Message, frozen=True):
+    """All handles are there. Answer: HandoverFinished, once every rank came back or is given up."""
 
 
-class Adopted(Message, frozen=True):
+class HandoverFinished(Message, frozen=True):
     lost: list[DeploymentKey]
     """Their state could not be verified, or their ranks did not come back: they are cut off."""
 
@@ -135,7 +135,7 @@ class Sealed(Message, frozen=True):
     """Of these, what was not on this disk already, in a seal before."""
 
 
-class BringState(Message, frozen=True):
+class FetchState(Message, frozen=True):
     """Have this seal and these versions on this node: on its disk, or in host memory where they are
     there already. Answer: Done.
 

@@ -14,13 +14,13 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import (
-    Adopt,
-    Adopted,
     AgentHello,
-    BringState,
     DropVersions,
     DropWpg,
+    FetchState,
+    FinishHandover,
     HandOver,
+    HandoverFinished,
     KeepHandles,
     Prefetch,
     PrepareSeal,
@@ -178,9 +178,11 @@ class HoldVersion(Message, frozen=True):
     """seq of the sync."""
 
 
-class CutState(Message, frozen=True):
-    """From a node's first rank, between two operations. Copy the state of every rank here, as it is
-    now, aside for the checkpoint that this operation writes; then they may go on. Answer: CutTaken.
+class TakeSnapshot(Message, frozen=True):
+    """Copy the present state of every rank on this node for an operation's checkpoint.
+
+    A node's first rank sends it between two operations. Answer: SnapshotTaken; then the ranks may
+    go on.
 
     Raises: ALREADY_EXISTS: another operation's. RESOURCE_EXHAUSTED, with the numbers.
     """
@@ -193,7 +195,7 @@ class CutState(Message, frozen=True):
     """The last mutating operation in the state."""
 
 
-class CutTaken(Message, frozen=True):
+class SnapshotTaken(Message, frozen=True):
     """It is there until `WriteCheckpoint`."""
 
 
@@ -313,12 +315,12 @@ class CopyIn(Message, frozen=True):
     digest: str
 
 
-class CopyAside(Message, frozen=True):
+class StageState(Message, frozen=True):
     """Copy the whole state to the memfd beside, laid out as the extent is. Answer: Copied, whose
     digest is empty. The host copy stays as it is."""
 
 
-class CopyFrom(Message, frozen=True):
+class LoadStaged(Message, frozen=True):
     """Replace the whole state by the memfd beside, laid out as the extent is, and verify. Answer:
     Copied, or DATA_LOSS. The host copy stays as it is."""
 
@@ -350,8 +352,8 @@ StateMessage = (
     AgentHello
     | Welcome
     | HandOver
-    | Adopt
-    | Adopted
+    | FinishHandover
+    | HandoverFinished
     | KeepHandles
     | RegisterWpg
     | SwitchIn
@@ -360,7 +362,7 @@ StateMessage = (
     | PrepareSeal
     | WriteSeal
     | Sealed
-    | BringState
+    | FetchState
     | DropWpg
     | Prefetch
     | DropVersions
@@ -377,15 +379,15 @@ StateMessage = (
     | OpenVersion
     | OpenSlices
     | HoldVersion
-    | CutState
-    | CutTaken
+    | TakeSnapshot
+    | SnapshotTaken
     | WriteCheckpoint
     | CheckpointWritten
     | ReadCheckpoint
     | CheckpointRead
     | PruneCheckpoints
-    | CopyAside
-    | CopyFrom
+    | StageState
+    | LoadStaged
     | VersionExtent
     | Unmap
     | StillMapped

@@ -18,9 +18,9 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_rank import (
     CheckpointWritten,
-    CutState,
-    CutTaken,
     PruneCheckpoints,
+    SnapshotTaken,
+    TakeSnapshot,
     WriteCheckpoint,
 )
 from phaseloom.common.observability import metrics
@@ -86,7 +86,7 @@ class Exporter:
         for write in self._writes.values():
             write.cancelled.set()
 
-    async def cut(self, rank: Rank, request: CutState) -> CutTaken:
+    async def cut(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
         """Copy every rank's state. Nothing to do where it was copied, or is written.
 
         Raises: CallerError: ALREADY_EXISTS, another operation's; FAILED_PRECONDITION: another seq
@@ -103,7 +103,7 @@ class Exporter:
             await self._until_other_lives_end(rank.wpg, operation)
             written = await self._checkpoints.written_by(operation, key, request.name)
             if written is not None or self._is_cut(rank.wpg, operation):
-                return CutTaken()
+                return SnapshotTaken()
             if any(
                 w.snapshot.key == key and w.snapshot.name == request.name
                 for w in self._writes.values()
@@ -113,7 +113,7 @@ class Exporter:
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
             await self._staging.snapshot(rank.wpg, request)
-        return CutTaken()
+        return SnapshotTaken()
 
     def _is_cut(self, wpg: Wpg, operation: str) -> bool:
         """Whether it need not be copied again. Where a deployment is on several nodes, each
@@ -163,7 +163,7 @@ class Exporter:
                 f"nothing of {key} is cut for {request.name!r}",
                 code=Code.FAILED_PRECONDITION,
                 field="operation",
-                remedy="send CutState first",
+                remedy="send TakeSnapshot first",
             )
         write = _Write(snapshot)
         self._writes[(key, request.operation)] = write

@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.contract.state_rank import CheckpointRead, CopyFrom, ReadCheckpoint
+from phaseloom.common.contract.state_rank import CheckpointRead, LoadStaged, ReadCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.savedstate import SavedState
@@ -74,7 +74,7 @@ class Loader:
 
         async def load(rank: Rank) -> None:
             extent, digest = sources[rank]
-            await node.ask(rank, CopyFrom(digest), [node.memory[extent].fd])
+            await node.ask(rank, LoadStaged(digest), [node.memory[extent].fd])
 
         async with node.holding(lambda: set(wpg.devices)):
             for rank in wpg.ranks:

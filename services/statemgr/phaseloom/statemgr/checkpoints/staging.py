@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.contract.state_rank import CopyAside, CutState
+from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined, digest_of
@@ -77,7 +77,7 @@ class Staging:
     def view(self, rank: Rank, extent: int) -> memoryview:
         return self._node.memory[extent].view(rank.extent_bytes)
 
-    async def snapshot(self, wpg: Wpg, request: CutState) -> Snapshot:
+    async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
         """Copy every rank's state; its checksums are taken in the background then.
 
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: no
@@ -119,7 +119,7 @@ class Staging:
         async def copy(rank: Rank) -> None:
             extent = self._node.memory[targets[rank]]
             if rank.state is State.RESIDENT:
-                applied = (await self._node.ask(rank, CopyAside(), [extent.fd])).applied
+                applied = (await self._node.ask(rank, StageState(), [extent.fd])).applied
             else:
                 applied = rank.applied
                 source, target = self._node.copy_of(rank), extent.view(rank.extent_bytes)

@@ -42,12 +42,12 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
-    """Of it; empty: not known before it is written."""
+    """The digest of the memory; empty: not known before it is written."""
     blocks: bytes = b""
-    """xxh3-64 of each block of it, 8 bytes each. None: it is not written yet."""
+    """The xxh3-64 of each block, 8 bytes each; empty: the section is not written yet."""
     sources: bytes = b""
-    """Where each block is, a byte each: 0: in this file; k: at the same place of the same section
-    in the file that `bases[k - 1]` names. None: all are in this file."""
+    """The place of each block, a byte each: 0: in this file; k: at the same place of the same
+    section in the file that `bases[k - 1]` names. Empty: all are in this file."""
 
     def source_of(self, block: int) -> int:
         return self.sources[block] if self.sources else 0
@@ -55,64 +55,62 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
-    """`seal`, `version` or `spill`"""
+    """`seal`, `version`, `spill` or `content`"""
     deployment: DeploymentKey
-    """Of a version: its policy."""
+    """The deployment of a seal or a spill; the policy of a version."""
     seq: int
-    """Of a seal or a spill: the last mutating operation in it. Of a version: its publish."""
-    num_bytes: int
-    """Of all sections together, without the gaps between them."""
-    tensors: list[TensorSlot]
-    digest: str
-    """Of the memory; of several sections: xxh3-128 of their digests, in hex."""
-    sections: list[Section] = []
-    """Of rank 0, 1, …; none: the whole memory is one."""
+    """The last mutating operation in a seal or a spill; the publish of a version."""
+    parts: list[Section]
+    """The memory of rank 0, 1, …: one part, except in seals of several ranks."""
     block_bytes: int = 0
-    blocks: bytes = b""
-    """As of a section, where the whole memory is one."""
-    sources: bytes = b""
-    """Likewise."""
     bases: list[str] = []
     """Names of the links to the files that hold what is not in this one."""
     rank_offset: int = 0
-    """Of a seal: the first of the deployment's ranks that are in it,"""
+    """The first of the deployment's ranks that are in a seal."""
     num_ranks: int = 0
-    """of so many on all nodes; 0: these are all."""
+    """The number of the deployment's ranks on all nodes; 0: a seal has them all."""
     part: str = ""
-    """Of a version that is written in parts: which one; empty: all of it, or its manifest."""
+    """The name of the part, where a version is written in parts; empty: the file holds all of the
+    version, or its manifest."""
     incarnation: int = 0
-    """Of a node's part of a checkpoint: the life that was cut."""
+    """The incarnation that was copied, where the file is a node's part of a checkpoint."""
 
     @property
-    def parts(self) -> list[Section]:
-        whole = (self.num_bytes, self.tensors, self.digest, self.blocks, self.sources)
-        return self.sections or [Section(*whole)]
+    def num_bytes(self) -> int:
+        """The bytes of all sections, without the gaps between them."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def tensors(self) -> list[TensorSlot]:
+        return self.parts[0].tensors
+
+    @property
+    def digest(self) -> str:
+        """The digest of the memory; of several sections, the xxh3-128 of their digests, in hex."""
+        if len(self.parts) == 1:
+            return self.parts[0].digest
+        return xxhash.xxh3_128("".join(part.digest for part in self.parts)).hexdigest()
 
     def is_of(self, rank_offset: int, num_ranks: int) -> bool:
-        """Whether it is of the ranks from this one on, or does not say. Args: num_ranks: on all
-        nodes; 0: whichever they are."""
+        """Whether the file holds the ranks from this one on, or does not say which it holds.
+
+        Args: num_ranks: on all nodes; 0: any ranks will do.
+        """
         is_said = self.num_ranks and num_ranks
         return not is_said or (self.rank_offset, self.num_ranks) == (rank_offset, num_ranks)
 
     def alone(self) -> StateHeader:
-        """Of the same state in a file that has every block."""
-        replace = msgspec.structs.replace
-        sections = [replace(section, sources=b"") for section in self.sections]
-        return replace(self, sections=sections, sources=b"", bases=[])
+        """The header of the same state in a file that has every block."""
+        return self.referring([], [b""] * len(self.parts))
 
     def referring(self, bases: list[str], sources: list[bytes]) -> StateHeader:
-        """Args: sources: of each of the parts."""
-        replace = msgspec.structs.replace
-        if not self.sections:
-            return replace(self, bases=bases, sources=sources[0])
-        sections = [
-            replace(section, sources=own)
-            for section, own in zip(self.sections, sources, strict=True)
-        ]
-        return replace(self, bases=bases, sections=sections)
+        """The header of a file that refers to others. Args: sources: of each of the parts."""
+        both = zip(self.parts, sources, strict=True)
+        parts = [msgspec.structs.replace(part, sources=own) for part, own in both]
+        return msgspec.structs.replace(self, bases=bases, parts=parts)
 
     def bytes_from(self, source: int) -> int:
-        """What of the memory lies in that source; 0: this file itself."""
+        """The bytes of memory that lie in a source; 0: this file itself."""
         return sum(
             min(self.block_bytes, part.num_bytes - block * self.block_bytes)
             for part in self.parts
@@ -121,19 +119,15 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
-        """As it is written: the digests are those of the blocks.
+        """The header as it is written: the digests are those of the blocks.
 
-        Args: blocks: of each of the parts.
+        Args: blocks: the checksums of each of the parts.
         """
-        replace, digests = msgspec.structs.replace, [combined(own) for own in blocks]
-        if not self.sections:
-            return replace(self, block_bytes=block_bytes, digest=digests[0], blocks=blocks[0])
-        sections = [
-            replace(section, digest=digest, blocks=own)
-            for section, digest, own in zip(self.sections, digests, blocks, strict=True)
+        parts = [
+            msgspec.structs.replace(part, digest=combined(own), blocks=own)
+            for part, own in zip(self.parts, blocks, strict=True)
         ]
-        digest = _of_sections(sections)
-        return replace(self, block_bytes=block_bytes, digest=digest, sections=sections)
+        return msgspec.structs.replace(self, block_bytes=block_bytes, parts=parts)
 
 
 def seal_header(
@@ -144,21 +138,13 @@ def seal_header(
     rank_offset: int = 0,
     num_ranks: int = 0,
 ) -> StateHeader:
-    """Args: sections: of this node's ranks, in order. rank_offset: of the first of them.
+    """Args: sections: of this node's ranks, in order. rank_offset: the first of them.
     num_ranks: on all nodes; 0: these are all."""
-    if len(sections) == 1:
-        (only,) = sections
-        header = StateHeader("seal", deployment, seq, only.num_bytes, only.tensors, only.digest)
-    else:
-        num_bytes, digest = sum(section.num_bytes for section in sections), _of_sections(sections)
-        header = StateHeader("seal", deployment, seq, num_bytes, [], digest, sections)
     if num_ranks <= len(sections):
-        return header
-    return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)
-
-
-def _of_sections(sections: list[Section]) -> str:
-    return xxhash.xxh3_128("".join(section.digest for section in sections)).hexdigest()
+        return StateHeader("seal", deployment, seq, sections)
+    return StateHeader(
+        "seal", deployment, seq, sections, rank_offset=rank_offset, num_ranks=num_ranks
+    )
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -198,6 +184,8 @@ def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
         header = msgspec.msgpack.decode(payload, type=StateHeader)
     except msgspec.DecodeError as error:
         raise data_loss(file, f"its header cannot be read: {error}") from None
+    if not header.parts:
+        raise data_loss(file, "it has no section")
     if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
         raise data_loss(file, "its digest is not that of its blocks")
     return header

@@ -15,10 +15,10 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.contract.state_rank import (
     Copied,
-    CopyAside,
-    CopyFrom,
     CopyIn,
     CopyOut,
+    LoadStaged,
+    StageState,
     StateMessage,
     StillMapped,
     Unmap,
@@ -99,7 +99,7 @@ class Node:
     async def ask(
         self,
         rank: Rank,
-        message: CopyIn | CopyOut | CopyAside | CopyFrom,
+        message: CopyIn | CopyOut | StageState | LoadStaged,
         fds: Sequence[int] = (),
     ) -> Copied:
         """Let a rank copy. A rank that is gone, or does not answer in time, is lost.
@@ -120,7 +120,7 @@ class Node:
             close_fds(kept)
 
     async def _ask(
-        self, rank: Rank, message: CopyIn | CopyOut | CopyAside | CopyFrom, fds: list[int]
+        self, rank: Rank, message: CopyIn | CopyOut | StageState | LoadStaged, fds: list[int]
     ) -> Copied:
         peer = self.ranks.get(rank)
         if peer is None:
@@ -399,11 +399,11 @@ def _writes(wpg: Wpg, version: Version) -> bool:
     return wpg.key == version.key.policy and wpg.incarnation == version.incarnation
 
 
-def _direction(message: CopyIn | CopyOut | CopyAside | CopyFrom) -> str:
+def _direction(message: CopyIn | CopyOut | StageState | LoadStaged) -> str:
     match message:
-        case CopyIn() | CopyFrom():
+        case CopyIn() | LoadStaged():
             return "load"
-        case CopyAside():
+        case StageState():
             return "copy"
     return "offload" if message.release else "copy"
 

@@ -21,12 +21,11 @@ from phaseloom.common.contract.errors import (
     ResourceError,
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
-from phaseloom.common.contract.state_agent import BringState, WriteSeal
+from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.filefetching import RemoteFile
-from phaseloom.statemgr.seals.fileserving import path_of
+from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
@@ -49,10 +48,10 @@ class Replicator:
         self._sealer = sealer
         self._weights = weights
         self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
-        self._elsewhere: dict[DeploymentKey, BringState] = {}
+        self._elsewhere: dict[DeploymentKey, FetchState] = {}
         """Where each deployment's files may be had, as was said last."""
 
-    async def bring(self, request: BringState) -> None:
+    async def bring(self, request: FetchState) -> None:
         """Have what is asked for here: on this disk, or in host memory where it is kept there.
 
         Raises: ResourceError: as `RemoteFile.fetch`.
@@ -64,7 +63,7 @@ class Replicator:
         if request.holds is not None:
             await self._bring_held(request)
 
-    def _lacking(self, request: BringState) -> BringState:
+    def _lacking(self, request: FetchState) -> FetchState:
         """Without what is in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
         versions = self._node.versions
@@ -75,7 +74,7 @@ class Replicator:
             versions=[s for s in request.versions if not versions.is_above(VersionKey(key, s))],
         )
 
-    async def _bring_files(self, request: BringState) -> None:
+    async def _bring_files(self, request: FetchState) -> None:
         key = request.deployment
         if request.ticket is not None and request.sources:
             self._elsewhere[key] = request
@@ -84,7 +83,7 @@ class Replicator:
         for seq in request.versions:
             await self._have_unless_released(FileName("version", key, seq), request)
 
-    async def _have_unless_released(self, name: FileName, request: BringState) -> None:
+    async def _have_unless_released(self, name: FileName, request: FetchState) -> None:
         """A version may be released everywhere while it is being asked for."""
         try:
             await self._have_version(name, request)
@@ -93,18 +92,18 @@ class Replicator:
                 raise
             log.warning("%s", error)
 
-    async def _have_version(self, name: FileName, request: BringState) -> None:
+    async def _have_version(self, name: FileName, request: FetchState) -> None:
         """The parts that a source has come before the manifest: where that is, they are, too."""
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
             home = self._weights.fetcher.home
             remote = RemoteFile(name, request.ticket, request.sources, home)
-            for part in await remote.parts():
+            for part in (await remote.describe()).parts:
                 await self._have(msgspec.structs.replace(name, part=part), request)
         await self._have(name, request)
 
-    async def _have(self, name: FileName, request: BringState) -> None:
+    async def _have(self, name: FileName, request: FetchState) -> None:
         lock = self._bringing.setdefault(name, asyncio.Lock())
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
@@ -125,7 +124,7 @@ class Replicator:
             return False
         return places[0].header.is_of(*ranks)
 
-    async def _fetch(self, name: FileName, request: BringState, before: Path | None = None) -> None:
+    async def _fetch(self, name: FileName, request: FetchState, before: Path | None = None) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
         remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
@@ -144,7 +143,7 @@ class Replicator:
         elif version.digest == header.digest:
             version.is_on_disk = True
 
-    async def _bring_held(self, request: BringState) -> None:
+    async def _bring_held(self, request: FetchState) -> None:
         """Fetch a version ahead; where that fails, the sync that needs it fetches it."""
         assert request.holds is not None
         try:
@@ -161,7 +160,7 @@ class Replicator:
 
         Raises: PhaseloomError: no other node has a good one.
         """
-        nowhere = BringState(key, seq, [], [])
+        nowhere = FetchState(key, seq, [], [])
         await self._fetch(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
 
     # --- copies for other nodes ------------------------------------------------------------------
@@ -170,7 +169,7 @@ class Replicator:
         """Be a copy of another node's state. Raises: ResourceError: as `bring`."""
         key = asked.deployment
         _check_key(key)
-        request = BringState(
+        request = FetchState(
             key,
             asked.seal_seq,
             asked.versions,

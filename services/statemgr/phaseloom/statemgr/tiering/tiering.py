@@ -29,7 +29,7 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import find_parts
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, data_loss
+from phaseloom.statemgr.disk.statefile import Place, Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.arena import rounded
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
@@ -305,9 +305,8 @@ class Tiering:
         is_write_back = move.direction is Direction.WRITE_BACK
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
-        header = StateHeader(
-            "spill", rank.wpg.key, rank.applied, rank.extent_bytes, rank.tensors, rank.digest
-        )
+        section = Section(rank.extent_bytes, rank.tensors, rank.digest)
+        header = StateHeader("spill", rank.wpg.key, rank.applied, [section])
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         with self._failing(rank, Step.DEMOTE_FAILED, "its host copy is bad"):
             if not rank.is_written_back:
@@ -333,9 +332,8 @@ class Tiering:
         assert isinstance(copy, SharedCopy)
         if copy.extent is None:
             raise ResourceError(f"{copy} is not needed any more")
-        header = StateHeader(
-            "content", copy.owner, copy.applied, copy.num_bytes, copy.tensors, copy.digest
-        )
+        section = Section(copy.num_bytes, copy.tensors, copy.digest)
+        header = StateHeader("content", copy.owner, copy.applied, [section])
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             await self._write(move, header, node.shared_memory(copy))
         self._check_needed(copy)

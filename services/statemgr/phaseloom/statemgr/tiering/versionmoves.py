@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.disk.statefile import StateHeader
+from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.versions.versions import Version
@@ -81,11 +81,8 @@ class VersionMoves:
     async def _write(self, version: Version) -> None:
         node, key = self._node, version.key
         assert version.extent is not None
-        header = StateHeader(
-            *("version", key.policy, key.seq, version.num_bytes),
-            *(version.tensors, version.digest),
-            part=key.part,
-        )
+        section = Section(version.num_bytes, version.tensors, version.digest)
+        header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
         memory = node.memory[version.extent].view(version.num_bytes)
         path = self._directory.version(key)
         node.versions.acquire(version)

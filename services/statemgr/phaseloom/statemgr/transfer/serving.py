@@ -68,7 +68,7 @@ class Files(Protocol):
         """A file that is here: its header, and its blocks."""
 
     async def parts_of(self, name: wire.FileName) -> list[str]:
-        """The parts of a weights version that are on this node's disk."""
+        """The parts of a weights version that are on this node's disk; none of another file."""
 
     async def keep(self, asked: wire.KeepFiles) -> None:
         """Fetch what is asked for onto this node's disk."""
@@ -110,7 +110,7 @@ class Server:
                     self._gate.check(first.ticket, first.version.whole, stream.node)
                     async with self._versions.open_part(first.version) as part:
                         await self._send(stream, _described(part.version))
-                case wire.DescribeFile() | wire.OpenFile() | wire.ListFileParts():
+                case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
                     await self._serve_file(stream, first)
                 case wire.KeepFiles():
@@ -149,15 +149,11 @@ class Server:
             assignments = {name: self._assignment(part, asked.site) for name, part in far}
             await self._answer_all(stream, parts, assignments, asked.peer)
 
-    async def _serve_file(
-        self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile | wire.ListFileParts
-    ) -> None:
-        if isinstance(asked, wire.ListFileParts):
-            await self._send(stream, wire.FileParts(await self._files.parts_of(asked.name)))
-            return
+    async def _serve_file(self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile) -> None:
         header, content = await self._files.open_file(asked.name)
         if isinstance(asked, wire.DescribeFile):
-            await self._send(stream, wire.FileDescription(header.alone()))
+            parts = await self._files.parts_of(asked.name)
+            await self._send(stream, wire.FileDescription(header.alone(), parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))
         await self._answer_all(stream, content, {}, Peer("", ""))

@@ -8,7 +8,6 @@ bytes where it was opened:
                                         server → Given and the bytes | Confirmed | Refusal
     client → DescribeVersion → server → VersionDescription | Refusal
     client → DescribeFile → server → FileDescription | Refusal
-    client → ListFileParts → server → FileParts | Refusal
     client → KeepFiles → server → FilesKept | Refusal
 
 `Waiting` may come before any reply but `Opened`, as often as it takes. Both ends have certificates
@@ -75,7 +74,7 @@ class FileName(msgspec.Struct, frozen=True):
 
 
 class DescribeFile(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the header of a state file."""
+    """Asks for the header of a state file, and which parts of the version are there."""
 
     name: FileName
     ticket: FilesTicket
@@ -84,13 +83,6 @@ class DescribeFile(msgspec.Struct, frozen=True, tag=True):
 class OpenFile(msgspec.Struct, frozen=True, tag=True):
     """Asks for a stream that brings blocks of a state file: boxes of tensors that are named after
     the numbers of its sections."""
-
-    name: FileName
-    ticket: FilesTicket
-
-
-class ListFileParts(msgspec.Struct, frozen=True, tag=True):
-    """Asks which parts of a weights version are on the server's disk."""
 
     name: FileName
     ticket: FilesTicket
@@ -152,11 +144,8 @@ class VersionDescription(msgspec.Struct, frozen=True, tag=True):
 
 class FileDescription(msgspec.Struct, frozen=True, tag=True):
     header: StateHeader
-
-
-class FileParts(msgspec.Struct, frozen=True, tag=True):
     parts: list[str]
-    """None: the version was written whole."""
+    """The parts of a weights version that are on the server's disk; none: it was written whole."""
 
 
 class FilesKept(msgspec.Struct, frozen=True, tag=True):
@@ -207,13 +196,12 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-First = OpenVersion | DescribeVersion | OpenFile | DescribeFile | ListFileParts | KeepFiles
+First = OpenVersion | DescribeVersion | OpenFile | DescribeFile | KeepFiles
 Ask = Give | Confirm
 Reply = (
     Opened
     | VersionDescription
     | FileDescription
-    | FileParts
     | FilesKept
     | Given
     | Confirmed

@@ -1,7 +1,7 @@
 """Weights versions as a policy's ranks make them: an extent to write into, and the commit.
 
-What several ranks write is in parts. Each is a version of its own under a key of its own; the
-version itself is the manifest that says what they are, and is committed last.
+A version that several ranks write is in parts. Each part is a version of its own under a key of its
+own; the version itself is the manifest that says what they are, and is committed last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_layout import VersionParts
+from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
 from phaseloom.common.contract.state_rank import (
     CommitParts,
     CommitVersion,
@@ -18,12 +18,18 @@ from phaseloom.common.contract.state_rank import (
     VersionExtent,
 )
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.common.tensors.versionparts import check_part, encode_manifest
+from phaseloom.common.tensors.tensortable import TensorTable
+from phaseloom.common.tensors.versionparts import (
+    check_part,
+    encode_manifest,
+    manifest_slots,
+    part_of,
+)
 from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.manifests import Manifests
+from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
 MAX_VERSIONS_OF_A_RANK = 128
@@ -35,7 +41,6 @@ class Publishing:
         self._node = node
         self._tiering = tiering
         self._weights = weights
-        self._manifests = Manifests(node, tiering)
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
         """An extent to write a version into, or word that it exists.
@@ -63,20 +68,36 @@ class Publishing:
         if version is not None:
             return description_of(version, tensors=b""), []
         self._check_number(wpg)
-        extent = await self._tiering.reserve(request.num_bytes, f"version {key}", pool_of(wpg))
-        try:
-            if wpg.is_lost:
-                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
-            version = node.versions.begin(key, request.num_bytes, table, extent, wpg.incarnation)
-        except PhaseloomError:
-            node.memory.free(extent)
-            raise
+        version, extent = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
         node.versions.opened(version, wpg)
         return description_of(version, tensors=b""), [node.memory[extent].fd]
 
+    async def _begin(
+        self,
+        wpg: Wpg,
+        key: VersionKey,
+        num_bytes: int,
+        tensors: TensorTable | list[TensorSlot],
+        pool: str = "",
+    ) -> tuple[Version, int]:
+        """A version that is being written, and its extent.
+
+        Raises: ResourceError: no room; the incarnation is over. CallerError: ALREADY_EXISTS.
+        """
+        node = self._node
+        extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
+        try:
+            if wpg.is_lost:
+                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            version = node.versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
+        except PhaseloomError:
+            node.memory.free(extent)
+            raise
+        return version, extent
+
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
-        """Parts of versions that were never committed: of those before, and of this one what an
-        earlier life wrote, which another's parts may not fit."""
+        """Drop parts of earlier versions that were never committed, and parts of this one that an
+        earlier incarnation wrote: they may not fit this one's."""
         versions = self._node.versions
         stale = versions.stale_parts(key.policy, key.seq)
         mine = versions.find(key)
@@ -129,7 +150,7 @@ class Publishing:
             node.release_version(version)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
-        """All parts are committed, here and elsewhere. Idempotent.
+        """Commit a version whose parts are committed, here and elsewhere. Idempotent.
 
         Raises: CallerError: PERMISSION_DENIED: not this policy's; ALREADY_EXISTS: something else;
                 FAILED_PRECONDITION: it has written another part here. ResourceError: no room.
@@ -143,17 +164,33 @@ class Publishing:
             content = encode_manifest(request.manifest)
             version = self._node.versions.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):
-                self._manifests.check(wpg, key, request.manifest)
+                self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
                 self._check_number(wpg)
-                version = await self._manifests.write(wpg, key, content)
+                slots = manifest_slots(len(content))
+                version, extent = await self._begin(wpg, key, len(content), slots)
+                self._node.memory[extent].view(len(content))[:] = content
+                self._node.versions.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")
 
-    async def _discard_earlier(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
-        """An earlier life's manifest, which came to other bits; of its parts those that this life
-        has otherwise, which readers here were brought; and slices of them.
+    def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: it has written another part here."""
+        for part in manifest.parts:
+            check_part(part.part, "manifest.parts")
+            here = self._node.versions.find(part_of(key, part.part))
+            is_its_own = here is not None and here.incarnation == wpg.incarnation
+            if here is not None and is_its_own and here.digest != part.digest:
+                raise CallerError(
+                    f"version {here.key} has digest {here.digest!r}, not {part.digest!r}",
+                    code=Code.FAILED_PRECONDITION,
+                    field="manifest.parts",
+                )
 
-        Raises: CallerError: ALREADY_EXISTS: it is no earlier life's.
+    async def _discard_earlier(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
+        """Drop the manifest of an earlier incarnation, which came to other bits, and the parts and
+        slices of it that differ from this incarnation's.
+
+        Raises: CallerError: ALREADY_EXISTS: the manifest is this incarnation's, or none.
         """
         version = self._node.versions.find(key)
         if version is not None and (

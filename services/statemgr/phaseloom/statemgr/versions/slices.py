@@ -1,8 +1,8 @@
 """Tensor slices of weights versions: what a reader needs, from parts that several ranks wrote.
 
-A copy of slices is kept beside versions, under the version's key and a name made of what it is of:
-ranks that ask for the same share one. It goes with its version. Till then, also while it comes,
-peers on the same site may have of it what they need.
+A copy of slices is kept beside versions, under the version's key and a name made from the slices:
+ranks that ask for the same slices share one copy. It is dropped with its version. Until then, also
+while it is being fetched, peers on the same site may take from it what they need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
 from phaseloom.statemgr.versions.fetch import Coming
 from phaseloom.statemgr.versions.versions import Version
-from phaseloom.statemgr.versions.weights import Weights
+from phaseloom.statemgr.versions.weights import Weights, description_of
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,7 @@ class Slices:
             if version is None:
                 version = await self._fetch(mine, request, slots)
         assert version.extent is not None
-        return (
-            VersionExtent(
-                version=mine,
-                num_bytes=version.num_bytes,
-                tensors=version.table.packed,
-                digest=version.digest,
-                exists=True,
-            ),
-            [self._node.memory[version.extent].read_only_fd],
-        )
+        return description_of(version), [self._node.memory[version.extent].read_only_fd]
 
     async def _fetch(self, mine: VersionKey, request: OpenSlices, slots: TensorTable) -> Version:
         key = request.version
@@ -104,7 +95,7 @@ class Slices:
                 away += some
         fetch = await fetch.bring_sound(away, sources)
         log.info(
-            "%s came: %d bytes from other nodes, %d from here, %d by peers",
+            "%s came: %d bytes from other nodes, %d from here, %d from peers",
             *(what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
         )
 

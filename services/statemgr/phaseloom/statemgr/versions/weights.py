@@ -7,16 +7,18 @@ own, and goes the same ways; the version itself is then its manifest.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 
 from phaseloom.common.contract.commands import Ticket
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.state_layout import PartSources
 from phaseloom.common.contract.state_rank import OpenVersion, VersionExtent
-from phaseloom.common.tensors.versionparts import part_of
+from phaseloom.common.tensors.versionparts import decode_manifest, part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import check_reader
@@ -24,10 +26,13 @@ from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.fetching import ask_once
 from phaseloom.statemgr.transfer.served import Content, Fetched, OpenPart, OpenParts
 from phaseloom.statemgr.versions.fetch import VersionFetcher, not_here
-from phaseloom.statemgr.versions.manifests import Manifests
 from phaseloom.statemgr.versions.versions import Version
+
+log = logging.getLogger(__name__)
 
 
 class Weights:
@@ -44,7 +49,6 @@ class Weights:
         self._node = node
         self._directory = directory
         self._tiering = tiering
-        self._manifests = Manifests(node, tiering)
         self.fetcher = VersionFetcher(node, directory, tiering, identity, peer_timeout_s, site=site)
         self._peer_timeout_s = peer_timeout_s
 
@@ -74,9 +78,7 @@ class Weights:
         described = description_of(version)
         if version.is_manifest:
             async with self._used(key):
-                holders = await self._manifests.holders(
-                    version, request.sources, request.ticket, self.fetcher.home
-                )
+                holders = await self._holders(version, request.sources, request.ticket)
                 version.check_kept()
             described = msgspec.structs.replace(described, sources=holders)
         return described, fds
@@ -99,15 +101,15 @@ class Weights:
         version = await self.fetcher.get(key, sources, ticket)
         if version.is_manifest:
             async with self._used(key):
-                digests, home = self._digests_in(version), self.fetcher.home
-                for part in await self._manifests.holders(version, sources, ticket, home):
+                digests = self._digests_in(version)
+                for part in await self._holders(version, sources, ticket):
                     mine, digest = part_of(key, part.part), digests[part.part]
                     await self.fetcher.get(mine, part.endpoints, ticket, digest)
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
-        """Of these parts, as the manifest says, which must be here.
+        """The digests of these parts, as the manifest says.
 
-        Raises: CallerError: NOT_FOUND: it is not, or names no such part.
+        Raises: CallerError: NOT_FOUND: the manifest is not here, or names no such part.
         """
         if not parts:
             return {}
@@ -121,10 +123,51 @@ class Weights:
         return {part: known[part] for part in parts}
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
-        return {part.part: part.digest for part in self._manifests.read(manifest).parts}
+        """The digest of each part. Raises: ResourceError: DATA_LOSS: the manifest is bad."""
+        found = decode_manifest(self._memory(manifest), manifest.key)
+        return {part.part: part.digest for part in found.parts}
+
+    async def _holders(
+        self, manifest: Version, sources: list[str], ticket: Ticket | None
+    ) -> list[PartSources]:
+        """The sources that have each of the parts that are not here, in the order of `sources`.
+
+        All are asked at once, because only they know; one that does not answer has nothing for now.
+        Raises: CallerError: NOT_FOUND: nobody has one. ResourceError: who may have it is away.
+        """
+        key, versions = manifest.key, self._node.versions
+        here = {each.key.part for each in versions.parts_of(key) if each.is_committed}
+        wanted = [part for part in self._digests_in(manifest) if part not in here]
+        if not wanted:
+            return []
+        named = list(dict.fromkeys(sources))
+        answers = await asyncio.gather(*(self._ask_parts(key, ticket, each) for each in named))
+        by_source = dict(zip(named, answers, strict=True))
+        errors = [each for each in answers if isinstance(each, PhaseloomError)]
+        holders = [
+            PartSources(
+                part,
+                [at for at, has in by_source.items() if isinstance(has, set) and part in has],
+            )
+            for part in wanted
+        ]
+        missing = [each.part for each in holders if not each.endpoints]
+        if missing:
+            raise _without(key, missing, errors)
+        return holders
+
+    async def _ask_parts(
+        self, key: VersionKey, ticket: Ticket | None, source: str
+    ) -> set[str] | PhaseloomError:
+        asked = wire.OpenVersion(key, ticket, [])
+        try:
+            return set((await ask_once(source, asked, wire.Opened, self.fetcher.home)).digests)
+        except PhaseloomError as error:
+            log.warning("which parts of version %s are at %s: %s", key, source, error)
+            return error
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
-        """By part, what of a version in parts this node can give away.
+        """The digests of the parts of a version that this node can give away, by part.
 
         Raises: CallerError: NOT_FOUND: none of it is here. ResourceError: as `_check_readable`.
         """
@@ -135,8 +178,8 @@ class Weights:
         return {part.key.part: part.digest for part in parts}
 
     def _check_readable(self, key: VersionKey) -> None:
-        """Raises: CallerError: NOT_FOUND: a part of what is not committed as a whole.
-        ResourceError: UNAVAILABLE: it was, and its policy makes it again."""
+        """Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
+        ResourceError: UNAVAILABLE: the version was committed, and its policy makes it again."""
         if not self._node.versions.is_readable(key):
             self.fetcher.suspects.check(key)
             raise CallerError(
@@ -197,7 +240,7 @@ class Weights:
         self._check_readable(key)
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
-            # It may be on its way here: whoever brings it may be the one who asks.
+            # It may be on its way here: whoever fetches it may be the one who asks.
             self.fetcher.suspects.check(key)
             raise not_here(key)
         await self.fetcher.get(key, [], None)
@@ -240,11 +283,11 @@ class Weights:
             await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
-        """Of who changes what this version is here."""
+        """The lock of whoever changes what this version is here."""
         return self.fetcher.lock(key)
 
     def forget(self, policy: DeploymentKey) -> None:
-        """Its job is over: drop every version of it from memory."""
+        """Drop every version of a policy whose job is over from memory."""
         for version in self._node.versions.known():
             if version.key.policy == policy:
                 self._node.drop_version(version)
@@ -259,3 +302,15 @@ def description_of(version: Version, tensors: bytes | None = None) -> VersionExt
         digest=version.digest,
         exists=version.is_committed,
     )
+
+
+def _without(version: VersionKey, parts: list[str], errors: list[PhaseloomError]) -> PhaseloomError:
+    """The error where nobody has these parts. Args: errors: of sources that did not answer."""
+    why = "; ".join(map(str, errors)) or "no source that is named has them"
+    text = f"version {version} lacks {', '.join(parts)}: {why}"
+    remedy = "retry; name sources that hold the version"
+    if all(error.info.code is Code.NOT_FOUND for error in errors):
+        return CallerError(text, code=Code.NOT_FOUND, field="version", remedy=remedy)
+    codes = {error.info.code for error in errors} - {Code.NOT_FOUND}
+    code = codes.pop() if len(codes) == 1 else Code.UNAVAILABLE
+    return ResourceError(text, code=code, remedy=remedy)

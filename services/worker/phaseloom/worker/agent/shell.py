@@ -67,7 +67,7 @@ from phaseloom.common.contract.events import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
-from phaseloom.common.contract.state_agent import BringState
+from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
@@ -288,7 +288,7 @@ class Agent:
             wpg = Wpg(command, self._settings, self._agent_socket, self._bus, self._tasks)
             try:
                 if command.sources:
-                    await self._state.bring_state(_state_of(command))
+                    await self._state.fetch_state(_state_of(command))
                 await self._state.register_wpg(
                     wpg.tokens,
                     key,
@@ -527,7 +527,7 @@ class Agent:
     async def _mirror(self, command: MirrorState) -> None:
         """Fetch a copy of another node's state, so that its deployment can go on here."""
         key, error = command.deployment, None
-        request = BringState(
+        request = FetchState(
             key,
             command.seal_seq,
             command.versions,
@@ -540,7 +540,7 @@ class Agent:
         )
         try:
             async with self._locks[key].write():
-                await self._state.bring_state(request)
+                await self._state.fetch_state(request)
         except PhaseloomError as failure:
             error = failure.info
         done = StateMirrored(key, command.seal_seq, command.node, command.id, error)
@@ -621,8 +621,8 @@ def _over(key: DeploymentKey, incarnation: int) -> ErrorInfo:
     return ErrorInfo(Code.UNAVAILABLE, f"incarnation {incarnation} of {key} is over")
 
 
-def _state_of(command: StartWpg) -> BringState:
-    return BringState(
+def _state_of(command: StartWpg) -> FetchState:
+    return FetchState(
         command.deployment,
         command.seal_seq,
         command.versions,

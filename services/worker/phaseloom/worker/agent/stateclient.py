@@ -18,13 +18,13 @@ from phaseloom.common.contract.errors import CallerError, PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import (
-    Adopt,
-    Adopted,
     AgentHello,
-    BringState,
     DropVersions,
     DropWpg,
+    FetchState,
+    FinishHandover,
     HandOver,
+    HandoverFinished,
     KeepHandles,
     Prefetch,
     PrepareSeal,
@@ -84,14 +84,14 @@ class AgentStateClient:
 
     async def _greet(self, peer: Peer[StateMessage]) -> None:
         welcome = await ask(peer, AgentHello(self._secret, self._index), Welcome)
-        if not welcome.adopts:
+        if not welcome.needs_handles:
             return
         handles = list(self._handles)
         for start in range(0, len(handles), MAX_FDS):
             some = handles[start : start + MAX_FDS]
             await peer.call(HandOver(some), [self._handles[handle] for handle in some])
-        adopted = await ask(peer, Adopt(), Adopted)
-        for deployment in adopted.lost:
+        finished = await ask(peer, FinishHandover(), HandoverFinished)
+        for deployment in finished.lost:
             log.warning("%s was lost with the state manager", deployment)
 
     async def _handle(
@@ -175,7 +175,7 @@ class AgentStateClient:
         )
         return await self._link.ask(message, Sealed)
 
-    async def bring_state(self, request: BringState) -> None:
+    async def fetch_state(self, request: FetchState) -> None:
         """Fetch another node's state. Raises: ResourceError: what could not be fetched, and why."""
         await self._link.ask(request, Done)
 

@@ -22,21 +22,21 @@ from phaseloom.common.contract.state_rank import (
     CheckpointRead,
     CheckpointWritten,
     CommitInitial,
-    CopyAside,
-    CopyFrom,
     CopyIn,
     CopyOut,
-    CutState,
-    CutTaken,
     Done,
     HeapRegistered,
+    LoadStaged,
     PruneCheckpoints,
     RankHello,
     RankResume,
     ReadCheckpoint,
     RegisterHeap,
+    SnapshotTaken,
+    StageState,
     StateMessage,
     StillMapped,
+    TakeSnapshot,
     Unmap,
     Unpin,
     WriteCheckpoint,
@@ -222,7 +222,7 @@ class RankStateClient:
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
         """
-        await self._link.ask(CutState(operation, name, seq), CutTaken)
+        await self._link.ask(TakeSnapshot(operation, name, seq), SnapshotTaken)
 
     async def write_checkpoint(self, operation: str, name: str, config: str, keep: int) -> str:
         """Write the checkpoint whose state was copied; return when it is durable.
@@ -253,7 +253,7 @@ class RankStateClient:
     ) -> tuple[StateMessage, Sequence[int]]:
         if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
             return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
-        if isinstance(body, CopyAside | CopyFrom):
+        if isinstance(body, StageState | LoadStaged):
             return await self._run(lambda: self._copies.copy_staged(body, fds)), ()
         close_fds(fds)
         match body:

@@ -18,10 +18,10 @@ from phaseloom.common.contract.errors import CallerError, Code, InternalError, R
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes, host_start
 from phaseloom.common.contract.state_rank import (
     Copied,
-    CopyAside,
-    CopyFrom,
     CopyIn,
     CopyOut,
+    LoadStaged,
+    StageState,
 )
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state import devicememory
@@ -97,7 +97,7 @@ class HostCopies:
             self.extent = None
             extent.close()
 
-    def copy_staged(self, order: CopyAside | CopyFrom, fds: list[int]) -> Copied:
+    def copy_staged(self, order: StageState | LoadStaged, fds: list[int]) -> Copied:
         """Copy the state to, or from, memory of the order's own, mapped for this copy only."""
         heap = self.registered_heap()
         if len(fds) != 1:
@@ -107,7 +107,7 @@ class HostCopies:
         staged = Mapping(fds[0], extent_bytes(heap.num_bytes, self.host_bytes), writable=True)
         try:
             digest = ""
-            if isinstance(order, CopyAside):
+            if isinstance(order, StageState):
                 staged.make_huge()
                 devicememory.copy_out(heap, staged.buffer)
                 if self.host_bytes:

@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import CutState, OpState
+from phaseloom.scheduler.core.state.transitions import OpState, TakeSnapshot
 
 
 class Op(msgspec.Struct):
@@ -38,13 +38,13 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Size of its payload."""
-    cut_state: CutState = CutState.NONE
+    cut_state: TakeSnapshot = TakeSnapshot.NONE
     """Whether what a `save_state` saves is apart from its deployment."""
 
     @property
     def is_cut(self) -> bool:
         """Whether it is a `save_state` that needs neither devices nor state any more."""
-        return self.cut_state is not CutState.NONE
+        return self.cut_state is not TakeSnapshot.NONE
 
     @property
     def is_mutating(self) -> bool:
@@ -87,7 +87,7 @@ class Op(msgspec.Struct):
         run again among the mutations, where its place is."""
         self.uncertain = True
 
-    def enter_cut(self, state: CutState) -> None:
+    def enter_cut(self, state: TakeSnapshot) -> None:
         """Called by `Step.advance_cut`, which knows the transitions."""
         self.cut_state = state
 

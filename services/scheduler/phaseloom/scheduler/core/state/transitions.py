@@ -67,7 +67,7 @@ class CopyState(StrEnum):
     CAME = "came"
 
 
-class CutState(StrEnum):
+class TakeSnapshot(StrEnum):
     NONE = "none"
     WRITING = "writing"
     """The state that a `save_state` saves is apart from its deployment, and is being written."""
@@ -228,13 +228,13 @@ COPIES: dict[tuple[CopyState, CopyEvent], CopyState] = {
 """An answer may come twice: what a failed try says later still counts."""
 
 
-CUTS: dict[tuple[CutState, CutEvent], CutState] = {
-    (CutState.NONE, CutEvent.CUT): CutState.WRITING,
-    (CutState.WRITING, CutEvent.ENDED): CutState.NONE,
-    (CutState.WRITING, CutEvent.DIED): CutState.LOST,
-    (CutState.WRITING, CutEvent.DIED_UNORDERED): CutState.NONE,
-    (CutState.LOST, CutEvent.ENDED): CutState.NONE,
-    (CutState.LOST, CutEvent.DIED): CutState.LOST,
+CUTS: dict[tuple[TakeSnapshot, CutEvent], TakeSnapshot] = {
+    (TakeSnapshot.NONE, CutEvent.CUT): TakeSnapshot.WRITING,
+    (TakeSnapshot.WRITING, CutEvent.ENDED): TakeSnapshot.NONE,
+    (TakeSnapshot.WRITING, CutEvent.DIED): TakeSnapshot.LOST,
+    (TakeSnapshot.WRITING, CutEvent.DIED_UNORDERED): TakeSnapshot.NONE,
+    (TakeSnapshot.LOST, CutEvent.ENDED): TakeSnapshot.NONE,
+    (TakeSnapshot.LOST, CutEvent.DIED): TakeSnapshot.LOST,
 }
 
 

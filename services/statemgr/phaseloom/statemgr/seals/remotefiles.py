@@ -1,9 +1,9 @@
-"""Fetches a state file from other nodes' state managers onto this node's disk.
+"""State files between nodes: fetched from other nodes' disks, and served to other nodes.
 
-Blocks that the newest seal here has are not fetched: the new file refers to them, as a file that is
-written here does. The rest come by the transfer engine, each verified by the checksum that the
-file's header has of it. The file has its name once all of it is on the disk. Memory: a block a
-stream.
+What is served comes from this node's disk, or from host memory. Blocks that the newest seal here
+has are not fetched: the new file refers to them, as a file that is written here does. The rest come
+by the transfer engine, each verified by the checksum that the file's header has of it. A file has
+its name once all of it is on the disk. Memory: a block a stream.
 """
 
 from __future__ import annotations
@@ -11,33 +11,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import xxhash
 
 from phaseloom.common.contract.commands import FilesTicket
-from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
-from phaseloom.common.tensors.versionparts import check_part
-from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
-from phaseloom.statemgr.disk.statefile import StateHeader, num_blocks
+from phaseloom.statemgr.disk.statefile import Place, StateHeader, num_blocks
 from phaseloom.statemgr.mesh.tls import Stream
-from phaseloom.statemgr.seals.fileserving import path_of
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
-from phaseloom.statemgr.transfer.served import Incoming
-from phaseloom.statemgr.transfer.tensorslices import Batch, Piece, box_of
-from phaseloom.statemgr.transfer.wire import FileName
+from phaseloom.statemgr.transfer.served import Content, Incoming
+from phaseloom.statemgr.transfer.tensorslices import Batch, Box, Piece, box_of
+from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PAUSE_S = 0.2
 _NOT_THERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS})
@@ -68,8 +67,7 @@ class RemoteFile:
                 UNAVAILABLE: one does not answer; RESOURCE_EXHAUSTED, or what else this node's disk
                 says.
         """
-        asked, check = wire.DescribeFile(self.name, self.ticket), partial(_check, self.name, ranks)
-        header = (await self._from_any(asked, wire.FileDescription, check)).header
+        header = (await self.describe(ranks)).header
         path = path_of(directory, self.name)
         receiving = await asyncio.to_thread(Receiving, directory, path, header, before)
         try:
@@ -80,11 +78,6 @@ class RemoteFile:
             raise
         log.info("%s came: %d bytes", self.name, num_bytes)
         return header
-
-    async def parts(self) -> list[str]:
-        """The parts of the weights version, by the first source that has it. Raises: as `fetch`."""
-        listed = await self._from_any(wire.ListFileParts(self.name, self.ticket), wire.FileParts)
-        return [check_part(part, "part") for part in listed.parts]
 
     async def _fetch_blocks(self, receiving: Receiving, header: StateHeader) -> int:
         """All blocks that are missing. Returns: how many bytes came."""
@@ -110,20 +103,19 @@ class RemoteFile:
             raise _given_up(self.name, list(fetch.errors.values()) or [error]) from error
         return fetch.fetched_bytes
 
-    async def _from_any(
-        self, asked: wire.First, answer: type[T], check: Callable[[T], None] = lambda answer: None
-    ) -> T:
+    async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
         """The first good answer; for one timeout all sources are asked again and again.
 
         Raises: as `fetch`.
         """
+        asked = wire.DescribeFile(self.name, self.ticket)
         started_s = time.monotonic()
         while True:
             errors: list[PhaseloomError] = []
             for source in self.sources:
                 try:
-                    found = await ask_once(source, asked, answer, self.home)
-                    check(found)
+                    found = await ask_once(source, asked, wire.FileDescription, self.home)
+                    _check(self.name, ranks, found.header)
                     return found
                 except PhaseloomError as error:
                     log.warning("%s from %s: %s", self.name, source, error)
@@ -166,11 +158,10 @@ class _Disk:
         return True
 
 
-def _check(name: FileName, ranks: tuple[int, int], described: wire.FileDescription) -> None:
+def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     """Raises: ResourceError: DATA_LOSS: it is another file than the one that is meant, or none."""
-    header = described.header
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
-    has_checksums = header.block_bytes > 0 and all(
+    has_checksums = len(header.parts) * header.block_bytes > 0 and all(
         len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, header.block_bytes)
         for part in header.parts
     )
@@ -188,3 +179,115 @@ def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
         code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
         remedy="bring the nodes back that have it",
     )
+
+
+# --- Served --------------------------------------------------------------------------------------
+
+ReadBlock = Callable[[Place, int, memoryview], int]
+
+
+class StateFiles:
+    def __init__(
+        self,
+        node: Node,
+        directory: StateDirectory,
+        timeout_s: float,
+        keep: Callable[[KeepFiles], Awaitable[None]],
+    ) -> None:
+        """Args: keep: fetches what is asked for onto this node's disk."""
+        self._node = node
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._keep = keep
+
+    async def open_file(self, name: FileName) -> tuple[StateHeader, Content]:
+        """Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS; it is not known yet what is
+        here."""
+        await self._until_settled()
+        places, read = await self._find(name)
+        return places[0].header, _File(places, read)
+
+    async def parts_of(self, name: FileName) -> list[str]:
+        """The parts of a weights version that are on this node's disk; none of another file."""
+        if name.kind != "version" or name.part:
+            return []
+        key = VersionKey(name.deployment, name.seq)
+        return await asyncio.to_thread(self._directory.parts, key)
+
+    async def keep(self, asked: KeepFiles) -> None:
+        """Raises: PhaseloomError: they could not be fetched."""
+        await self._until_settled()
+        await self._keep(asked)
+
+    async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
+        """The file's parts, and what reads a block of one."""
+        kept = self._node.seals.find(name.deployment, name.seq) if name.kind == "seal" else None
+        if kept is not None:
+            image = self._node.memory[kept.extent].view(kept.num_bytes)
+            return find_image_parts(image, kept.name), partial(read_image_block, image)
+        path = self._existing(name)
+        return await asyncio.to_thread(find_parts, path), self._directory.read_block
+
+    def _existing(self, name: FileName) -> Path:
+        path = path_of(self._directory, name)
+        if not path.exists():
+            raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
+        return path
+
+    async def _until_settled(self) -> None:
+        try:
+            await asyncio.wait_for(self._node.settled.wait(), self._timeout_s)
+        except TimeoutError:
+            raise ResourceError(f"{self._node.name} does not know yet what it holds") from None
+
+
+class _File:
+    """Blocks of a state file, verified as they are read, one at a time."""
+
+    def __init__(self, places: list[Place], read: ReadBlock) -> None:
+        self._places = {str(place.index): place for place in places}
+        self._read = read
+        self._buffer = page_buffer(places[0].header.block_bytes)
+
+    def find(self, part: str, box: Box) -> _Block:
+        place = self._places.get(box.name)
+        if place is None or part or len(box.start) != 1:
+            raise CallerError(f"there is no section {box.name!r}", field="boxes")
+        size = place.header.block_bytes
+        number, within = divmod(box.start[0], size)
+        if within or not 0 <= number < num_blocks(place.part.num_bytes, size):
+            raise CallerError(
+                f"there is no block at {box.start} of section {box.name}", field="boxes"
+            )
+        return _Block(place, number, self._read, self._buffer)
+
+    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+        """Return at once: all of the file is here."""
+
+
+class _Block(NamedTuple):
+    place: Place
+    number: int
+    read_block: ReadBlock
+    buffer: memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.place.header.block_bytes
+        return min(size, self.place.part.num_bytes - self.number * size)
+
+    def of(self, box: Box) -> _Block:
+        raise CallerError("blocks of a file are not split", field="boxes")
+
+    def read(self) -> list[memoryview]:
+        return [self.buffer[: self.read_block(self.place, self.number, self.buffer)]]
+
+
+def path_of(directory: StateDirectory, name: FileName) -> Path:
+    """Raises: CallerError: no such kind, or a name that is no plain file name."""
+    match name.kind:
+        case "seal":
+            return directory.seal(name.deployment, name.seq)
+        case "version":
+            return directory.version(VersionKey(name.deployment, name.seq, name.part))
+    raise CallerError(f"there are no files of kind {name.kind!r}", field="name.kind")
