@@ -453,7 +453,8 @@ class Tiering:
             except ResourceError as error:
                 if error.info.code is not Code.DATA_LOSS:
                     raise
-                log.error("%s", error)
+                more = path != sources[-1][0]
+                log.error("%s%s", error, f"; trying its seal at {copy.applied}" if more else "")
                 # Its frames have views on the memory.
                 refusal = refusal or error.with_traceback(None)
             else:
