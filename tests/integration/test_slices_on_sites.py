@@ -451,7 +451,7 @@ async def test_a_neighbour_that_never_delivers_is_left(
             memory = memoryview(bytearray(SIZE // 2))
             at = home(site="west", endpoint="127.0.0.1:1")
             running = fetch_of(KEY, LEFT, memory, at)
-            await running.bring(batches(LEFT), {"0of1": [world.sources[0].endpoint]})
+            await running.fetch_all(batches(LEFT), {"0of1": [world.sources[0].endpoint]})
             assert bytes(memory) == _bytes(LEFT)
             assert (running.fetched_bytes, running.relayed_bytes) == (SIZE // 2, 0)
 
@@ -513,7 +513,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
         asyncio.timeout(30),
     ):
         with pytest.raises(ResourceError, match="gone") as caught:
-            await running.bring(batches(slices), {"0of2": [one], "1of2": [other]})
+            await running.fetch_all(batches(slices), {"0of2": [one], "1of2": [other]})
     assert caught.value.info.code is Code.NOT_FOUND
 
 

@@ -48,5 +48,5 @@ async def fetch(
     memory = memoryview(bytearray(described.num_bytes))
     slices = all_of("", described.tensors, described.num_bytes)
     running = fetch_of(key, slices, memory, at, shown, described.digest)
-    await running.bring(batches(slices), {"": [source]})
+    await running.fetch_all(batches(slices), {"": [source]})
     return described.digest, bytes(memory)

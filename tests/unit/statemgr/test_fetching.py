@@ -62,7 +62,7 @@ async def test_nobody_writes_any_more_when_a_fetch_that_was_cancelled_has_ended(
     memory = memoryview(bytearray(len(CONTENT)))
     fetching = fetch_of(KEY, slices, memory, home())
     async with _serving(_gives_all) as source:
-        bringing = asyncio.create_task(fetching.bring(batches(slices), {"0of1": [source]}))
+        bringing = asyncio.create_task(fetching.fetch_all(batches(slices), {"0of1": [source]}))
         try:
             await begun.wait()
             bringing.cancel()

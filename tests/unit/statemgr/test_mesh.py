@@ -130,7 +130,7 @@ async def test_work_in_a_thread_outlives_every_cancellation() -> None:
         assert may_end.wait(TIMEOUT_S)
         view[:] = b"x" * 8
 
-    working = asyncio.create_task(tls.apart(work, memoryview(memory)))
+    working = asyncio.create_task(tls.in_thread(work, memoryview(memory)))
     await asyncio.to_thread(began.wait)
     for _ in range(3):
         working.cancel()

@@ -154,7 +154,7 @@ class Exporter:
         if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
-        return await self._files.has_left_part(snapshot)
+        return await asyncio.to_thread(self._files.node_parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
         snapshot = self._node.cuts.find(key, request.operation)
@@ -226,4 +226,4 @@ class Exporter:
         for snapshot in self._node.cuts.of(key):
             self._staging.free(snapshot)
         self._locks.pop(key, None)
-        await self._files.forget(key)
+        await asyncio.to_thread(self._files.node_parts.forget, key)

@@ -55,7 +55,7 @@ class SnapshotFiles:
         self._tiering = tiering
         self._disk = directory.disk
         self._checkpoints = checkpoints
-        self._node_parts = NodeParts(checkpoints, directory)
+        self.node_parts = NodeParts(checkpoints, directory)
         self._staging = staging
         self._file_bytes = file_bytes
         self._numbering = asyncio.Lock()
@@ -77,20 +77,9 @@ class SnapshotFiles:
                 return ""
             return await self._write(snapshot, request, [*ranks, *others], cancelled)
 
-    async def has_left_part(self, snapshot: Snapshot) -> bool:
-        """Whether this node's part of another's checkpoint is on disk already.
-
-        Args: snapshot: it may have no parts any more.
-        """
-        return await asyncio.to_thread(self._node_parts.is_written, snapshot)
-
-    async def forget(self, key: DeploymentKey) -> None:
-        """What this node has left of a deployment's, if nobody took it."""
-        await asyncio.to_thread(self._node_parts.forget, key)
-
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
-        """What rank 0's node needs of the others to make whole tensors.
+        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors.
 
         Raises: PhaseloomError: it is not there, or there is no host memory for it.
         """
@@ -98,7 +87,7 @@ class SnapshotFiles:
         held: list[StagedState] = []
         try:
             if not snapshot.is_whole and not snapshot.rank_offset:
-                for place in await asyncio.to_thread(self._node_parts.find, snapshot):
+                for place in await asyncio.to_thread(self.node_parts.find, snapshot):
                     num_bytes = place.part.num_bytes
                     extent = await self._tiering.reserve(
                         num_bytes, f"other ranks' part of {snapshot}"
@@ -106,7 +95,7 @@ class SnapshotFiles:
                     self._node.cuts.lend(extent)
                     extents.append(extent)
                     memory = self._node.memory[extent].view(num_bytes)
-                    await asyncio.to_thread(self._node_parts.read, place, memory)
+                    await asyncio.to_thread(self.node_parts.read, place, memory)
                     index = place.header.rank_offset + place.index
                     held.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
             yield held
@@ -121,7 +110,7 @@ class SnapshotFiles:
         self, snapshot: Snapshot, ranks: list[StagedState], cancelled: threading.Event
     ) -> None:
         check(snapshot.key, ranks)
-        self._node_parts.write(snapshot, ranks, cancelled)
+        self.node_parts.write(snapshot, ranks, cancelled)
 
     async def _write(
         self,
@@ -153,7 +142,7 @@ class SnapshotFiles:
         except BaseException:
             await asyncio.to_thread(self._checkpoints.drop, snapshot.key, snapshot.name)
             raise
-        await asyncio.to_thread(self._node_parts.discard, snapshot)
+        await asyncio.to_thread(self.node_parts.discard, snapshot)
         return written.weights_sha256
 
     def _draft(
@@ -190,14 +179,17 @@ class NodeParts:
         self._directory = directory
 
     def is_written(self, snapshot: Snapshot) -> bool:
-        """Whether this node's is there, of the same life."""
+        """Whether this node's part of another's checkpoint is on disk, of the same incarnation.
+
+        Args: snapshot: it may have no parts any more.
+        """
         header = _header_of(self._own(snapshot))
         return header is not None and header.incarnation == snapshot.incarnation
 
     def write(
         self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
     ) -> None:
-        """This node's.
+        """Write this node's part.
 
         Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
         """
@@ -214,7 +206,7 @@ class NodeParts:
         self._directory.write(self._own(snapshot), header, memories, cancelled)
 
     def find(self, snapshot: Snapshot) -> list[Place]:
-        """The ranks' of the other nodes.
+        """The states of the ranks of the other nodes.
 
         Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
                 ResourceError: DATA_LOSS: it is bad, or of another snapshot.
@@ -229,7 +221,7 @@ class NodeParts:
                     remedy="give the state managers of all nodes of the deployment one "
                     "checkpoint_root, on a file system that they share",
                 )
-            found = find_parts(_of_life(paths, snapshot.incarnation))
+            found = find_parts(_of_incarnation(paths, snapshot.incarnation))
             if not _is_of(found[0].header, snapshot, rank):
                 raise data_loss(
                     found[0].file, f"it is another snapshot's than that at {snapshot.seq}"
@@ -242,11 +234,11 @@ class NodeParts:
         self._directory.read(place, memory)
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Nobody needs the others' any more."""
+        """Remove the parts of the other nodes, which nobody needs any more."""
         self._directory.discard(*(path for _, paths in self._others(snapshot) for path in paths))
 
     def forget(self, key: DeploymentKey) -> None:
-        """Of a deployment that is here no more: what this node has left, if nobody took it."""
+        """Remove what this node has left of a deployment that is gone, if nobody took it."""
         self._directory.discard(*self._checkpoints.parts_left(key))
 
     def _own(self, snapshot: Snapshot) -> Path:
@@ -255,7 +247,7 @@ class NodeParts:
         )
 
     def _others(self, snapshot: Snapshot) -> list[tuple[int, list[Path]]]:
-        """By the first of their ranks: as many are on each node."""
+        """The files of each other node by its first rank; each node has as many ranks."""
         return [
             (
                 rank,
@@ -266,8 +258,8 @@ class NodeParts:
         ]
 
 
-def _of_life(paths: list[Path], incarnation: int) -> Path:
-    """The newest that is of this life; where none is, the newest."""
+def _of_incarnation(paths: list[Path], incarnation: int) -> Path:
+    """The newest file of this incarnation; where there is none, the newest of any."""
     for path in paths:
         header = _header_of(path)
         if header is not None and header.incarnation == incarnation:
@@ -276,7 +268,7 @@ def _of_life(paths: list[Path], incarnation: int) -> Path:
 
 
 def _header_of(path: Path) -> StateHeader | None:
-    """None: it is not there, or bad."""
+    """The header of a state file; None: it is not there, or bad."""
     try:
         return find_parts(path)[0].header
     except PhaseloomError:

@@ -1,9 +1,9 @@
-"""What a new seal need not write again, because the seal before has it on disk.
+"""Blocks that a new seal need not write again, because an earlier seal has them on disk.
 
-A block is there where its checksum is; the state's digest, which every load verifies, stands behind
-that. Files are referred to through hard links, which the file system counts. A file is referred to
-only while at least half of what it holds was of use to the seal before, so that dead blocks never
-take more room than live ones for longer than one seal.
+A block counts as there if its checksum is the same; every load verifies the digest of the whole
+state besides. Files are referred to through hard links, which the file system counts. A file is
+referred to only while the seal before used at least half of what it holds, so that dead blocks
+never take more room than live ones for longer than one seal.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Base:
     """Blocking: use it in a thread."""
 
     before: StateHeader
-    """Of the seal that is there."""
+    """The header of the earlier seal."""
     files: Mapping[int, Path]
-    """Where its blocks are, by its own sources."""
+    """The files that hold its blocks, by its own sources."""
     names: list[str] = field(default_factory=list)
-    """Of the new seal's links: its sources, from 1."""
+    """Names of the new seal's links: its sources, from 1."""
     _numbers: dict[int, int] = field(default_factory=dict)
-    """Source of the seal before → source of the new one."""
+    """Source of the earlier seal → source of the new one."""
 
     def is_like(self, header: StateHeader) -> bool:
-        """Whether its blocks can be those of a new file with this header."""
+        """Whether the earlier seal's blocks can be those of a new file with this header."""
         sizes = [part.num_bytes for part in header.parts]
         is_like = sizes == [part.num_bytes for part in self.before.parts]
         return is_like and self.before.block_bytes == BLOCK_BYTES
 
     def has_some(self, header: StateHeader, memories: Sequence[memoryview]) -> bool:
-        """Whether it looks as if some block has stayed what it was."""
+        """Whether some block seems to be unchanged, by a few samples."""
         return any(
             (part.digest and part.digest == before.digest) or _has_sample(before, memory)
             for part, before, memory in zip(header.parts, self.before.parts, memories, strict=True)
@@ -80,7 +80,7 @@ class Base:
         return self.before.parts[index].blocks
 
     def sources(self, index: int, blocks: bytes) -> bytes:
-        """Where each of these is."""
+        """The source of each of these blocks."""
         return bytes(
             self._source(index, at // CHECKSUM_BYTES, blocks[at : at + CHECKSUM_BYTES])
             for at in range(0, len(blocks), CHECKSUM_BYTES)

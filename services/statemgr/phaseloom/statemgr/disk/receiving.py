@@ -1,4 +1,4 @@
-"""A state file that comes from elsewhere block by block: it has its name once it is whole."""
+"""A state file that comes from another node block by block, and gets its name once it is whole."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Receiving:
     """Write every block that is `missing`, then `finish`; or `abandon` it. Blocking: call it in a
     thread.
 
-    What it writes is as its header says: blocks are checked before they are given to it. Where a
-    seal before has blocks with the same checksums, the file refers to these through links of its
-    own, as one that is written here does.
+    Blocks are verified by the header before they are given to `write`. Where an earlier seal has
+    blocks with the same checksums, the file refers to these through links of its own, as a file
+    that is written here does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Receiving:
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """(part, block) of all that no file here has."""
+        """The (part, block) of each block that no file here has."""
         size = self._header.block_bytes
         return [
             (index, block)
@@ -86,7 +86,7 @@ class Receiving:
         ]
 
     def size_of(self, part: int, block: int) -> int:
-        """Bytes of a block."""
+        """The size of a block in bytes."""
         whole, size = self._header.parts[part].num_bytes, self._header.block_bytes
         return min(size, whole - block * size)
 
@@ -100,7 +100,7 @@ class Receiving:
             self._file.write(memory, self._offsets[part] + block * self._header.block_bytes)
 
     def finish(self) -> None:
-        """On the disk for good, under its name; what was there before is replaced."""
+        """Put the file on the disk for good, under its name; it replaces what was there before."""
         assert self._file is not None
         with self._typed():
             self._file.write(memoryview(self._start), 0)

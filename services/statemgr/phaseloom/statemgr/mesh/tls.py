@@ -42,17 +42,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_REQUEST_BYTES = 64 * 1024
-"""Of a message from a client, where its service does not allow more."""
+"""The largest message from a client."""
 _CHUNK_BYTES = 1024 * 1024
 _INLINE_BYTES = 64 * 1024
-"""That are encrypted or decrypted at once on the event loop; what is beyond goes to a thread."""
+"""Bytes that are encrypted or decrypted at once on the event loop; more go to a thread."""
 _RECORD_BYTES = 16 * 1024
-"""The largest of TLS."""
+"""The largest record of TLS."""
 _MAX_STREAMS = 320
-"""That are served at once; more wait, and give up if they must for long: a fetch keeps its streams
-until it has all. Four each of 64 nodes, and one to each of these for what they relay."""
+"""The most streams that are served at once: four to each of 64 nodes, and one to each of these for
+what they relay. Further streams wait, and give up after a while: a fetch keeps its streams until it
+has everything."""
 _MAX_UNPROVEN = 128
-"""Connections that have not shown a certificate yet; the oldest is cut off for the next."""
+"""The most connections that have not shown a certificate yet; for one more, the oldest is cut."""
 _MAX_WELCOME_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _SPOILED = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"
@@ -63,7 +64,7 @@ _REMEDY = "give both nodes certificates of one authority: `phaseloom certs`"
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The client's certificate is good."""
+    """Tells the client that its certificate is good."""
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ class Opening(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Identity:
-    """What this node proves itself by, and how it verifies others."""
+    """The contexts by which this node proves itself and verifies others."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -118,11 +119,12 @@ class Stream:
         self._sock = sock
         self._fd = sock.fileno()
         self._is_ended = False
-        """The other end has closed."""
+        """Whether the other end has closed."""
         self._awaits_writing: bool | None = None
-        """What the last try to go on lacked: room to write, or something to read; None: nothing."""
+        """Whether the last try lacked room to write (True) or something to read (False); None: it
+        lacked nothing."""
         self.node = ""
-        """The other end's, by its certificate."""
+        """The name of the other end's node, by its certificate."""
 
     async def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -184,19 +186,19 @@ class Stream:
         return bytes(received)
 
     async def _fill(self, memory: memoryview) -> int:
-        """How much came before the other end closed."""
+        """Fill the memory. Returns: the bytes that came before the other end closed."""
         done = 0
         while done < len(memory) and not self._is_ended:
             count = self._take(memory[done : done + _INLINE_BYTES])
             if count == _INLINE_BYTES:
-                count += await apart(self._take, memory[done + count :])
+                count += await in_thread(self._take, memory[done + count :])
             done += count
             if done < len(memory) and not self._is_ended:
                 await self._until_ready()
         return done
 
     def _take(self, memory: memoryview) -> int:
-        """What is there already."""
+        """Read what is there already. Returns: bytes."""
         done = 0
         try:
             while done < len(memory):
@@ -215,15 +217,15 @@ class Stream:
         while done < len(memory):
             count = self._put(memory[done : done + _INLINE_BYTES])
             if count == _INLINE_BYTES:
-                count += await apart(self._put, memory[done + count :])
+                count += await in_thread(self._put, memory[done + count :])
             done += count
             if done < len(memory):
                 await self._until_ready()
 
     def _put(self, memory: memoryview) -> int:
-        """What the socket takes at once.
+        """Write what the socket takes at once. Returns: bytes.
 
-        A record at a time: what it does not take must be offered again just as it was.
+        A record at a time: what the socket does not take must be offered again just as it was.
         """
         done = 0
         try:
@@ -235,7 +237,7 @@ class Stream:
         return done
 
     async def _until_ready(self) -> None:
-        """What the last try lacked; where it lacked nothing, everybody else has a turn."""
+        """Wait for what the last try lacked; where it lacked nothing, let other tasks run."""
         loop = asyncio.get_running_loop()
         if self._awaits_writing is None:
             await asyncio.sleep(0)
@@ -258,11 +260,11 @@ class Stream:
             unwatch(self._fd)
 
 
-async def apart(work: Callable[[memoryview], T], memory: memoryview) -> T:
+async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
     """Work on memory in a thread, so that streams decrypt side by side.
 
-    However often it is cancelled, it ends after the thread, and the view is released then: nobody
-    is at the memory any more, which may be freed or somebody else's next.
+    However often the call is cancelled, it ends after the thread and releases the view then: nobody
+    uses the memory any more, which may be freed or given to somebody else.
     """
     with memory:
         working = asyncio.get_running_loop().run_in_executor(None, work, memory)
@@ -278,7 +280,7 @@ async def apart(work: Callable[[memoryview], T], memory: memoryview) -> T:
 
 
 async def connect(endpoint: str, service: str, identity: Identity, timeout_s: float) -> Stream:
-    """A stream to another node's state manager, both ends proved.
+    """A stream to another node's state manager; both ends have proved who they are.
 
     Raises: ResourceError: out of reach, or silent for so long.
             CallerError: PERMISSION_DENIED: one does not know the other's authority; a bad endpoint.
@@ -324,7 +326,7 @@ async def _connected(host: str, port: int, identity: Identity) -> Stream:
 
 
 def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
-    """What a failure of a stream to an endpoint means to who wanted something from there."""
+    """The error of whoever wanted something from an endpoint, for a failure of the stream to it."""
     if isinstance(error, PhaseloomError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -359,7 +361,7 @@ class Server:
         self._services = services
         self._slots = asyncio.Semaphore(_MAX_STREAMS)
         self._unproven: dict[asyncio.Task[None], None] = {}
-        """In the order in which they came."""
+        """Connections without a certificate yet, in the order in which they came."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Until cancelled."""
@@ -375,7 +377,7 @@ class Server:
                 task.add_done_callback(lambda done: self._unproven.pop(done, None))
 
     async def _host(self, sock: socket.socket) -> None:
-        # Logged and counted there: a session keeps no books, so that it can end alone.
+        # Logged and counted there: a session keeps no state, so that it can end alone.
         with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "peer"):
             await self._talk(sock)
 
@@ -414,7 +416,7 @@ class Server:
         await session(stream)
 
     def _configure(self, sock: socket.socket) -> None:
-        """A client may be silent for long, but not dead."""
+        """Let the kernel find dead clients: a live one may be silent for long."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

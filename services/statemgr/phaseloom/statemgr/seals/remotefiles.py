@@ -96,7 +96,7 @@ class RemoteFile:
         fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(receiving, size))
         batches = [Batch("", [Piece(each, box_of(each))]) for each in slices]
         try:
-            await fetch.bring(batches, {"": self.sources})
+            await fetch.fetch_all(batches, {"": self.sources})
         except LocalError as failure:
             raise failure.error from None
         except PhaseloomError as error:

@@ -33,7 +33,7 @@ from phaseloom.common.contract.errors import (
     to_exception,
 )
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.mesh.tls import Identity, Stream, apart, connect, explained
+from phaseloom.statemgr.mesh.tls import Identity, Stream, connect, explained, in_thread
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.served import Incoming
@@ -118,7 +118,7 @@ class Memory:
         else:
             content = memoryview(bytearray(batch.num_bytes))
             await stream.receive_into(content, timeout_s, digest.update)
-            await apart(partial(batch.put, self.memory), content)
+            await in_thread(partial(batch.put, self.memory), content)
         return digest.hexdigest()
 
     async def is_sound(self) -> bool | None:
@@ -129,7 +129,7 @@ class Memory:
 
 @dataclass
 class Fetch:
-    """One object, or slices of it. `bring` once."""
+    """One object, or slices of it. `fetch_all` once."""
 
     what: str
     """What is fetched, for errors and logs."""
@@ -150,7 +150,7 @@ class Fetch:
     """The size of the largest batch."""
     _sources: list[_Source] = field(default_factory=list, init=False)
     _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
-    """What each peer is to bring, with its checksum."""
+    """The batches that each peer is to deliver, with their checksums."""
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _broken: set[Peer] = field(default_factory=set, init=False)
     """Peers that failed."""
@@ -162,11 +162,11 @@ class Fetch:
     """It is known whether sources have to confirm what came."""
     _is_to_confirm: bool = field(default=False, init=False)
 
-    async def bring(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
+    async def fetch_all(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
         """Fetch the batches.
 
         Args:   sources: the endpoints of each part.
-        Raises: PhaseloomError: nobody can bring them all. ResourceError: DATA_LOSS: what came is
+        Raises: PhaseloomError: nobody can deliver them all. ResourceError: DATA_LOSS: what came is
                 bad as a whole. LocalError: the sink cannot take them.
         """
         parts_of: dict[str, set[str]] = {}
@@ -199,15 +199,15 @@ class Fetch:
         if is_sound is False:
             raise ResourceError(f"{self.what} does not match its digest", code=Code.DATA_LOSS)
 
-    async def bring_sound(
+    async def fetch_sound(
         self, batches: Sequence[Batch], sources: Mapping[str, list[str]]
     ) -> Fetch:
         """Fetch the batches, once more where what came is bad: its source has dropped that by then.
 
-        Returns: the fetch that has brought them. Raises: as `bring`.
+        Returns: the fetch that has brought them. Raises: as `fetch_all`.
         """
         try:
-            await self.bring(batches, sources)
+            await self.fetch_all(batches, sources)
             return self
         except ResourceError as error:
             if error.info.code is not Code.DATA_LOSS:
@@ -217,7 +217,7 @@ class Fetch:
                 self.incoming.forget(batch)
             again = replace(self)
             try:
-                await again.bring(batches, sources)
+                await again.fetch_all(batches, sources)
             except PhaseloomError as failed:
                 # It may come later.
                 raise failed if failed.info.code is Code.UNAVAILABLE else error from failed
@@ -253,7 +253,7 @@ class Fetch:
                         self._put_back(batch)
                         raise
                     if batch is not None:
-                        await self._bring(stream, source, batch)
+                        await self._fetch(stream, source, batch)
                 except LocalError as failure:
                     self._end(failure)
                 except _FAILURES as error:
@@ -310,8 +310,8 @@ class Fetch:
         self._announce()
         return stream
 
-    async def _bring(self, stream: Stream, source: _Source, batch: Batch) -> None:
-        """A batch; of a source that assigns chunks, what of it this node is to bring now."""
+    async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
+        """A batch; of a source that assigns chunks, what of it this node is to fetch now."""
         try:
             most = self._batch_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, most)

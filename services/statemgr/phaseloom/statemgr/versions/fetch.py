@@ -174,7 +174,7 @@ class VersionFetcher:
         async with self.coming(key, described.tensors, size, incoming, what) as coming:
             fetch = self.fetch(coming, ticket, what, digest)
             everything = await asyncio.to_thread(batches, slices)
-            fetch = await fetch.bring_sound(everything, {key.part: sources})
+            fetch = await fetch.fetch_sound(everything, {key.part: sources})
             coming.commit(self._node, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers",

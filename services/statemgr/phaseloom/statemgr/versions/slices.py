@@ -93,7 +93,7 @@ class Slices:
                 if error.info.code is not Code.NOT_FOUND:
                     raise
                 away += some
-        fetch = await fetch.bring_sound(away, sources)
+        fetch = await fetch.fetch_sound(away, sources)
         log.info(
             "%s came: %d bytes from other nodes, %d from here, %d from peers",
             *(what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
