@@ -3,9 +3,10 @@
 The agent presents the node's secret. `phaseloom.common.transport.framing` carries the messages;
 memory travels as a file descriptor (memfd) by SCM_RIGHTS beside the frame that names it.
 
-What a killed state manager held is not lost while its agent lives: the agent keeps a duplicate of
-every extent's descriptor and of the index, which tells what is in them (`KeepHandles`). It hands
-them to the next daemon (`HandOver`, `FinishHandover`), and the ranks come back (`RankResume`).
+Host memory survives a killed state manager while the node's agent lives: the agent keeps a
+duplicate of every extent's descriptor, and of the manifest that says what each extent holds
+(`KeepHandles`). The agent hands them to the next daemon (`HandOver`, `FinishHandover`), and the
+ranks connect again (`RankResume`).
 """
 
 from __future__ import annotations
@@ -21,66 +22,69 @@ from phaseloom.common.contract.specs import Durability
 
 
 class AgentHello(Message, frozen=True):
-    """First frame of an agent. Answer: Welcome."""
+    """An agent's first frame on a connection. Answer: Welcome."""
 
     secret: str
     index: str = ""
-    """The index whose handles it keeps; empty: it keeps none."""
+    """The manifest whose handles the agent keeps; empty where it keeps none."""
 
 
 class Welcome(Message, frozen=True):
     needs_handles: bool
-    """The daemon has nothing yet and knows nothing of that index: hand the handles over."""
+    """Whether the daemon has just started, so that the agent is to hand over its handles."""
 
 
 class HandOver(Message, frozen=True):
-    """Some of the handles that the agent keeps, a descriptor beside each. Answer: Done."""
+    """Some of the agent's handles, each with its descriptor beside the frame. Answer: Done."""
 
     handles: list[int]
 
 
 class FinishHandover(Message, frozen=True):
-    """All handles are there. Answer: HandoverFinished, once every rank came back or is given up."""
+    """The agent has handed over all its handles.
+
+    Answer: HandoverFinished, once every rank has connected again or is given up.
+    """
 
 
 class HandoverFinished(Message, frozen=True):
     lost: list[DeploymentKey]
-    """Their state could not be verified, or their ranks did not come back: they are cut off."""
+    """Deployments whose state could not be verified, or whose ranks did not connect again."""
 
 
 class RegisterWpg(Message, frozen=True):
-    """Ranks with these tokens will come. Older incarnations are fenced from now on.
+    """Ranks with these tokens will connect; older incarnations are refused from now on.
 
     Answer: Done.
     """
 
     tokens: list[str]
-    """Of this node's ranks, in order."""
+    """One token for each rank on this node, in the order of the ranks."""
     deployment: DeploymentKey
     incarnation: int
     devices: list[int]
-    """Likewise."""
+    """The device of each rank, in the order of `tokens`."""
     seal_seq: int
-    """Restore this seal into the extents when the ranks register their heaps; 0: none."""
+    """The seal to restore into the extents when the ranks register their heaps; 0: none."""
     rank_offset: int = 0
-    """Of this node's first rank."""
+    """The number of this node's first rank within the deployment."""
     num_ranks: int = 0
-    """On all nodes; 0: as many as here."""
+    """The deployment's ranks on all nodes; 0: all of them are on this node."""
 
 
 class SwitchIn(Message, frozen=True):
-    """Offload what is resident of `displaces`, then load every rank. Answer: Switched."""
+    """Offload the deployments in `displaces`, then load this one's ranks. Answer: Switched."""
 
     deployment: DeploymentKey
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
     traceparent: str = ""
-    """W3C context that the offload and load spans belong to; empty: none."""
+    """The W3C trace context of the offload and load spans; empty: none."""
 
 
 class SwitchOut(Message, frozen=True):
-    """Offload every rank. Answer: Switched."""
+    """Offload every rank of the deployment on this node. Answer: Switched."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -88,7 +92,7 @@ class SwitchOut(Message, frozen=True):
 
 
 class Switched(Message, frozen=True):
-    """Devices are switched at the same time: seconds are of the longest, bytes of all."""
+    """Devices are switched side by side: seconds are the slowest device's, bytes the sum of all."""
 
     offload_s: float
     load_s: float
@@ -96,13 +100,13 @@ class Switched(Message, frozen=True):
     bytes_in: int
     displaced: list[DeploymentKey]
     copy_s: float = 0.0
-    """Of both times, what ranks spent copying."""
+    """The share of `offload_s` and `load_s` that ranks spent copying."""
 
 
 class PrepareSeal(Message, frozen=True):
-    """Make the host copies whole as of now and keep them from being overwritten.
+    """Bring the host copies up to date and keep them from being overwritten until `WriteSeal`.
 
-    Between operations. Answer: Done; then the deployment may run on.
+    The agent sends it between two operations. Answer: Done; then the deployment may run on.
     """
 
     deployment: DeploymentKey
@@ -111,20 +115,20 @@ class PrepareSeal(Message, frozen=True):
 
 
 class WriteSeal(Message, frozen=True):
-    """Write the prepared copies, and these versions, to disk; fsync. Answer: Sealed."""
+    """Write the prepared host copies and these versions to disk and fsync them. Answer: Sealed."""
 
     deployment: DeploymentKey
     incarnation: int
     seq: int
     versions: list[int]
     committed: int = 0
-    """seq of the newest committed seal, whose file is kept whatever is written; 0: none is."""
+    """The seq of the newest committed seal, whose file stays in any case; 0: there is none."""
     durability: Durability = Durability.NODE
-    """`host`: it stays in host memory; `remote`: the replicas have it before it is answered."""
+    """A `host` seal stays in host memory; a `remote` one is on the replicas before the answer."""
     replicas: dict[NodeId, str] = msgspec.field(default_factory=dict)
-    """Nodes, and the endpoints of their state managers."""
+    """The nodes that get a copy, with the endpoints of their state managers."""
     ticket: FilesTicket | None = None
-    """Of the replicas."""
+    """The permission by which the replicas fetch the files."""
 
 
 class Sealed(Message, frozen=True):
@@ -132,43 +136,42 @@ class Sealed(Message, frozen=True):
     digest: str
     num_bytes: int
     written_bytes: int = 0
-    """Of these, what was not on this disk already, in a seal before."""
+    """The part of `num_bytes` that no earlier seal on this disk had."""
 
 
 class FetchState(Message, frozen=True):
-    """Have this seal and these versions on this node: on its disk, or in host memory where they are
-    there already. Answer: Done.
+    """Fetch this seal and these versions to this node's disk. Answer: Done.
 
-    What is here and whole stays; the rest is fetched from the sources.
+    Whatever the node has whole, on its disk or in host memory, is not fetched again. A version that
+    no source has any more is left out: it was released meanwhile.
 
-    A version that no source has any more is left out: it was released meanwhile.
-
-    Raises: DATA_LOSS: every source answers, and none has the seal whole. UNAVAILABLE: one does not
-    answer. RESOURCE_EXHAUSTED: the disk, or host memory, is full. NOT_FOUND: nobody has the version
-    that is to be kept.
+    Raises: DATA_LOSS: every source answers, and none has the seal whole.
+            UNAVAILABLE: a source does not answer.
+            RESOURCE_EXHAUSTED: the disk, or host memory, is full.
+            NOT_FOUND: no source has the version of `keeps`.
     """
 
     deployment: DeploymentKey
     seal_seq: int
-    """0: no seal."""
+    """The seal to fetch; 0: none."""
     versions: list[int]
     sources: list[str]
     ticket: FilesTicket | None = None
     holds: Ticket | None = None
-    """For a version, maybe of another deployment, to be brought into host memory, if it can be."""
+    """The ticket of a version, maybe another deployment's, to fetch to host memory if possible."""
     keeps: Ticket | None = None
-    """For a version that is to be in host memory and on the disk."""
+    """The ticket of a version that must end up in host memory and on the disk."""
     rank_offset: int = 0
-    """The seal is to be of the ranks from this one on,"""
+    """The first rank that the seal on this node must cover."""
     num_ranks: int = 0
-    """of so many on all nodes; 0: of whichever there is."""
+    """The deployment's ranks on all nodes; 0: a seal of any ranks will do."""
 
 
 class DropWpg(Message, frozen=True):
-    """The ranks are dead. Answer: Done.
+    """The deployment's ranks on this node have ended. Answer: Done.
 
-    With `forget` its job has ended: its seals and versions go too, also those of a deployment that
-    this life of the daemon has never heard of. Checkpoints stay.
+    With `forget` the job has ended, too: its seals and versions are removed, also where the daemon
+    has not seen the deployment since it started. Checkpoints stay.
     """
 
     deployment: DeploymentKey
@@ -177,70 +180,72 @@ class DropWpg(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """A hint: it will be used; bring its host copies up from NVMe. Answer: Done, at once.
+    """A hint that a deployment will soon be used. Answer: Done, at once.
 
-    The copies come up where there is room, or where what is used later can go down for them. A
-    hint that is sent again replaces the one before.
+    Its host copies are promoted from NVMe where there is room, or where copies that are used later
+    can be demoted for them. A deployment's next hint replaces its last one.
     """
 
     deployment: DeploymentKey
     incarnation: int
     in_s: float | None
-    """Seconds from now to the predicted use; None: the hint is withdrawn, a move up is cancelled
-    unless something waits for it."""
+    """Seconds until the predicted use.
+
+    None withdraws the hint, and cancels a promotion that nothing waits for.
+    """
 
 
 class DropVersions(Message, frozen=True):
-    """Answer: Done."""
+    """Remove weights versions from memory and disk. Answer: Done."""
 
     versions: list[VersionKey]
 
 
 class StatusRequest(Message, frozen=True):
-    """Answer: StatusReport."""
+    """Ask what lies where on the node. Answer: StatusReport."""
 
 
 class DeploymentState(msgspec.Struct, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     devices: list[int]
-    """Of each rank."""
+    """The device of each rank."""
     heap_bytes: int
-    """Of all ranks."""
+    """The sum of the ranks' heaps."""
     resident: bool
-    """Some rank's heap is in device memory."""
+    """Whether any rank's heap is in device memory."""
     applied: int
-    """Of the newest host copy of the first rank here."""
+    """The seq of the newest host copy of the node's first rank."""
     device_bytes: int = 0
-    """Heaps that are, or are being moved, in device memory."""
+    """The device memory of heaps that are there, or on their way in or out."""
     host_bytes: int = 0
-    """Host memory taken for its copies, also while the heap is in device memory."""
+    """The host memory of the deployment's copies, also while its heaps are in device memory."""
     nvme_bytes: int = 0
-    """Copies that are on NVMe instead of in host memory."""
+    """Host copies that are on NVMe instead of in host memory."""
     host_only_bytes: int = 0
-    """State that is never on a device, wherever its host copy is."""
+    """State that is never on a device, whether it is in host memory or on NVMe."""
     shared_bytes: int = 0
-    """Of both, what others hold too: it is there once, and counted at each of them."""
+    """The part of `host_bytes` and `nvme_bytes` that others share; each of them counts it."""
     dirty_bytes: int = 0
-    """Of `host_bytes`, copies that are offloaded and whose digest is still being taken."""
+    """The part of `host_bytes` that is offloaded and whose digest is still being taken."""
 
 
 class ContentState(msgspec.Struct, frozen=True):
-    """Bytes that are held once, for all who refer to them."""
+    """A host copy that is held once for all deployments that share it."""
 
     num_bytes: int
     hash: str
-    """BLAKE3, in hex; empty: not taken yet, or not needed."""
+    """BLAKE3 in hex; empty while it is not taken, or not needed."""
     base: str
-    """Name of the frozen base that the operator registered it as; empty: it is none."""
+    """The name that the operator registered the copy under as a frozen base; empty: none."""
     users: list[str]
-    """Deployments, one entry a rank."""
+    """The deployments that share the copy, one entry for each of their ranks."""
     version: VersionKey | None
-    """The weights version whose bytes they are, and that lies here too."""
+    """The weights version on this node whose memory the copy is; None: the copy is no version's."""
     in_host: bool
     on_nvme: bool
     model: str = ""
-    """What the first user's model is; see `RegisterHeap.model`."""
+    """The first user's model, as in `RegisterHeap.model`."""
 
 
 class VersionState(msgspec.Struct, frozen=True):
@@ -249,7 +254,7 @@ class VersionState(msgspec.Struct, frozen=True):
     in_host: bool
     on_nvme: bool
     num_users: int
-    """Reads and writes under way; ranks that have it mapped are not counted."""
+    """Reads and writes under way; ranks that have the version mapped are not counted."""
 
 
 class DiskMethod(StrEnum):
@@ -263,13 +268,13 @@ class DiskMethod(StrEnum):
 
 
 class DiskPath(msgspec.Struct, frozen=True):
-    """What a round trip in one directory has shown to work."""
+    """The way to a directory's disk that a round trip has shown to work."""
 
     method: DiskMethod
     alignment_bytes: int
-    """That the disk asks of offsets and lengths."""
+    """Offsets and lengths must be multiples of this."""
     why: str
-    """What was found of the better ways that are not taken."""
+    """Why each better method is not used."""
 
 
 class StatusReport(Message, frozen=True):
@@ -280,25 +285,25 @@ class StatusReport(Message, frozen=True):
     deployments: list[DeploymentState]
     versions: list[VersionKey]
     endpoint: str
-    """host:port where this daemon serves weights versions to other nodes' daemons."""
+    """The host:port where this daemon serves other nodes' daemons."""
     disk: DiskPath = DiskPath(DiskMethod.BUFFERED, 1, "not told")
-    """How seals, versions and spilled copies are written and read."""
+    """The way by which seals, versions and demoted copies are written and read."""
     nvme_budget_bytes: int = 0
-    """For spilled host copies; seals and versions are not counted."""
+    """The budget of demoted host copies; seals and versions do not count."""
     nvme_used_bytes: int = 0
     version_states: list[VersionState] = msgspec.field(default_factory=list)
-    """Of the committed ones, in the order of `versions`."""
+    """The state of each committed version, in the order of `versions`."""
     contents: list[ContentState] = msgspec.field(default_factory=list)
     owned_bytes: int = 0
-    """Host copies and weights versions in host memory and on NVMe, counted at each owner."""
+    """Host copies and versions in host memory and on NVMe, shared bytes counted at each owner."""
     held_bytes: int = 0
-    """What lies there for them."""
+    """The same, shared bytes counted once."""
 
 
 class KeepHandles(Message, frozen=True):
-    """Keep these descriptors, which lie beside, and close those. Answer: Done."""
+    """Handles that the agent is to keep, their descriptors beside, and to close. Answer: Done."""
 
     index: str
-    """Another one than before: whatever is kept of that may be closed."""
+    """The manifest that the handles belong to; the agent closes those of any other manifest."""
     keep: list[int]
     drop: list[int]

@@ -1,8 +1,8 @@
 """How a rank's state is described to the state manager of its node.
 
-The state manager keeps a deployment's state as one host extent that mirrors the rank's device heap
-byte for byte, and behind that holds what never is on a device; the `TensorSlot`s say what lies
-where. Digests are those of `phaseloom.common.tensors.blockhash`.
+A rank's state is one host extent: first a copy of its device heap, byte for byte, then the state
+that is never on a device. `TensorSlot`s say which tensor lies where. Digests are those of
+`phaseloom.common.tensors.blockhash`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EXTENT_ALIGNMENT_BYTES = 4096
 
 
 def host_start(heap_bytes: int) -> int:
-    """Where, in a rank's extent, the state begins that lives in host memory alone."""
+    """Offset in a rank's extent of the state that is in host memory only."""
     return -(-heap_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
 
 
 def extent_bytes(heap_bytes: int, host_bytes: int) -> int:
-    """How much of a rank's extent is its state: the heap's copy, and what lives there alone."""
+    """Bytes of a rank's extent: the copy of its heap, and the state that is in host memory only."""
     return host_start(heap_bytes) + host_bytes if host_bytes else heap_bytes
 
 
@@ -31,69 +31,71 @@ class Role(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     MANIFEST = "manifest"
-    """No tensor: of a weights version that is written in parts, what these are (`VersionParts`)."""
+    """No tensor, but the `VersionParts` of a weights version that is written in parts."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor's place in a heap or in a weights version, and what of the whole tensor it is."""
+    """A tensor's place in a heap or a version, and which slice of the whole tensor it is."""
 
     name: str
     """The parameter's fully qualified name; optimizer state: `<parameter>.<key>`."""
     role: Role
     dtype: str
-    """As numpy spells it: `float32`."""
+    """The numpy name, such as `float32`."""
     shape: list[int]
     offset: int
     """Bytes, a multiple of 64."""
     num_bytes: int
     global_shape: list[int] = []
-    """Of the whole tensor; empty: it is here whole."""
+    """The shape of the whole tensor; empty where this is all of it."""
     start: list[int] = []
-    """Where in the whole tensor this slice begins, one index a dim; empty: it is here whole."""
+    """Where in the whole tensor this slice begins, one index a dim; empty likewise."""
 
 
 class VersionPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one source rank holds of a weights version."""
+    """The part of a weights version that one source rank wrote."""
 
     part: str
-    """As in VersionKey: `2of4`."""
+    """The part's name as in VersionKey, such as `2of4`."""
     num_bytes: int
     digest: str
-    """Of its memory."""
+    """The digest of the part's memory."""
     layout: str
-    """BLAKE3 of what lies where in it, in hex."""
+    """BLAKE3, in hex, of which tensor lies where in the part."""
 
 
 class VersionParts(msgspec.Struct, frozen=True, array_like=True):
-    """The manifest of a version that is written in parts: its bytes, as MessagePack, are what the
-    version's own key names. So equal parts of equal layout are equal versions."""
+    """The manifest of a weights version that is written in parts.
+
+    Its MessagePack bytes are stored under the version's own key, so equal parts of equal layout are
+    equal versions.
+    """
 
     layout: Layout
-    """Of the ranks that wrote it."""
+    """The layout of the ranks that wrote the version."""
     fsdp: int
-    """Over how many of the replicas rows are sharded."""
+    """The number of replicas over which rows are sharded."""
     tensors: str
-    """BLAKE3, in hex, of what lies where in such a version that is written whole: what model it
-    is of."""
+    """BLAKE3, in hex, of the layout that the version would have if written whole: its model."""
     parts: list[VersionPart]
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor in some part of a version, and where the reader wants it."""
+    """A tensor slice in one part of a version, and where the reader wants it."""
 
     part: str
-    """As in VersionKey; empty: of a version that was written whole."""
+    """The part's name as in VersionKey; empty for a version that was written whole."""
     name: str
     dtype: str
     start: list[int]
-    """In the tensor as that part has it, one index a dim."""
+    """Where the slice begins in the tensor as that part has it, one index a dim."""
     size: list[int]
     offset: int
-    """In the reader's memory: bytes, a multiple of 64. The box lies there without gaps."""
+    """Byte offset in the reader's memory, a multiple of 64; the slice lies there without gaps."""
     num_bytes: int
 
 
 class PartSources(msgspec.Struct, frozen=True):
     part: str
     endpoints: list[str]
-    """Of the state managers that hold it; all of them are asked, each for something else."""
+    """The state managers that hold the part; each of them is asked for different slices."""

@@ -1,6 +1,6 @@
 """The node-local protocol between a rank and its node's state manager, over a Unix socket.
 
-Each rank presents the token that the agent got registered for one deployment and incarnation.
+Each rank presents the token that the agent registered for its deployment and incarnation.
 Calls go both ways on a rank's connection: a rank asks for memory, the state manager tells it to
 copy its device heap out or in. `phaseloom.common.transport.framing` carries the messages.
 """
@@ -38,59 +38,63 @@ from phaseloom.common.contract.state_layout import PartSources, Slice, VersionPa
 
 
 class RankHello(Message, frozen=True):
-    """First frame of a rank. Answer: Done, or PERMISSION_DENIED."""
+    """A rank's first frame on a connection. Answer: Done, or PERMISSION_DENIED."""
 
     token: str
 
 
 class RankResume(Message, frozen=True):
-    """First frame of a rank that a killed daemon knew. Answer: Done, or PERMISSION_DENIED.
+    """First frame of a rank whose daemon was killed. Answer: Done, or PERMISSION_DENIED.
 
-    Raises: DATA_LOSS: the host copy that it needs cannot be verified.
+    Raises: DATA_LOSS: the host copy that the rank needs cannot be verified.
     """
 
     token: str
     heap_bytes: int
     tensors: bytes
-    """As it registered them."""
+    """The tensor table that the rank registered, as in `RegisterHeap.tensors`."""
     filled: bool
-    """It has a state: its own initial one is committed, or a seal's restored."""
+    """Whether the rank has a state: its own initial one is committed, or a seal's restored."""
     resident: bool
-    """The heap holds the state, and not only the host copy."""
+    """Whether the heap holds the state, and not only the host copy."""
     applied: int
-    """Of the state."""
+    """The seq of the state."""
     digest: str
-    """Of the host copy where the heap is not resident; empty: the rank has not seen it."""
+    """The host copy's digest where the heap is not resident; empty: the rank has not seen it."""
     host_bytes: int = 0
 
 
 class RegisterHeap(Message, frozen=True):
-    """Answer: HeapRegistered with the extent's memfd. The heap starts out released.
+    """A rank's heap and what lies in it; the heap starts out released.
 
-    Raises: RESOURCE_EXHAUSTED with the numbers where the host extent, or the heap on its device
-    alone, cannot fit.
+    Answer: HeapRegistered, with the memfd of the rank's extent beside.
+
+    Raises: RESOURCE_EXHAUSTED, with the numbers: the extent does not fit in host memory, or the
+            heap not on its device, even alone.
     """
 
     heap_bytes: int
     tensors: bytes
-    """`TensorTable.packed`: as one value, whoever knows it need not decode it again."""
+    """`TensorTable.packed`; one value, so that a known table need not be decoded again."""
     frozen: bool = False
-    """Nothing but `load_state` and `sync_weights` writes the heap: whenever `applied` is what the
-    host copy holds, so are the bytes. The rank keeps no extent mapped: each order to copy brings
-    the one to use."""
+    """Whether only `load_state` and `sync_weights` write the heap.
+
+    The host copy is then up to date whenever it has the heap's `applied`. A frozen rank keeps no
+    extent mapped: each order to copy brings the one to use.
+    """
     model: str = ""
-    """BLAKE3 of the model's spec, in hex: with name, slice, dtype and seq what a tensor is."""
+    """BLAKE3, in hex, of the model's spec; name, slice, dtype and seq with it identify a tensor."""
     host_bytes: int = 0
     """State that the rank works on in the extent itself (`host_start`), never on its device."""
     pins: bool = False
-    """It keeps the extent's pages in the device's hands: before they are given back, `Unpin`."""
+    """Whether the device pins the extent's pages, so that `Unpin` must precede their release."""
 
 
 class HeapRegistered(Message, frozen=True):
-    """No memfd comes where a frozen heap is restored."""
+    """The extent's memfd comes beside, except where a frozen heap is restored."""
 
     applied: int
-    """seq that the extent holds; 0: nothing, the rank must fill its heap and `CommitInitial`."""
+    """The seq of the state in the extent; 0: none, the rank fills its heap and `CommitInitial`s."""
 
 
 class CommitInitial(Message, frozen=True):
@@ -98,12 +102,13 @@ class CommitInitial(Message, frozen=True):
 
     digest: str
     applied: int = 0
-    """seq that this state stands for: that of a checkpoint it was filled from."""
+    """The seq of the state: that of the checkpoint that the extent was filled from, or 0."""
 
 
 class CreateVersion(Message, frozen=True):
-    """From the first rank here, or a part (`VersionKey.part`) from any rank.
+    """Take host memory for a weights version.
 
+    A node's first rank sends it for a whole version, any rank for its part (`VersionKey.part`).
     Answer: VersionExtent, without its tensors, and a writable memfd; or `exists` and no memfd.
     """
 
@@ -114,19 +119,19 @@ class CreateVersion(Message, frozen=True):
 
 
 class CommitVersion(Message, frozen=True):
-    """The rank has written the extent: it is immutable from now on. Answer: Done."""
+    """The rank has written the version, which is immutable from now on. Answer: Done."""
 
     version: VersionKey
     digest: str
 
 
 class CommitParts(Message, frozen=True):
-    """All parts of a version are committed, wherever they are: from now on they can be read here.
+    """All parts of a version are committed on their nodes; from now on this node lets them be read.
 
-    From any rank of the policy; the same again is harmless. Answer: VersionExtent, of the manifest,
+    Any rank of the policy sends it, and may repeat it. Answer: VersionExtent of the manifest,
     without its tensors.
 
-    Raises: FAILED_PRECONDITION: a part that is here is not what the manifest says.
+    Raises: FAILED_PRECONDITION: a part on this node is not what the manifest says.
     """
 
     version: VersionKey
@@ -134,48 +139,52 @@ class CommitParts(Message, frozen=True):
 
 
 class OpenVersion(Message, frozen=True):
-    """Answer: VersionExtent with a read-only memfd; fetched from `sources` where absent here.
+    """Open a weights version to read; it is fetched from `sources` where the node lacks it.
 
-    Of a version in parts it is the manifest's; each part is opened by its own key then.
+    Answer: VersionExtent with a read-only memfd. For a version in parts that is its manifest; each
+    part is then opened by its own key.
     """
 
     version: VersionKey
     sources: list[str]
     ticket: Ticket | None = None
-    """Of the permit; the sources ask for it."""
+    """The permit's ticket, which the sources ask for."""
     digest: str = ""
-    """What it must have to be fetched; empty: whatever it has there."""
+    """The digest that a fetched version must have; empty: the one that its source states."""
     is_suspect: bool = False
-    """Whether what came before did not match its digest: the state manager verifies its memory
-    first, drops it where it is bad, and gets the version again, from its disk or from `sources`."""
+    """Whether the bytes of an earlier answer did not match their digest.
+
+    The state manager then verifies its memory first, drops it where it is bad, and gets the version
+    again, from its disk or from `sources`.
+    """
 
 
 class OpenSlices(Message, frozen=True):
-    """Exactly these bytes of a version, each fetched once, whoever asks for the same on this node.
+    """Open tensor slices of a version; ranks that ask for the same ones share one fetch.
 
-    Answer: VersionExtent with a read-only memfd, one tensor a slice, in their order.
+    Answer: VersionExtent with a read-only memfd, one tensor a slice, in the order of `slices`.
     """
 
     version: VersionKey
     num_bytes: int
-    """Of the memory that the offsets are in."""
+    """The size of the memory that the slices' offsets refer to."""
     slices: list[Slice]
     sources: list[PartSources]
-    """Of parts that are on the node, too: should they prove bad there."""
+    """The sources of all parts; a part on this node has some too, in case its memory is bad."""
     ticket: Ticket | None = None
     is_suspect: bool = False
-    """As in OpenVersion."""
+    """As `OpenVersion.is_suspect`."""
 
 
 class HoldVersion(Message, frozen=True):
-    """The frozen heap has exactly this version's bytes: its memory may be the host copy.
+    """A frozen heap has exactly this version's bytes, so the version's memory may be its host copy.
 
-    Answer: Done, also where it is not taken as one.
+    Answer: Done, also where the state manager makes no use of that.
     """
 
     version: VersionKey
     applied: int
-    """seq of the sync."""
+    """The seq of the `sync_weights`."""
 
 
 class TakeSnapshot(Message, frozen=True):
@@ -188,44 +197,46 @@ class TakeSnapshot(Message, frozen=True):
     """
 
     operation: str
-    """Its id: whatever is asked again for it is answered the same."""
+    """The operation's id; a repeated request with the same id gets the same answer."""
     name: str
-    """Of the checkpoint."""
+    """The checkpoint's name."""
     seq: int
-    """The last mutating operation in the state."""
+    """The seq of the last mutating operation in the state."""
 
 
 class SnapshotTaken(Message, frozen=True):
-    """It is there until `WriteCheckpoint`."""
+    """The snapshot is in host memory, and stays until `WriteCheckpoint`."""
 
 
 class WriteCheckpoint(Message, frozen=True):
-    """From a node's first rank. Put what was cut on disk; the daemon goes on with it where nobody
-    waits any more. Answer: CheckpointWritten, once it has its name and is fsynced. On rank 0's node
-    that is the checkpoint; on others their ranks' part, which must be there before."""
+    """Write a node's snapshot to disk.
+
+    A node's first rank sends it; the daemon goes on writing where nobody waits any more. On rank
+    0's node the result is the checkpoint; other nodes write their ranks' part, which must be there
+    before. Answer: CheckpointWritten, once the file has its name and is fsynced.
+    """
 
     operation: str
     name: str
     config: str
-    """The model's, as JSON."""
+    """The model's config as JSON."""
     keep: int = 0
-    """Of the `save_state`."""
+    """The `keep` of the `save_state`."""
 
 
 class CheckpointWritten(Message, frozen=True):
     weights_sha256: str
-    """Empty: it is a part."""
+    """The digest of the checkpoint's weights; empty for one node's part."""
 
 
 class ReadCheckpoint(Message, frozen=True):
-    """Replace the state by a checkpoint's, whatever layout wrote it. Answer: CheckpointRead, which
-    says from which whole copy of it.
+    """Replace state by that of a checkpoint of any layout. Answer: CheckpointRead.
 
-    From a node's first rank: that of every rank here. From one that has registered its heap and has
-    no state yet: its extent's content alone, for `CommitInitial`.
+    A node's first rank sends it to replace the state of every rank on the node. A rank that has
+    registered its heap and has no state yet sends it to fill its own extent, for `CommitInitial`.
 
-    Raises: NOT_FOUND. FAILED_PRECONDITION: it is of another model. DATA_LOSS, naming file and
-            tensor. RESOURCE_EXHAUSTED. Whatever is raised, no state was changed.
+    Raises: NOT_FOUND. FAILED_PRECONDITION: the checkpoint is another model's. DATA_LOSS, naming
+            file and tensor. RESOURCE_EXHAUSTED. Whatever is raised, no state was changed.
     """
 
     name: str
@@ -233,18 +244,21 @@ class ReadCheckpoint(Message, frozen=True):
 
 class CheckpointRead(Message, frozen=True):
     weights_sha256: str
-    """Of the weights when they were saved; empty: another program wrote them."""
+    """The weights' digest when they were saved; empty: another program wrote the files."""
     digest: str = ""
-    """Of an extent that was filled."""
+    """The digest of the extent, where one was filled."""
 
 
 class PruneCheckpoints(Message, frozen=True):
-    """From rank 0. Remove the deployment's checkpoints that were saved with a `keep`, but for the
-    newest so many. Answer: Done."""
+    """Remove old checkpoints of the deployment that were saved with a `keep`. Answer: Done.
+
+    Rank 0 sends it.
+    """
 
     keep: int
+    """The newest so many stay."""
     needed: list[str]
-    """Names that stay in any case."""
+    """The names of checkpoints that stay in any case."""
 
 
 class VersionExtent(Message, frozen=True):
@@ -253,24 +267,28 @@ class VersionExtent(Message, frozen=True):
     tensors: bytes
     """`TensorTable.packed`."""
     digest: str
-    """Of the memory."""
+    """The digest of the memory."""
     exists: bool
     sources: list[PartSources] = msgspec.field(default_factory=list)
-    """Of a manifest that was opened: who holds each part that is not here."""
+    """For a manifest that was opened: the holders of each part that is not on this node."""
 
 
 class ShareOnDevice(Message, frozen=True):
-    """Device memory with a version's bytes, laid out as the version is, a descriptor beside.
+    """Device memory that holds a version's bytes in the version's layout; its descriptor is beside.
 
-    From the rank that committed it. It is kept while the version and the device's budget allow, for
-    ranks on the same device that open it. Answer: Done, also where it is not kept.
+    The rank that committed the version sends it, for ranks on the same device (`OpenOnDevice`). The
+    memory is kept while the version exists and the device's budget allows. Answer: Done, also where
+    it is not kept.
     """
 
     version: VersionKey
 
 
 class OpenOnDevice(Message, frozen=True):
-    """Answer: OnDevice, with the descriptor where there is such memory on the rank's device."""
+    """Open a version's copy in the memory of the rank's own device.
+
+    Answer: OnDevice, with the memory's descriptor where there is such a copy.
+    """
 
     version: VersionKey
 
@@ -282,47 +300,54 @@ class OnDevice(Message, frozen=True):
 class CopyOut(Message, frozen=True):
     """Copy the whole heap to the extent; with `release`, give its memory back. Answer: Copied.
 
-    For a frozen heap first without an extent: whether anything must be copied.
+    A frozen heap is first asked without an extent, to learn whether anything must be copied.
     """
 
     release: bool
     whole_at: int = -1
-    """seq that the host copy holds whole; −1: none, or the heap is not frozen."""
+    """The seq of the state in the host copy; −1: there is none, or the heap is not frozen."""
     digest: str = ""
-    """Of that copy."""
+    """The digest of the host copy of `whole_at`."""
 
 
 class Unpin(Message, frozen=True):
-    """The extent's pages are about to be given back: unpin them. Answer: Done.
+    """Unpin the extent's pages, which are about to be given back. Answer: Done.
 
-    The mapping stays; whoever copies next may pin what it then holds.
+    The mapping stays, and the next copy may pin its pages again.
     """
 
 
 class Unmap(Message, frozen=True):
-    """Host memory is short: unmap the weights versions that are not in use, and what a frozen heap
-    was loaded from. Answer: StillMapped."""
+    """Unmap versions that are not in use, and the memory that a frozen heap was loaded from.
+
+    The state manager sends it when host memory is short. Answer: StillMapped.
+    """
 
 
 class StillMapped(Message, frozen=True):
     versions: list[VersionKey]
-    """Those that the rank uses."""
+    """The versions that the rank uses."""
 
 
 class CopyIn(Message, frozen=True):
-    """Copy the extent to the heap and verify. Answer: Copied, or DATA_LOSS."""
+    """Copy the extent to the heap and verify its digest. Answer: Copied, or DATA_LOSS."""
 
     digest: str
 
 
 class StageState(Message, frozen=True):
-    """Copy the whole state to the memfd beside, laid out as the extent is. Answer: Copied, whose
-    digest is empty. The host copy stays as it is."""
+    """Copy the whole state to the staging buffer whose memfd is beside, laid out as the extent is.
+
+    The host copy stays as it is. Answer: Copied, with an empty digest.
+    """
 
 
 class LoadStaged(Message, frozen=True):
-    """Replace the whole state by the memfd beside, laid out as the extent is, and verify. Answer:
-    Copied, or DATA_LOSS. The host copy stays as it is."""
+    """Replace the whole state by the staging buffer whose memfd is beside, and verify its digest.
+
+    The buffer is laid out as the extent is; the host copy stays as it is. Answer: Copied, or
+    DATA_LOSS.
+    """
 
     digest: str
 
@@ -330,20 +355,20 @@ class LoadStaged(Message, frozen=True):
 class Copied(Message, frozen=True):
     digest: str
     applied: int
-    """seq of the last mutating operation in the heap."""
+    """The seq of the last mutating operation in the heap."""
     resident_bytes: int
-    """Heap memory resident afterwards."""
+    """The heap's memory that is resident afterwards."""
     duration_s: float
     changed: bool = False
-    """Nothing was copied or released, for the heap is not at `CopyOut.whole_at` any more."""
+    """Whether the heap is past `CopyOut.whole_at`, so that nothing was copied or released."""
 
 
 class Done(Message, frozen=True):
-    """It took effect."""
+    """The request took effect."""
 
 
 class Failed(Message, frozen=True):
-    """It did not, and what it had begun is rolled back."""
+    """The request failed, and what it had begun is rolled back."""
 
     error: ErrorInfo
 

@@ -93,7 +93,9 @@ class Sealer:
     async def _copy(self, rank: Rank) -> None:
         self._node.residency.begin_copy(rank)
         if rank.frozen:
-            copied = await sharing.copy_out(self._node, rank, release=False)
+            copied = await sharing.copy_out(
+                self._node, self._tiering.reserve_frozen, rank, release=False
+            )
         else:
             copied = await self._node.ask(rank, CopyOut(release=False))
         # The digest is taken as it is written.

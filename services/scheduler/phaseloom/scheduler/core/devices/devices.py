@@ -85,7 +85,7 @@ def use(step: Step, deployment: Deployment) -> None:
     name, job = deployment.name, deployment.job_name
     for slot in slots_of(step, deployment):
         slot.running = name
-        slot.is_let_go = False
+        slot.is_released = False
         if slot.used_by != name:
             slot.used_by = name
             slot.used_since_s = step.now_s
@@ -221,10 +221,10 @@ def note_served(slot: Slot, job: str, sequence: int) -> None:
     slot.served[job] = sequence
 
 
-def let_go(slot: Slot, is_let_go: bool) -> None:
-    """The holder has ended its phase here, or has begun one."""
-    slot.is_let_go = is_let_go
-    if is_let_go:
+def set_released(slot: Slot, is_released: bool) -> None:
+    """Note that the holder of a slot has ended its phase there, or has begun one."""
+    slot.is_released = is_released
+    if is_released:
         slot.phase = Phase()
 
 

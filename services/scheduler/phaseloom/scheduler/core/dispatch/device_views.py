@@ -109,7 +109,7 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
     job = step.state.jobs.get(slot.holder)
     if job is None or not _is_alive(job):
         return None
-    expected = None if slot.is_let_go else slot.expected.get(slot.holder)
+    expected = None if slot.is_released else slot.expected.get(slot.holder)
     return Resident(
         job=slot.holder,
         since_s=slot.held_since_s,

@@ -42,7 +42,7 @@ def is_quantum_over(step: Step, since_s: float) -> bool:
 def held_until_s(step: Step, slot: Slot) -> float:
     """Until when the device is kept for its holder, which has nothing ready; 0: it is not."""
     job = step.state.jobs.get(slot.holder)
-    if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_let_go:
+    if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_released:
         return 0.0
     phase_s = _phase_until_s(step, slot) if has_phase(step, job, slot) else 0.0
     return max(phase_s, _grace_until_s(step, slot, job))
@@ -83,18 +83,18 @@ def declare(step: Step, event: PhaseDeclared) -> None:
         return
     if event.is_open:
         job.controller.open_phase(event.pool, event.session)
-        _mark(step, event.job, event.pool, is_let_go=False)
+        _mark(step, event.job, event.pool, is_released=False)
     else:
         job.controller.close_phase(event.pool)
-        _mark(step, event.job, event.pool, is_let_go=True)
+        _mark(step, event.job, event.pool, is_released=True)
 
 
-def _mark(step: Step, job: JobKey, pool: str, *, is_let_go: bool) -> None:
+def _mark(step: Step, job: JobKey, pool: str, *, is_released: bool) -> None:
     for deployment in step.deployments_of(job):
         if deployment.spec.pool != pool:
             continue
         for node, index in step.places_of(deployment):
             slot = devices.slot(node, index)
             if slot.holder == str(job):
-                devices.let_go(slot, is_let_go)
+                devices.set_released(slot, is_released)
                 step.dirty.add((node.node, index))

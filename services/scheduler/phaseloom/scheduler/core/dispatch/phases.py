@@ -65,7 +65,7 @@ def kind_of(deployment: Deployment, op: Op) -> str:
 def goes_on_until_s(step: Step, slot: Slot) -> float:
     """Until when the phase of a device with nothing of it ready may go on; 0: it is over."""
     job = step.state.jobs.get(slot.phase.job)
-    if job is None or slot.is_let_go:
+    if job is None or slot.is_released:
         return 0.0
     if idle_hold.has_phase(step, job, slot):
         return slot.idle_since_s + step.config.phase_hold_s

@@ -1,4 +1,4 @@
-"""Where jobs go: nodes and devices of each, repacking, nodes that are to be left.
+"""Places of jobs: nodes and devices of each, repacking, nodes that are to be left.
 
 Called by the core's door and by `jobs`.
 """

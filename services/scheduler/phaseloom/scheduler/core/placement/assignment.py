@@ -1,4 +1,4 @@
-"""Where jobs go: their node group, and the devices of its nodes that their deployments get.
+"""Assignment of jobs to node groups, and of their deployments to devices of the group's nodes.
 
 A deployment gets, on each of its nodes, the devices that the fewest others are on.
 """
@@ -37,8 +37,8 @@ from phaseloom.scheduler.core.state.transitions import WpgState
 from phaseloom.scheduler.core.state.wpg import Span
 from phaseloom.scheduler.core.wpgs import wpgs
 
-_FEW = 8
-"""Jobs of a group, up to which each is told who the others are: it costs their square."""
+_MAX_NAMED = 8
+"""Most other jobs of a group that a job's status names: the cost grows with their square."""
 
 # --- what there is -------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def configured(step: Step, config: SchedulerConfig) -> None:
 def node_up(step: Step, event: NodeUp) -> None:
     node = step.node(event.node)
     if node.revision != event.revision or not node.is_up:
-        return  # the word of an earlier life, or of one that has ended since
+        return  # sent by an earlier incarnation of the agent, or by one that has ended since
     host = Host(
         node=event.node,
         pool=event.pool,
@@ -89,19 +89,22 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 
 
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
-    """Start its deployments where placement said."""
+    """Put a job into its group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
     job.placed(placed.why)
     count_iterations(step, job)
-    _note_company(step, group)
+    _note_peers(step, group)
     for deployment in step.deployments_of(job.key):
         wpgs.place(step, deployment, spans(step, deployment.spec, member))
     return group
 
 
 def count_iterations(step: Step, job: Job) -> None:
-    """How many there will be, as far as its spec tells how long it would run alone: by its first
-    cycle, for a job that drifts does not do fewer because each takes longer."""
+    """Set a job's number of iterations, where its spec says how long it would run alone.
+
+    The first cycle counts: a job that drifts does not do fewer iterations because each takes
+    longer.
+    """
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
     if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
@@ -110,9 +113,10 @@ def count_iterations(step: Step, job: Job) -> None:
 
 
 def stepped(step: Step, job: JobKey) -> None:
-    """An `optim_step` of it is done: the last of an iteration ends that.
+    """Count an `optim_step` of a job; the last one of an iteration ends the iteration.
 
-    Before the cycle is known each counts as an iteration; `groups.set_cycle` makes that good."""
+    Before the cycle is known each step counts as an iteration; `groups.set_cycle` corrects that.
+    """
     cluster = step.state.cluster
     name = cluster.placed.get(str(job))
     if name is None:
@@ -127,7 +131,7 @@ def stepped(step: Step, job: JobKey) -> None:
 
 
 def move(step: Step, job: Job, placed: Placed) -> None:
-    """Its deployments go elsewhere, with their state."""
+    """Move a job to another place; its deployments go there with their state."""
     cluster = step.state.cluster
     old = groups.group_of(cluster, str(job.key))
     member = old.members[str(job.key)]
@@ -135,8 +139,8 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     groups.join(cluster, member, placed)
     note_free(step, [name for name in released if not cluster.hosts[name].group])
     step.job_changed(member.job)
-    _note_company(step, old)
-    _note_company(step, groups.group_of(cluster, member.job))
+    _note_peers(step, old)
+    _note_peers(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
     job.placed(placed.why)
     _move_all(step, job, member)
@@ -144,7 +148,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
 
 
 def _move_all(step: Step, job: Job, member: Member) -> None:
-    """Those that are not where the job is pinned, nor on their way there."""
+    """Move the deployments that are neither where the job is pinned nor on their way there."""
     for deployment in step.deployments_of(job.key):
         pins = set(member.nodes.get(deployment.spec.pool, []))
         if not pins.issuperset(span.node for span in target(deployment)):
@@ -152,7 +156,7 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
 
 
 def target(deployment: Deployment) -> list[Span]:
-    """Where it is, or will be."""
+    """The ranks' places of a deployment: where it is going, else where it is."""
     return (
         deployment.wpg.spans
         if deployment.move.relocation is None
@@ -161,11 +165,11 @@ def target(deployment: Deployment) -> list[Span]:
 
 
 def release(step: Step, job: Job) -> None:
-    """It has ended, placed or not."""
+    """Release the place of a job that has ended, whether it had one or waited."""
     cluster = step.state.cluster
     name = str(job.key)
     if name in cluster.placed:
-        _note_company(step, groups.group_of(cluster, name))
+        _note_peers(step, groups.group_of(cluster, name))
         step.state.is_replan_due = True
         step.follow(FollowUp.REPLAN)
     note_free(step, groups.leave(cluster, name))
@@ -173,7 +177,8 @@ def release(step: Step, job: Job) -> None:
 
 
 def note_free(step: Step, nodes: list[NodeId]) -> None:
-    """One that came back as of another pool, while a group held it, is of that from now on."""
+    """Set the pool of released nodes anew: one may have come back in another pool while a group
+    held it."""
     cluster = step.state.cluster
     for name in nodes:
         host, pool = cluster.hosts[name], step.node(name).pool
@@ -182,7 +187,8 @@ def note_free(step: Step, nodes: list[NodeId]) -> None:
 
 
 def spans(step: Step, spec: DeploymentSpec, member: Member) -> list[Span]:
-    """Of the nodes that its job is pinned to, the least loaded."""
+    """Nodes and devices for a deployment: the least loaded nodes among those its job is pinned
+    to."""
     return _spans(step, spec, member.nodes[spec.pool])
 
 
@@ -205,8 +211,8 @@ def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
 
 
 def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorInfo:
-    """One more deployment of a job that has a place: on its own nodes, else on others of its group,
-    else on free ones."""
+    """Room for one more deployment of a job that has a place: on the job's own nodes, else on
+    others of its group, else on free ones."""
     cluster = step.state.cluster
     need = Need(spec.num_nodes, groups.devices_per_node(spec), spec.host_bytes)
     asked = Member(job=str(job.key), slo=0.0, needs={spec.pool: need})
@@ -239,14 +245,19 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorIn
 
 
 def extend(step: Step, job: Job, deployment: Deployment, where: list[Span]) -> None:
-    """Args: where: as `room_for` answered."""
+    """Place one more deployment of a job.
+
+    Args: where: the answer of `room_for`.
+    """
     wpgs.place(step, deployment, where)
     repin(step, job)
 
 
 def repin(step: Step, job: Job) -> None:
-    """Its deployments are not what they were: nodes that it does not use are released, and what it
-    asks for while it waits is another."""
+    """Bring a job's place up to date after its deployments have changed.
+
+    Nodes that the job does not use any more are released. Where it still waits, its needs change.
+    """
     cluster = step.state.cluster
     name = str(job.key)
     if name not in cluster.placed:
@@ -273,8 +284,10 @@ def repin(step: Step, job: Job) -> None:
 
 
 def describe(step: Step, job: Job) -> str:
-    """Where a job is, with whom and why; empty: it has no place. Jobs of other tenants are counted
-    and not named."""
+    """A job's place in words: nodes, other jobs and the reason; empty where it has no place.
+
+    Jobs of other tenants are counted and not named.
+    """
     cluster = step.state.cluster
     name = cluster.placed.get(str(job.key))
     if name is None:
@@ -288,16 +301,16 @@ def describe(step: Step, job: Job) -> str:
     return f"group {name}, {where}{_others(job, group.members)}{why}{measured}"
 
 
-def _note_company(step: Step, group: Group) -> None:
-    """Somebody comes or goes: what the others' views say of their company is stale."""
-    if len(group.members) <= _FEW + 1:
+def _note_peers(step: Step, group: Group) -> None:
+    """Have the members' views written anew: a job comes or goes, and they name the other jobs."""
+    if len(group.members) <= _MAX_NAMED + 1:
         for name in group.members:
             step.job_changed(name)
 
 
 def _others(job: Job, members: Collection[str]) -> str:
-    if len(members) > _FEW:
-        return f", with {_FEW} others or more"
+    if len(members) > _MAX_NAMED:
+        return f", with {_MAX_NAMED} others or more"
     prefix = f"{job.key.tenant}."
     own = [m.removeprefix(prefix) for m in members if m.startswith(prefix) and m != str(job.key)]
     num_foreign = sum(not m.startswith(prefix) for m in members)

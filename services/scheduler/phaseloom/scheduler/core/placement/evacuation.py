@@ -1,13 +1,13 @@
-"""Nodes that are to be left: one that is drained on request, one that does not come back.
+"""Evacuation of nodes: one that is drained on request, one that does not come back.
 
 A node that is drained takes nothing new, and each deployment on it moves to another of its pool,
 its state with it, as soon as there is room: on the nodes of its own group, on free ones, else where
 its job would be placed anew. It stays drained until that is undone, whatever becomes of its agent.
 
-Of a node that is away for longer than a grace, what can be rebuilt without it goes elsewhere: what
-has a copy of its seal on another node, or never had a seal. The rest waits for it. Once it counts
-as gone for good, what it alone had is lost: jobs that need that fall back, whole, to their last
-checkpoint, or fail. Whatever of it comes back later is told to forget.
+From a node that is away for longer than a grace, deployments that can be rebuilt without it go
+elsewhere: those with a copy of their seal on another node, or without a seal. The others wait for
+the node. Once it counts as gone for good, what it alone had is lost: jobs that need that fall back,
+whole, to their last checkpoint, or fail. If the node comes back later, it is told to forget.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 
 def requested(step: Step, event: NodeDrainRequested) -> None:
-    """An operator has said what is to become of a node."""
+    """Answer an operator's request about a node: drain it, undo that, or count it as gone."""
     node = step.state.nodes.get(event.node)
     error = _refusal(step, node, event)
     if node is None or error is not None:
@@ -89,7 +89,7 @@ def _undo(step: Step, node: Node) -> None:
     leave.is_drained = False
     step.tell("node not drained any more", "on request", node.node)
     if leave.why is not Closing.DRAIN:
-        return  # it is away: it may be used again once it is back
+        return  # the node is away: it may be used again once it is back
     del step.state.closing[node.node]
     if node.is_up:
         cluster = step.state.cluster
@@ -98,7 +98,10 @@ def _undo(step: Step, node: Node) -> None:
 
 
 def missed(step: Step, what: str, name: str, revision: int) -> None:
-    """A node has been away for as long as its timer took."""
+    """A timer of a node has fired: close the node if it has been away since.
+
+    Args: what: the `Closing` that the timer stands for.
+    """
     node = step.state.nodes.get(name)
     if node is None or node.is_up or node.revision != revision:
         return
@@ -108,8 +111,10 @@ def missed(step: Step, what: str, name: str, revision: int) -> None:
 
 
 def go_on(step: Step) -> None:
-    """Have whatever can leave the closed nodes do so, and copies made of what counts there. Called
-    where there may be new room."""
+    """Move whatever can leave the closed nodes, and have copies made of what others need from them.
+
+    Called where there may be new room.
+    """
     for name, leave in sorted(step.state.closing.items()):
         for job in _jobs_on(step, name):
             _leave(step, job, name, leave.why)
@@ -122,7 +127,7 @@ def go_on(step: Step) -> None:
 
 
 def _jobs_on(step: Step, node: NodeId) -> list[Job]:
-    """Jobs that are pinned to it."""
+    """Jobs that are pinned to the node."""
     cluster = step.state.cluster
     group = cluster.groups.get(cluster.hosts[node].group)
     members = [] if group is None else group.members.values()
@@ -131,7 +136,7 @@ def _jobs_on(step: Step, node: NodeId) -> list[Job]:
 
 
 def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
-    """Those that are on it, or on their way to it."""
+    """Deployments that are on the node, or on their way to it."""
     return [
         deployment
         for deployment in step.state.deployments.values()
@@ -144,13 +149,14 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
 
 
 def _write_off(step: Step, node: NodeId) -> None:
-    """What only this node had of a deployment does not come back."""
+    """Write off the seals and versions that a node had; jobs that need what it alone had fall
+    back."""
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.STOPPED:
             continue
         had_seal = deployment.durability.seal_seq > 0
         if node in seals.nodes_with(deployment) and node not in deployment.nodes:
-            seals.forget_at(step, deployment, node)  # it is told so once it is back
+            seals.forget_at(step, deployment, node)  # the node is told so once it is back
         deployment.durability.set_replicas(
             [
                 [name for name in seals.holders(deployment, index) if name != node]
@@ -186,13 +192,13 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 
 
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
-    """Whether it can be rebuilt without this node."""
+    """Whether a deployment can be rebuilt without this node."""
     parts = range(len(deployment.wpg.spans) if deployment.durability.seal_seq else 0)
     return all(set(seals.holders(deployment, index)) - {node} for index in parts)
 
 
 def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:
-    """To other nodes of its group, or to free ones that join it."""
+    """Move a job's deployments to other nodes of its group, or to free ones that join it."""
     cluster = step.state.cluster
     group = groups.group_of(cluster, str(job.key))
     member = group.members[str(job.key)]
@@ -214,7 +220,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
 
 
 def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
-    """Where it would be placed, were it new."""
+    """Move a job to where it would be placed if it were new."""
     _, placed = repack.placed_anew(step, job)
     if placed is None or any(node in names for names in placed.nodes.values()):
         return False
@@ -223,7 +229,7 @@ def _leave_group(step: Step, job: Job, node: NodeId) -> bool:
 
 
 def status(step: Step, name: NodeId) -> NodeStatus:
-    """What is to be told of a node. Reads only."""
+    """A node's status: what is on it, and what it waits for. Reads only."""
     node = step.state.nodes[name]
     leave = step.state.closing.get(name)
     deployments = _deployments_on(step, name)

@@ -1,10 +1,10 @@
-"""Jobs that have a place get another: once their cycle is known, when it drifts, when others left.
+"""Repacking: jobs get another place once their cycle is known, when it drifts, when others left.
 
 A job that was measured on nodes of its own asks the policy again, and goes where that is cheaper
 (PlexRL §4.3). One that drifts so far that its group cannot carry it any more is placed anew, that
 one alone (WEAVE §5.3). And where the policy plans for the whole cluster, it does so whenever a job
-has come or left, on a copy, beside the scheduler's loop: what it answers is an event, and a move is
-made only if the groups and nodes that it touches are as they were.
+has come or left, on a copy, beside the scheduler's loop. The plan comes back as an event, and a
+move is made only if the groups and nodes that it touches are as they were.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 from phaseloom.scheduler.core.state.tree import State
 
 WORTH = 1e-6
-"""Of the cost of what is moved: a saving below that is rounding."""
+"""Share of the cost below which a saving is rounding."""
 
 # --- one job, whose cycle is news ----------------------------------------------------------------
 
 
 def traced(step: Step, trace: PhaseTrace) -> None:
-    """The profiler has something to say of a job."""
+    """Take a trace of the profiler: set the job's cycle, and place the job anew where that pays."""
     name = str(trace.job)
     job = step.state.jobs.get(name)
     if job is None or job.state in JOB_ENDED:
@@ -70,7 +70,8 @@ def traced(step: Step, trace: PhaseTrace) -> None:
 
 
 def _profiled(step: Step, job: Job) -> None:
-    """Its nodes are open to others; it goes to others where that is cheaper."""
+    """Ask for a place for a job whose cycle has just become known, and move it where that is
+    cheaper."""
     member = _member(step, job)
     assert member.cycle is not None
     step.tell("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
@@ -81,7 +82,7 @@ def _profiled(step: Step, job: Job) -> None:
 
 
 def _is_overloaded(step: Step, group: Group) -> bool:
-    """By the bound that the policy places by: what it lets in is not overloaded."""
+    """Whether a group is overloaded, by the bound that its policy places by."""
     cluster = step.state.cluster
     own = assignment.policy_of(step).is_overloaded
     return own(cluster, group) if own else is_overloaded(group, cluster.limits.switch_s)
@@ -98,7 +99,7 @@ def _resubmit(step: Step, job: Job, period_s: float) -> None:
 
 
 def placed_anew(step: Step, job: Job) -> tuple[Cluster, Placed | None]:
-    """Where the policy would place it, were it new; and the cluster with it there."""
+    """Where the policy would place a job if it were new, and the cluster with the job there."""
     after = groups.copy(step.state.cluster)
     member = groups.group_of(after, str(job.key)).members[str(job.key)]
     groups.leave(after, member.job)
@@ -123,8 +124,10 @@ def _is_there(member: Member, placed: Placed) -> bool:
 
 
 def ask(step: Step) -> None:
-    """Have moves computed where a job has come or left and the policy plans for the whole cluster.
-    One at a time: who comes or leaves meanwhile has it computed again."""
+    """Have moves computed if a job has come or left and the policy plans for the whole cluster.
+
+    One plan is computed at a time. A job that comes or leaves meanwhile has it computed again.
+    """
     state = step.state
     if not state.is_replan_due or state.replanning:
         return
@@ -138,8 +141,11 @@ def ask(step: Step) -> None:
 
 
 def unanswered(state: State) -> ComputeReplan | None:
-    """What was asked and may be computed nowhere any more: its asker has died. It is to be answered
-    though there may be nothing to plan any more: nothing else is asked before."""
+    """The question that the core still waits for, after a restart: nobody may be computing it any
+    more.
+
+    It must be answered even if there is nothing to plan, because nothing else is asked before.
+    """
     return _question(state, state.replanning) if state.replanning else None
 
 
@@ -149,7 +155,7 @@ def _question(state: State, as_of: int) -> ComputeReplan:
 
 
 def compute(asked: ComputeReplan) -> ReplanComputed:
-    """What the policy would move. Pure, and as long as it takes: not for the scheduler's loop."""
+    """The moves that the policy plans. Pure; too slow for the scheduler's loop."""
     replan = PLACEMENT[asked.placement].replan
     versions = {name: group.version for name, group in asked.cluster.groups.items()}
     homes = dict(asked.cluster.placed)
@@ -170,12 +176,12 @@ def _planned(move: Move) -> PlannedMove:
 
 
 def answered(step: Step, event: ReplanComputed) -> None:
-    """Make those of the moves that still hold."""
+    """Make the planned moves that still hold."""
     state = step.state
     if event.as_of != state.replanning:
-        return  # answered twice, by two that led
+        return  # answered twice, by two leaders
     state.replanning = 0
-    step.follow(FollowUp.REPLAN)  # who came or left meanwhile has it computed again
+    step.follow(FollowUp.REPLAN)  # jobs may have come or left meanwhile
     plan = _Plan(step, event)
     for move in event.moves:
         plan.make(move)
@@ -185,7 +191,8 @@ def answered(step: Step, event: ReplanComputed) -> None:
 
 
 class _Plan:
-    """Moves that build on one another: what one leaves out, those behind it do not touch."""
+    """Planned moves, which build on one another: once one is left out, later moves of its groups
+    are left out, too."""
 
     def __init__(self, step: Step, event: ReplanComputed) -> None:
         self._step = step
@@ -197,7 +204,7 @@ class _Plan:
             for name, version in event.versions.items()
             if name in known and known[name].version == version
         }
-        """The plan's name of a group → its name, of those that are as the plan has them."""
+        """By the plan's name of a group its real name, for groups that are as the plan has them."""
 
     def make(self, move: PlannedMove) -> None:
         made = ""
@@ -234,7 +241,8 @@ class _Plan:
         )
 
     def _takes(self, host: Host, pool: Pool, need: Need, group: str) -> bool:
-        """A node may have come back as another, or another deployment may still be on it."""
+        """Whether a node can still be taken: it may have changed while it was away, or be in
+        use."""
         free = self._step.state.cluster.free.get(pool, [])
         is_there = host.pool == pool and admission.is_usable(host, need)
         return is_there and (host.group == group if host.group else host.node in free)

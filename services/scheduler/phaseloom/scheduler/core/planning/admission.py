@@ -1,8 +1,8 @@
-"""Whether a job gets a place: what is the same under every placement policy.
+"""Admission: the part of placement that is the same under every policy.
 
-A job asks for nodes that exist, a job without a known cycle gets nodes of its own where there are
-free ones, and everything else is the policy's. Plain functions on the cluster, usable without a
-core.
+A job that asks for nodes that cannot exist is refused, a job without a known cycle gets nodes of
+its own where there are free ones, and everything else is the policy's. Plain functions on the
+cluster, usable without a core.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
-    """Where a job goes now.
+    """The place of a job, or why it has none now.
 
-    A job that is measured has its nodes to itself only as long as nobody else has no place: where
-    the policy finds none, it is asked again with the closed groups open. A job that is to be
-    measured itself finds them open at once: a cycle is measured net of waiting, and where all
+    A group is closed while its only job is measured. It stays closed as long as all others find a
+    place: where the policy finds none, it is asked again with the closed groups open. A job that is
+    to be measured itself finds them open at once: a cycle is measured net of waiting, and where all
     groups are alike they fill evenly.
     """
     nowhere = fits_nowhere(cluster, member)
@@ -51,7 +51,7 @@ def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
 
 
 def _place_among_all(cluster: Cluster, member: Member, policy: Placement) -> Decision:
-    """Closed groups are open to it; one that it does not join stays as it is."""
+    """The policy's decision with all closed groups open; they are closed again after it."""
     closed = [group for group in cluster.groups.values() if group.is_closed]
     for group in closed:
         group.is_closed = False
@@ -86,7 +86,7 @@ def _is_large_enough(host: Host, need: Need) -> bool:
 
 
 def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
-    """As far as the pool's nodes are known, no one is large enough."""
+    """The refusal of a job for which no known node of the pool is large enough."""
     if not hosts or any(_is_large_enough(host, need) for host in hosts):
         return None
     most = max(host.num_devices for host in hosts)
@@ -141,10 +141,11 @@ def nodes_among(
 ) -> dict[Pool, list[NodeId]] | None:
     """Nodes of a group for what a job needs, free ones beside them where it has not enough.
 
-    Those that the fewest members are pinned to, among those whose host memory holds all of them.
-    Args:    first: preferred.
-             beside: what it needs comes beside what its job has there; else in its stead.
-    Returns: None where it does not fit.
+    The nodes with the fewest members come first, among those whose host memory holds all of them.
+
+    Args:    first: nodes that are preferred.
+             beside: the need comes beside what the job has there; else in its stead.
+    Returns: nodes by pool; None where the job does not fit.
     """
     nodes: dict[Pool, list[NodeId]] = {}
     for pool, need in member.needs.items():
@@ -165,8 +166,10 @@ def nodes_among(
 
 
 def blocked_pools(cluster: Cluster, waiting: Member) -> set[Pool]:
-    """Those of which jobs behind one that waits get nothing, where none may be overtaken: all that
-    it needs. Where it waits for more nodes to come up it holds nobody back: no end of a job helps.
+    """Pools from which later jobs get nothing while one waits, under a policy without overtaking.
+
+    They are all pools that the waiting job needs; but a job that waits for more nodes to come up
+    holds nobody back, because the end of another job does not help it.
     """
     is_served = all(_has_enough(cluster, pool, need) for pool, need in waiting.needs.items())
     return set(waiting.needs) if is_served else set()
@@ -199,7 +202,8 @@ def cycle_of(trace: PhaseTrace) -> Cycle | None:
 
 
 def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, float]]:
-    """What runs into the next cycle is this one's from its beginning on."""
+    """(pool, offset, duration) of a segment within the cycle; a part beyond its end is moved to its
+    beginning."""
     offset_s = segment.offset_s % period_s
     duration_s = min(segment.duration_s, period_s)
     over_s = offset_s + duration_s - period_s
@@ -219,9 +223,9 @@ def worst_period_s(cycle: Cycle) -> float:
 # --- the duty-ratio bound ------------------------------------------------------------------------
 
 _NUM_CYCLES = 8
-"""Of each member, of which the second half counts: by then they have settled."""
+"""Cycles of each member that are simulated. The second half counts: by then they have settled."""
 _MAX_SEGMENTS = 4096
-"""Simulated at most, whatever the ratio of the members' periods."""
+"""Most segments that are simulated, whatever the ratio of the members' periods."""
 
 
 def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str, float]:
@@ -261,11 +265,11 @@ def waiting_share(members: Iterable[Member], switch_s: float = 0.0) -> dict[str,
 
 @dataclass(slots=True)
 class _Busy:
-    """A node."""
+    """The use of one node."""
 
     until_s: float = 0.0
     last: str = ""
-    """Who used it last."""
+    """The job that used the node last."""
     num_members: int = 0
 
 
@@ -278,9 +282,9 @@ class _Run:
     nodes: dict[Pool, list[NodeId]]
     began_s: float
     lates_s: list[float] = field(default_factory=list)
-    """By how much each cycle so far took longer than alone."""
+    """Seconds by which each cycle so far took longer than alone."""
     ends_s: dict[int, float] = field(default_factory=dict)
-    """Of the segments of this one that have run."""
+    """End of each segment of the present cycle that has run."""
     begun: set[int] = field(default_factory=set)
 
     @property
@@ -290,20 +294,21 @@ class _Run:
         return late_s / (late_s + max(1, len(settled_s)) * self.cycle.period_s)
 
     def begin(self, at_s: float) -> list[int]:
-        """The next cycle. Returns: its segments that come after no other."""
+        """Begin the next cycle. Returns: its segments that come after no other."""
         self.began_s = at_s
         self.ends_s = {}
         self.begun = {i for i in range(len(self.cycle.segments)) if not self._before(i)}
         return sorted(self.begun)
 
     def _before(self, index: int) -> list[int]:
-        """Segments that end before this one begins: it waits for them."""
+        """Segments that end before this one begins, which waits for them."""
         segments = self.cycle.segments
         at_s = segments[index].offset_s + 1e-9 * self.cycle.period_s
         return [i for i, s in enumerate(segments) if i != index and _end_s(s) <= at_s]
 
     def ready_s(self, index: int) -> float:
-        """As much after what comes before it as in the cycle alone."""
+        """Time at which a segment may begin: as long after those before it as in the cycle
+        alone."""
         offset_s = self.cycle.segments[index].offset_s
         late_s = max((self._late_s(i) for i in self._before(index)), default=0.0)
         return self.began_s + offset_s + late_s
@@ -313,7 +318,8 @@ class _Run:
         return max(0.0, self.ends_s[index] - planned_s)
 
     def ended(self, index: int, end_s: float) -> list[int]:
-        """Returns: the segments that are ready by that, of the next cycle after the last."""
+        """Note a segment's end. Returns: the segments that this makes ready; those of the next
+        cycle after the last."""
         self.ends_s[index] = end_s
         segments = self.cycle.segments
         if len(self.ends_s) == len(segments):

@@ -1,4 +1,4 @@
-"""Node groups: who shares which nodes. Plain functions on the cluster that placement sees.
+"""Node groups: sets of jobs and the nodes that they share; functions on what placement sees.
 
 A job that has a place is a member of one group and pinned to nodes of it; a node belongs to one
 group or is free. The nodes of a group are exactly those that its members are pinned to: with the
@@ -6,7 +6,7 @@ last member of a node the node is released, with the last of a group the group (
 A node that is down keeps its group, whose members wait for it; released, it is free once it is up.
 
 Usable without a core. Lists of nodes are replaced and never changed in place, so that copies share
-them. Cost: of `join` and `leave`, linear in the group; of `copy`, in the cluster.
+them. Cost: `join` and `leave` are linear in the group, `copy` in the cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def member_of(job: JobKey, spec: JobSpec, submitted_s: float = 0.0) -> Member:
 
 
 def iterations_of(cycle: Cycle | None, duration_s: float) -> int:
-    """How many a job will do that takes so long alone; 0: not known."""
+    """Number of iterations of a job that takes `duration_s` alone; 0: not known."""
     if cycle is None or not duration_s:
         return 0
     excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in cycle.segments if s.worst_s)
@@ -46,7 +46,7 @@ def iterations_of(cycle: Cycle | None, duration_s: float) -> int:
 
 
 def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
-    """What deployments of one job take together: on the same nodes, their host memory added up."""
+    """Needs of a job's deployments by pool: on the same nodes, their host memory added up."""
     needs: dict[Pool, Need] = {}
     for spec in sorted(specs, key=lambda spec: spec.pool):
         before = needs.get(spec.pool, Need(0, 0, 0))
@@ -63,7 +63,10 @@ def devices_per_node(spec: DeploymentSpec) -> int:
 
 
 def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
-    """Note when it would end, were it placed now. Args: duration_s: alone; 0: not known."""
+    """Note when a job would end if it were placed now.
+
+    Args: duration_s: its duration alone; 0: not known.
+    """
     slowdown = member.slo or 1 / max(1e-9, 1 - cluster.limits.duty_limit)
     member.ends_s = cluster.now_s + duration_s * slowdown if duration_s else 0.0
 
@@ -72,7 +75,7 @@ def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
 
 
 def host_up(cluster: Cluster, host: Host) -> None:
-    """A node came, or came back: then it is still its group's."""
+    """A node came, or came back; a group that holds it keeps it."""
     old = cluster.hosts.get(host.node)
     group = old.group if old is not None else ""
     if old is not None:
@@ -93,7 +96,7 @@ def host_down(cluster: Cluster, node: NodeId) -> None:
 
 
 def _take(cluster: Cluster, host: Host) -> None:
-    """From the free ones, if it is one of them."""
+    """Take a node from the free ones, if it is one of them."""
     free = cluster.free.get(host.pool, [])
     index = bisect_left(free, host.node)
     if index < len(free) and free[index] == host.node:
@@ -101,14 +104,14 @@ def _take(cluster: Cluster, host: Host) -> None:
 
 
 def hold(cluster: Cluster, node: NodeId, deployment: str) -> None:
-    """A deployment is to leave the node: until then that is not free, whoever it is pinned to."""
+    """Keep a node from becoming free until a deployment, which is to leave it, has left."""
     host = cluster.hosts[node]
     _take(cluster, host)
     host.leaving = [*host.leaving, deployment]
 
 
-def let_go(cluster: Cluster, node: NodeId, deployment: str) -> None:
-    """It has left, or stays after all."""
+def end_hold(cluster: Cluster, node: NodeId, deployment: str) -> None:
+    """End a deployment's `hold` on a node: it has left, or stays after all."""
     host = cluster.hosts[node]
     if deployment in host.leaving:
         host.leaving = [name for name in host.leaving if name != deployment]
@@ -124,7 +127,7 @@ def _release(cluster: Cluster, host: Host) -> None:
 
 
 def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
-    """Give a job its place; free nodes among those chosen become the group's.
+    """Give a job its place; the free nodes of that place become the group's.
 
     The first member of a group without a known cycle closes it, the next one opens it.
     """
@@ -160,9 +163,9 @@ def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[
 
 
 def leave(cluster: Cluster, job: str) -> list[NodeId]:
-    """Take a job's place away, or its place among those that wait.
+    """Take a job's place away, or its place among the waiting jobs.
 
-    Returns: the nodes that are nobody's any more.
+    Returns: the nodes that no group has any more.
     """
     cluster.waiting = [member for member in cluster.waiting if member.job != job]
     name = cluster.placed.pop(job, "")
@@ -180,9 +183,9 @@ def leave(cluster: Cluster, job: str) -> list[NodeId]:
 def repin(
     cluster: Cluster, job: str, needs: dict[Pool, Need], nodes: dict[Pool, list[NodeId]]
 ) -> list[NodeId]:
-    """A member takes more or fewer nodes: of its group, or free ones.
+    """Pin a member to more or fewer nodes: those of its group, or free ones.
 
-    Returns: the nodes that are nobody's any more.
+    Returns: the nodes that no group has any more.
     """
     group = group_of(cluster, job)
     member = group.members[job]
@@ -209,7 +212,7 @@ def _release_unused(cluster: Cluster, group: Group) -> list[NodeId]:
 
 
 def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
-    """What a job does has been measured: its group is open to others."""
+    """Set a job's measured cycle, which opens its group to others."""
     group = group_of(cluster, job)
     member = group.members[job]
     before = member.cycle.num_optim_steps if member.cycle else 1
@@ -226,7 +229,8 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
 
 
 def reckon_alone(member: Member) -> None:
-    """What its iterations so far took is not known by the cycle of each: by that of now."""
+    """Set what a member's iterations so far would have taken alone, by its present cycle: what each
+    of them took was not measured."""
     member.alone_s = member.iterations * timing_of(member).solo_s
 
 
@@ -238,12 +242,12 @@ def group_of(cluster: Cluster, job: str) -> Group:
 
 
 def cost(cluster: Cluster) -> float:
-    """Of the nodes that belong to groups, an hour."""
+    """$/h of all nodes that belong to groups."""
     return sum(host.price_per_hour for host in cluster.hosts.values() if host.group)
 
 
 def copy(cluster: Cluster) -> Cluster:
-    """One that may be changed without the other's knowing."""
+    """A copy that may be changed while the original stays as it is."""
     return replace(
         cluster,
         hosts={name: shallow(host) for name, host in cluster.hosts.items()},

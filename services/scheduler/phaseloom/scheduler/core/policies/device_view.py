@@ -1,8 +1,7 @@
-"""What an ordering policy sees of a device that is free, and what it answers.
+"""The view that an ordering policy gets of a free device, and the answers that it can give.
 
 A policy is a pure function on a `DeviceView`: it chooses one of the candidates, or says until when
-the device should rather wait. Whoever asks bounds nothing: a policy that waits states its own
-bound.
+the device should rather wait. A policy that waits states its own bound; the caller sets none.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ class Candidate(msgspec.Struct, frozen=True):
     """The first ready operation of one deployment."""
 
     operation: str
-    """Its key."""
+    """The operation's key."""
     deployment: str
     job: str
     arrival_s: float
-    """When it was queued and what it waits for on other deployments was done."""
+    """When the operation was queued and all that it waits for on other deployments was done."""
     arrival: int
-    """Log sequence: breaks ties."""
+    """Log sequence of the operation; breaks ties."""
     duration_s: float
-    """Estimated; of one that runs: what is left."""
+    """Estimated duration; for a running operation what is left of it."""
     switch_s: float
-    """Offload and load that running it would cost now; 0: it is resident."""
+    """Offload and load that running it would cost now; 0 where it is resident."""
     setup_s: float = 0.0
-    """Its offload and load, resident or not."""
+    """Offload and load of the deployment, resident or not."""
     phase_s: float = 0.0
-    """What its job usually does on the device once it is there, this operation included."""
+    """Time of the work that its job usually does once it is on the device, with this operation."""
     back_s: float = 0.0
-    """Switching back in what it would displace of the resident job; 0: nothing."""
+    """Switching back in what it would displace of the resident job; 0 where that is nothing."""
     slack_s: float = math.inf
-    """How much longer its job may be kept from running before it misses its SLO."""
+    """Time that its job may still be kept from running before it misses its SLO."""
     served: int = 0
     """Log sequence at which its job's operations last began on the device; 0: never."""
     continues: bool = False
-    """It belongs to the phase that the resident job is in."""
+    """Whether it belongs to the phase that the resident job is in."""
     is_running: bool = False
-    """Never one of those to choose from: nothing is preempted. Plans begin with it."""
+    """Whether it runs now. Such a candidate begins a plan and is never one to choose from: nothing
+    is preempted."""
 
     @property
     def leaving_s(self) -> float:
@@ -56,7 +56,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def by_arrival(self) -> Key:
-        """Breaks every tie: earlier arrival, the running one, the log's order, the key."""
+        """A key that breaks every tie: earlier arrival, the running one, the log's order, the
+        key."""
         return (self.arrival_s, not self.is_running, self.arrival, self.operation)
 
 
@@ -71,9 +72,9 @@ class Resident(msgspec.Struct, frozen=True):
     at_s: float = math.inf
     """When its next operation there is predicted; inf: not known."""
     late_s: float = math.inf
-    """From when on that prediction counts as wrong."""
+    """Time from which on that prediction counts as wrong."""
     phase_until_s: float = 0.0
-    """Until when its phase is taken to go on though nothing of it is ready; 0: it is over."""
+    """Time until which its phase is taken to go on though nothing of it is ready; 0: it is over."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -81,20 +82,20 @@ class Member(msgspec.Struct, frozen=True):
 
     job: str
     until_s: float
-    """Until when its next phase is to be waited for; a past time: not at all."""
+    """Time until which its next phase is to be waited for; a past time: not at all."""
 
 
 class DeviceView(msgspec.Struct, frozen=True):
     now_s: float
     candidates: Sequence[Candidate]
-    """At least one; each of another deployment."""
+    """At least one candidate; each of another deployment."""
     resident: Resident | None = None
     members: Sequence[Member] = ()
-    """In the order of their turns, from the one after the last that was served; only for policies
-    that go by it."""
+    """Members in the order of their turns, from the one after the last that was served. Filled only
+    for policies that use it."""
     may_wait: bool = False
-    """Else an answer must be a candidate: it is not for the policy to wait, or only the order is
-    asked for."""
+    """Whether the answer may be `Wait`. It must be a candidate where the policy is not one that
+    waits, or only the order is asked for."""
 
     def of(self, job: str) -> list[Candidate]:
         """The job's candidates, by arrival."""
@@ -102,27 +103,28 @@ class DeviceView(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Better than any candidate: leave the device idle for something that is expected."""
+    """An answer: leave the device idle for something that is expected."""
 
     until_s: float
-    """After now; then, or when anything happens on the device, the policy is asked again."""
+    """A later time; then, or when anything happens on the device, the policy is asked again."""
     job: str
-    """That it waits for."""
+    """The job that the device waits for."""
     why: str
-    """For people."""
+    """The reason, for people."""
 
 
 class Entry(msgspec.Struct, frozen=True):
     operation: str
     start_s: float
-    """After its switch."""
+    """Start, after the switch."""
     end_s: float
 
 
 def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
     """When each operation of an order would begin and end, one after the other.
 
-    What is resident now has to come back once a foreign one came in.
+    What is resident now has to be switched in again once another job came in.
+
     Source: PlexRL §4.4, Algorithm 1, lines 13-24. Deviation: a switch is charged once and where it
     happens, before the operation that needs it; the algorithm as printed charges it inside every
     operation that waits, and once more at the head.
@@ -142,15 +144,14 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
 
 class Ordering(NamedTuple):
     choose: Callable[[DeviceView], Candidate | Wait]
-    """Pure; ties are explicit."""
+    """The choice: a pure function with explicit ties."""
     why: Callable[[Candidate, DeviceView], str]
-    """What decides about this candidate now, for people."""
+    """The reason for or against a candidate now, for people."""
     may_wait: bool = False
-    """Whether it ever waits: it is asked about a lone candidate too."""
+    """Whether the policy ever waits; if so it is asked about a lone candidate, too."""
     is_strict: bool = False
-    """Nobody overtakes: where its choice cannot begin on all of its devices, they wait for it."""
+    """Whether nobody overtakes: a choice that cannot begin on all of its devices is waited for."""
     weighs: bool = True
-    """Whether it goes by what operations take and how long they may wait: candidates come without
-    these figures otherwise."""
+    """Whether the policy uses durations and slack; otherwise candidates come without them."""
     timeline: Callable[[Sequence[Candidate], float], list[Entry]] = timeline
-    """When each of an order would begin and end."""
+    """When each operation of an order would begin and end."""

@@ -76,7 +76,7 @@ class Slot(msgspec.Struct):
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
     """Since when no other deployment used the slot."""
-    is_let_go: bool = False
+    is_released: bool = False
     """Whether the holder has said that its phase here is over: the slot is not kept for it."""
     early: str = ""
     """Deployment whose activation was opened before its operation, which has not come yet."""

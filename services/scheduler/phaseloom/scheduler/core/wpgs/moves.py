@@ -78,7 +78,7 @@ def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
 def let_go(step: Step, deployment: Deployment) -> None:
     """It leaves its nodes, or stays after all: they wait for it no longer."""
     for node in deployment.nodes:
-        groups.let_go(step.state.cluster, node, deployment.name)
+        groups.end_hold(step.state.cluster, node, deployment.name)
     step.follow(FollowUp.PLACE)
 
 

@@ -55,7 +55,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         deployment = step.state.deployments[name]
         span = next(span for span in deployment.wpg.spans if span.node == event.node)
         if _has_lost_a_device(step, deployment, span):
-            groups.let_go(step.state.cluster, event.node, name)
+            groups.end_hold(step.state.cluster, event.node, name)
             deployment.wpg.lose_span(span)
             # `stop` does not find this node to tell: it is told below to forget what it has of it.
             step.state.stopping.setdefault(event.node, {})[name] = deployment.wpg.incarnation

@@ -1,1 +1,1 @@
-"""What PlexRL's policies (§6.3) share: where a job fits, and when one that waits will."""
+"""Shared parts of PlexRL's policies (§6.3): where a job fits, and when a waiting one will fit."""

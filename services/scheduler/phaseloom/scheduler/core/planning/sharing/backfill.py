@@ -27,7 +27,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Member, Need,
 
 
 class Reservation:
-    """Of the oldest job that waits, against a later one."""
+    """The reservation of the oldest job that waits (the head), against a later one."""
 
     def __init__(self, cluster: Cluster, member: Member) -> None:
         self._cluster = cluster
@@ -35,10 +35,10 @@ class Reservation:
         head = cluster.waiting[0] if cluster.waiting else None
         self._head = None if head is None or head.job == member.job else head
         self._start_s: float | None = None
-        """Of the head, once it was needed."""
+        """The head's earliest start, once it was needed."""
 
     def allows(self, group: str, nodes: Pinned) -> bool:
-        """Whether the head starts as early with the member placed like this as without."""
+        """Whether the head starts no later with the member placed like this than without it."""
         if self._head is None:
             return True
         if self._start_s is None:
@@ -50,9 +50,10 @@ class Reservation:
 
 
 def earliest_start(cluster: Cluster, head: Member) -> float:
-    """When there will be a place for it, if nobody else comes and all end as late as they may.
+    """Time at which the head finds a place, if nobody else comes and all jobs end as late as they
+    may.
 
-    Either on nodes of its own, or in a group with some of its jobs gone, beside the others.
+    The place is on nodes of its own, or in a group from which some jobs have gone.
     """
     own_s = _own_start(cluster, head)
     by_time = sorted(
@@ -83,7 +84,7 @@ def _with(cluster: Cluster, member: Member, name: str, pinned: Pinned) -> Cluste
 
 
 def _own_start(cluster: Cluster, head: Member) -> float:
-    """When enough nodes of every pool will be nobody's."""
+    """Time at which enough nodes of every pool will be nobody's."""
     until_s: dict[NodeId, float] = {}
     for group in cluster.groups.values():
         for member in group.members.values():
@@ -102,7 +103,7 @@ def _own_start(cluster: Cluster, head: Member) -> float:
 def _frees(
     cluster: Cluster, pool: Pool, need: Need, until_s: dict[NodeId, float]
 ) -> Iterator[float]:
-    """When nodes of a pool that are in use will be nobody's."""
+    """Times at which the used nodes of a pool will be nobody's."""
     for name, at_s in until_s.items():
         host = cluster.hosts[name]
         if host.pool == pool and is_usable(host, need):

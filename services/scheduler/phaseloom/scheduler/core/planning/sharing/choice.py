@@ -1,6 +1,6 @@
-"""Which of the groups that could take a job does (PlexRL §4.3.2, §6.3).
+"""The choice among the groups that could take a job (PlexRL §4.3.2, §6.3).
 
-Groups are gone through class by class of their number of jobs, in the order that the policy wants;
+Groups are gone through in classes by their number of jobs, in the order that the policy wants;
 the first class that has a feasible one decides. Within it: duty, in bands of a tenth; then the
 least interference that the timeline predicts at the best shift; then periods that are multiples of
 one another (§7.1); then the exact duty, and the group's age.
@@ -37,18 +37,18 @@ Accepts = Callable[[str, Pinned], bool]
 
 
 class Refusals(msgspec.Struct):
-    """Why groups did not do, counted."""
+    """Number of groups that were refused, by reason."""
 
     full: int = 0
     no_nodes: int = 0
     waits: int = 0
     held: int = 0
-    """For the head of the line."""
+    """Groups that are held for the head of the line."""
     least_wait: float = 1.0
 
 
 class _Asked(msgspec.Struct):
-    """What one decision is about."""
+    """One decision: the job, the cluster and what the policy wants."""
 
     cluster: Cluster
     member: Member
@@ -56,7 +56,7 @@ class _Asked(msgspec.Struct):
     accepts: Accepts
     refusals: Refusals = msgspec.field(default_factory=Refusals)
     timeline: Timeline | None = None
-    """Once it was needed."""
+    """The cluster's timeline, once it was needed."""
 
 
 def join_or_open(
@@ -68,9 +68,14 @@ def join_or_open(
     is_counted: bool = True,
     accepts: Accepts = lambda *_: True,
 ) -> Decision:
-    """Args: name: of the policy. most_first: whether full groups are preferred to empty nodes.
-    is_counted: whether the limit of jobs a group holds for it. accepts: what else a place must
-    keep."""
+    """A place in a group with room, or on free nodes, else the reason to wait.
+
+    Args:
+        name: the policy's name.
+        most_first: whether full groups are preferred to empty nodes.
+        is_counted: whether the limit of jobs in a group applies to the job.
+        accepts: what else a place must keep.
+    """
     asked = _Asked(cluster, member, most_first, accepts)
     by_jobs = _classes(asked, is_counted)
     for num_jobs in sorted({0, *by_jobs}, reverse=most_first):
@@ -89,7 +94,7 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
 
 
 def lacking(cluster: Cluster, member: Member) -> str:
-    """What it needs against what is free, in numbers."""
+    """The numbers of nodes that the job needs and that are free, for people."""
     return ", ".join(
         f"{need.num_nodes} of {pool} where {len(cluster.free.get(pool, []))} are free"
         for pool, need in member.needs.items()
@@ -97,7 +102,7 @@ def lacking(cluster: Cluster, member: Member) -> str:
 
 
 def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
-    """The groups with room, by how many jobs they have."""
+    """The groups with room, by their number of jobs."""
     by_jobs: dict[int, list[Group]] = {}
     for group in asked.cluster.groups.values():
         if has_room(group, asked.cluster.limits) or not (is_counted or group.is_closed):
@@ -114,14 +119,14 @@ def _on_its_own(asked: _Asked) -> Placed | None:
     if not asked.accepts("", placed.nodes):
         asked.refusals.held += 1
         return None
-    timeline_of(
-        asked.cluster
-    )  # job by job, lest the first that shares waits for all of them to be laid
+    # The timeline is kept up to date job by job, so that the first job that shares need not wait
+    # until all others are laid on it.
+    timeline_of(asked.cluster)
     return placed
 
 
 def _best(asked: _Asked, groups: list[Group]) -> Placed | None:
-    """Of groups with as many jobs each."""
+    """The best place among groups that have the same number of jobs."""
     sites = list(_sites(asked, groups))
     ranked = sorted(((_rank(asked, site), i, site) for i, site in sites), key=lambda r: r[:2])
     best: tuple[tuple[float, float, float, float], Placed] | None = None
@@ -152,14 +157,14 @@ def _sites(asked: _Asked, groups: list[Group]) -> Iterator[tuple[int, Site]]:
 
 
 def _rank(asked: _Asked, site: Site) -> tuple[float, float, float]:
-    """(band of duty, mismatch of periods, duty), the least first."""
+    """(band of duty, mismatch of periods, duty) to sort by, the least first."""
     sign = -1 if asked.most_first else 1
     mismatch = period_mismatch(asked.member, site.group.members.values())
     return sign * int(_BANDS * site.duty), round(mismatch, 2), sign * site.duty
 
 
 def _fit(asked: _Asked, site: Site) -> tuple[float, Placed] | None:
-    """The place at its best shift, with the interference that the timeline predicts there."""
+    """The site as a place at its best shift, with the interference that the timeline predicts."""
     was_held = False
     for candidate in sites_in(asked.cluster, site.group, asked.member, site):
         if not asked.accepts(candidate.group.name, candidate.nodes):

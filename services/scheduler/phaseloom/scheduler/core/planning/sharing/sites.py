@@ -1,8 +1,8 @@
-"""Nodes that a job could take: of a group whose jobs it would join, or free ones.
+"""Nodes that a job could take: those of a group whose jobs it would join, or free ones.
 
-Feasible is what keeps the limits: the group's number of jobs, host memory of every node (I4), and
-the duty-ratio bound (PlexRL §7.2), which an SLO makes narrower: a job that waits the share w of its
-time is 1 / (1 − w) times slower than alone.
+A site is feasible where it keeps the limits: the group's number of jobs, host memory of every node
+(I4), and the duty-ratio bound (PlexRL §7.2), which an SLO makes narrower: a job that waits the
+share w of its time is 1 / (1 − w) times slower than alone.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ Pinned = dict[Pool, list[NodeId]]
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A place for one job, as yet without a look at the others' cycles."""
+    """A place for one job, before the others' cycles are looked at."""
 
     group: Group
     nodes: Pinned
     duty: float
-    """Of the busiest of the nodes, without the job: share of its time that it is used."""
+    """Share of time that the busiest of the nodes is used, without the job."""
     load: float
-    """The same with the job; above 1: somebody waits."""
+    """Share of time that the busiest of the nodes would be used with the job; above 1: somebody
+    waits."""
 
 
 def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:
-    """The first so many that could take it, as the cluster lists them; fewer if there are."""
+    """The first `count` free nodes that could take a job, as the cluster lists them; may be
+    fewer."""
     free = cluster.free.get(pool, [])
     return list(islice((n for n in free if is_usable(cluster.hosts[n], need)), count))
 
 
 def own_nodes(cluster: Cluster, member: Member) -> Pinned | None:
-    """Free nodes for all that it needs; None: there are too few."""
+    """Free nodes for all that a job needs; None where there are too few."""
     nodes: Pinned = {}
     for pool, need in member.needs.items():
         nodes[pool] = free_nodes(cluster, pool, need, need.num_nodes)
@@ -86,7 +88,8 @@ def site_in(
 def _with_room(
     cluster: Cluster, group: Group, pool: Pool, need: Need
 ) -> list[tuple[float, int, NodeId]]:
-    """(duty, place in the group, node) of those that are up and large enough beside the others."""
+    """(duty, position in the group, node) of nodes that are up and large enough beside the
+    others."""
     found = []
     for place, name in enumerate(group.nodes.get(pool, [])):
         host = cluster.hosts[name]
@@ -98,7 +101,7 @@ def _with_room(
 
 
 def duty_of(member: Member, pool: Pool) -> float:
-    """Share of its time alone in which it uses a pool; 0: not known."""
+    """Share of its time alone in which a job uses a pool; 0: not known."""
     cycle = member.cycle
     if cycle is None:
         return 0.0
@@ -106,8 +109,11 @@ def duty_of(member: Member, pool: Pool) -> float:
 
 
 def period_mismatch(member: Member, others: Iterable[Member]) -> float:
-    """How far periods are from being multiples of one another, the worst of the others: 0 to 1/2
-    (PlexRL §7.1: jobs with commensurate periods settle into one another's gaps)."""
+    """Distance of periods from being multiples of one another, for the worst of the others: 0 to
+    1/2.
+
+    Jobs with commensurate periods settle into one another's gaps (PlexRL §7.1).
+    """
     worst = 0.0
     for other in others:
         if member.cycle is not None and other.cycle is not None:
@@ -127,7 +133,7 @@ def longest_wait(limits: Limits, site: Site, member: Member, shift_s: float) -> 
     members = [*site.group.members.values(), newcomer]
     if any(m.cycle is None for m in members):
         return 0.0, not any(m.slo for m in members)
-    # A node that is asked for `load` of its time gives each its share of it at the best.
+    # At best, a node that is asked for `load` of its time serves each job at 1/load of its speed.
     least = 1 - 1 / max(1.0, site.load)
     if least > limits.duty_limit:
         return least, False
@@ -137,7 +143,7 @@ def longest_wait(limits: Limits, site: Site, member: Member, shift_s: float) -> 
 
 
 def bound_of(member: Member, limits: Limits) -> float:
-    """Share of its time that it may wait."""
+    """Share of its time that a job may wait."""
     if not member.slo:
         return limits.duty_limit
     return min(limits.duty_limit, 1 - 1 / max(1.0, member.slo))

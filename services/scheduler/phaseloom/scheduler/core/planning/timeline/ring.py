@@ -1,4 +1,5 @@
-"""The circular horizon: slot `t mod L` stands for every second t (PlexRL §5.2.1).
+"""The circular horizon, and free time on it: slot `t mod L` stands for every second t (PlexRL
+§5.2.1).
 
 A periodic job is laid on it once, for ever: its period is rounded so that a whole number of periods
 fills the ring. Deviation from PlexRL, which does not say how a period that does not divide the
@@ -7,7 +8,7 @@ would have to be laid anew in every other; rounded, it is off by at most T / (2�
 period (under 1 % up to T = 570 s), less than cycles jitter. A job whose period is longer than the
 ring has one period on it.
 
-Ranges are half-open, in whole slots. Pure.
+Ranges are half-open, in whole slots; ranges of one list that touch are one. Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from collections.abc import Iterable, Sequence
 from math import ceil, floor
 
 HORIZON_SLOTS = 28_800
-"""Of one second: eight hours."""
+"""Slots of one second on the ring: eight hours."""
 
 Range = tuple[int, int]
 """[start, end) in slots."""
 
 
 def pieces(start: int, length: int, num_slots: int) -> list[Range]:
-    """What [start, start + length) covers of the ring: one range, or two where it wraps."""
+    """The part of the ring that [start, start + length) covers: one range, or two if it wraps."""
     if length <= 0:
         return []
     if length >= num_slots:
@@ -37,12 +38,12 @@ def pieces(start: int, length: int, num_slots: int) -> list[Range]:
 
 
 def num_periods(period_s: float, num_slots: int) -> int:
-    """How many of them fill the ring, once rounded; at least one."""
+    """Number of periods that fill the ring, rounded; at least one."""
     return max(1, round(num_slots / period_s))
 
 
 def starts(period_s: float, num_slots: int) -> list[int]:
-    """Where each period begins, from 0, in slots."""
+    """Slot in which each period begins, the first in slot 0."""
     count = num_periods(period_s, num_slots)
     return [k * num_slots // count for k in range(count)]
 
@@ -50,7 +51,8 @@ def starts(period_s: float, num_slots: int) -> list[int]:
 def in_slots(segments: Iterable[tuple[float, float]]) -> list[tuple[int, int]]:
     """(offset, duration) of each segment, grown to whole slots; empty ones are left out.
 
-    Args: segments: (offset_s, duration_s) pairs. Returns: sorted, those that touch joined.
+    Args:    segments: (offset_s, duration_s) pairs.
+    Returns: sorted, those that touch joined.
     """
     whole = ((floor(a), ceil(a + d)) for a, d in segments if d > 0)
     return [(start, end - start) for start, end in merged(whole)]
@@ -61,7 +63,9 @@ def footprint(
 ) -> list[Range]:
     """Every slot of the ring in which a job is busy: sorted, disjoint, those that touch joined.
 
-    Args: segments: as `in_slots` gives them. origin: the slot in which its cycle begins.
+    Args:
+        segments: as `in_slots` gives them.
+        origin: the slot in which the job's cycle begins.
     """
     return merged(
         piece
@@ -72,7 +76,7 @@ def footprint(
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same slots as sorted, disjoint ranges that do not touch."""
+    """Ranges joined: the same slots as sorted, disjoint ranges that do not touch."""
     union: list[Range] = []
     for start, end in sorted(ranges):
         if union and start <= union[-1][1]:
@@ -84,7 +88,10 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def overlap(one: Sequence[Range], other: Sequence[Range]) -> int:
-    """In how many slots both are. Args: each sorted and disjoint. Cost: linear."""
+    """Number of slots that are in both lists of ranges.
+
+    Args: each sorted and disjoint. Cost: linear.
+    """
     total = i = j = 0
     while i < len(one) and j < len(other):
         (start, end), (begin, stop) = one[i], other[j]
@@ -97,7 +104,10 @@ def overlap(one: Sequence[Range], other: Sequence[Range]) -> int:
 
 
 def minus(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
-    """What is left of the first. Args: each sorted and disjoint. Cost: linear."""
+    """The ranges without the slots that are taken.
+
+    Args: each sorted and disjoint. Cost: linear.
+    """
     left: list[Range] = []
     i = 0
     for first, end in ranges:
@@ -116,6 +126,13 @@ def minus(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
 
 
 class FreeRanges:
+    """A node's free time on the ring: sorted disjoint ranges (PlexRL §5.2.1).
+
+    Positions after the end of the ring are those of its next turn: a free range at the ring's end
+    goes on in the one at its beginning. Found by bisection; O(log M) of M ranges, and O(M) to move
+    list entries.
+    """
+
     def __init__(self, num_slots: int, ranges: Iterable[Range] | None = None) -> None:
         """Args: ranges: sorted, disjoint, not touching; None: all of the ring."""
         kept = [(0, num_slots)] if ranges is None else list(ranges)
@@ -127,7 +144,7 @@ class FreeRanges:
         return list(zip(self._starts, self._ends, strict=True))
 
     def take(self, start: int, end: int) -> list[Range]:
-        """Take [start, end) out of them. Returns: what of it was free."""
+        """Mark [start, end) as taken. Returns: the part of it that was free."""
         first = bisect_right(self._ends, start)
         last = bisect_left(self._starts, end)
         if first >= last:
@@ -139,7 +156,7 @@ class FreeRanges:
         return [(max(s, start), min(e, end)) for s, e in touched]
 
     def give(self, start: int, end: int) -> None:
-        """Make [start, end) free, whatever of it is free already."""
+        """Make [start, end) free; parts of it may be free already."""
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
@@ -155,8 +172,8 @@ class FreeRanges:
     def first_fit(self, at: int, length: int) -> int | None:
         """The earliest position from `at` on where `length` slots in a row are free.
 
-        Returns: where `at` is (of its turn, or the next), or the start of a free range after it;
-            None: there is none so long.
+        Returns: `at` itself (of its turn, or the next), or the start of a free range after it; None
+            where no range is so long.
         """
         turn, slot = divmod(at, self.num_slots)
         i = bisect_right(self._ends, slot)
@@ -168,7 +185,7 @@ class FreeRanges:
         return None
 
     def next_start(self, at: int) -> int | None:
-        """The first position after `at` where a free range begins; None: none ever does."""
+        """The first position after `at` where a free range begins; None where none ever does."""
         turn, slot = divmod(at, self.num_slots)
         i = bisect_right(self._starts, slot)
         for k in range(i, i + 2 * len(self._starts)):
@@ -183,7 +200,7 @@ class FreeRanges:
         return self._starts[0] == 0 and self._ends[-1] == self.num_slots
 
     def _end(self, place: int) -> int:
-        """Where the free time goes on to that begins in a range, past the end of the ring."""
+        """End of the free time that begins in a range; it may lie past the end of the ring."""
         end = self._ends[place]
         return end + self._ends[0] if end == self.num_slots and self._joins else end
 
@@ -193,7 +210,7 @@ class FreeRanges:
 
 
 def common(sets: Iterable[FreeRanges], num_slots: int) -> FreeRanges:
-    """What is free in all of them. Cost: linear in the ranges."""
+    """The time that is free in all sets. Cost: linear in the ranges."""
     shared: list[Range] = [(0, num_slots)]
     for free in sets:
         shared = _both(shared, free.ranges())

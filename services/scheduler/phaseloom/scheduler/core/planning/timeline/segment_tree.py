@@ -1,4 +1,4 @@
-"""Range add and range minimum over the ring (PlexRL §5.2.1): how many nodes are free when.
+"""Range add and range minimum over the ring (PlexRL §5.2.1): the number of free nodes by slot.
 
 A node's pending addition is never pushed down: it stays where it was made and a query adds what it
 passes on its way up, so that both operations are one loop from the leaves to the root. Two
@@ -17,27 +17,27 @@ from phaseloom.scheduler.core.planning.timeline.ring import Range, pieces
 
 _NEVER_LEAST = 1 << 60
 _REBUILD_FROM = 500
-"""So many changed ranges cost as much one by one as building the tree anew."""
+"""Changed ranges from which building the tree anew is cheaper than changing one after the other."""
 
 
 class SegmentTree:
     def __init__(self, values: Sequence[int]) -> None:
-        """Args: values: of each slot; at least one."""
+        """Args: values: one for each slot; at least one."""
         self.num_slots = len(values)
         self._base = 1 << (self.num_slots + 1).bit_length()
         self._least: list[int] = []
-        """Of each subtree, its own addition and those below it included."""
+        """Least value of each subtree, with its own addition and those below it."""
         self._added: list[int] = []
-        """To the whole subtree."""
+        """Addition to each whole subtree."""
         self._build(values)
 
     def add(self, start: int, length: int, amount: int) -> None:
-        """To `length` slots from `start` on, around the ring; never twice to one of them."""
+        """Add to `length` slots from `start` on, around the ring; never twice to one of them."""
         for first, end in pieces(start, length, self.num_slots):
             self._add(first, end, amount)
 
     def add_all(self, changes: Mapping[Range, int]) -> None:
-        """Each amount to its range (none wraps). Cost: never much above O(L)."""
+        """Add each amount to its range (none wraps). Cost: never much above O(L)."""
         if len(changes) < _REBUILD_FROM:
             for (start, end), amount in changes.items():
                 self._add(start, end, amount)
@@ -49,7 +49,7 @@ class SegmentTree:
         self._build(list(map(add, self.values(), accumulate(steps))))
 
     def minimum(self, start: int, length: int) -> int:
-        """Over `length` slots from `start` on, around the ring.
+        """The least value of `length` slots from `start` on, around the ring.
 
         Raises: ValueError: no slot at all.
         """
@@ -58,7 +58,7 @@ class SegmentTree:
         return min(self._minimum(*piece) for piece in pieces(start, length, self.num_slots))
 
     def values(self) -> list[int]:
-        """Of every slot. Cost: O(L)."""
+        """The value of every slot. Cost: O(L)."""
         totals = [self._added[1]]
         while len(totals) < self._base:
             below = self._added[2 * len(totals) : 4 * len(totals)]

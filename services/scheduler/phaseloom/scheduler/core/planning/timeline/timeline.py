@@ -1,17 +1,23 @@
-"""Who is busy when, on the ring of coming time (PlexRL §4.3.1, §5.2.1).
+"""The timeline: which nodes are busy when, on the ring of coming time (PlexRL §4.3.1, §5.2.1).
 
-Two levels: of each pool, how many nodes are free and open in each slot (a segment tree); of each
-node, its free ranges. A job's footprint lies on every period of the ring from the moment it is
-reserved. Nodes that take no further job count as no capacity: nothing is looked for on them.
+It has two levels: for each pool the number of nodes that are free and open in each slot (a segment
+tree), for each node its free ranges. A job's footprint lies on every period of the ring from the
+moment it is reserved. Nodes that take no further job count as no capacity: nothing is looked for on
+them.
 
-Everything here follows from who is on which node and when each one's cycle began; it is kept beside
-the scheduler's state, not in it (`timeline.upkeep`).
+Everything here follows from the groups of a cluster: which job is on which node, and when its cycle
+began. So it is kept beside the scheduler's state, not in it: in the cluster's `__dict__`, which no
+snapshot holds, and `timeline_of` brings it up to date before each use by comparing it with the
+groups, whose versions tell which of them changed. A cluster that was restored, or copied, answers
+as the one that went on, and nobody has to tell the timeline what happened.
 
 Deviation: PlexRL reserves free time only. Jobs that no shift fits may share nodes all the same, up
 to the duty limit (its §4.4: strict non-overlap is infeasible), so that a slot can be several jobs';
 it is free again when the last of them has gone.
 
-Cost: a reservation takes O(P log M) a node and O(P log L) a pool, of P periods on the ring.
+Cost: a reservation takes O(P log M) a node and O(P log L) a pool, of P periods on the ring;
+`timeline_of` a dictionary look-up a host and a group, and a reservation for each member that
+changed.
 """
 
 from __future__ import annotations
@@ -41,8 +47,8 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Limits, Membe
 Nodes = Mapping[Pool, Sequence[NodeId]]
 
 SHORTEST_PERIOD_S = 20.0
-"""Of shorter cycles, slots of a second are too coarse to say when they are busy: they have no
-footprint, and only the duty bound speaks about them."""
+"""Shorter cycles have no footprint, because slots of a second are too coarse for them; only the
+duty bound limits them."""
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -50,9 +56,9 @@ class Demand(msgspec.Struct, frozen=True):
 
     period: int
     period_starts: list[int]
-    """On the ring, from the cycle's beginning."""
+    """Slots in which periods begin on the ring, counted from the cycle's beginning."""
     segments: dict[Pool, list[tuple[int, int]]]
-    """(offset, length) of each pool."""
+    """(offset, length) of each segment, by pool."""
 
 
 class Search(msgspec.Struct):
@@ -61,16 +67,16 @@ class Search(msgspec.Struct):
     looked_at: int = 0
     """Shifts of a job on a set of nodes."""
     pruned: int = 0
-    """Of these, refused by the tree before any node was looked at."""
+    """Shifts that the tree refused before any node was looked at."""
 
 
 class _Track(msgspec.Struct):
-    """A node."""
+    """One node's time."""
 
     pool: Pool
     free: FreeRanges
     held: dict[str, list[Range]] = {}
-    """By job: its footprint."""
+    """Footprint of each job."""
     is_open: bool = True
 
 
@@ -88,8 +94,8 @@ class Timeline:
         self._on: dict[str, Nodes] = {}
         self._trees: dict[Pool, SegmentTree] = {}
         self._pending: dict[Pool, dict[int, int]] = {}
-        """Changes that the trees do not have yet, as steps at a slot: those of many nodes often are
-        the same, and ranges that touch become one."""
+        """By pool, changes that the trees do not have yet, as steps at a slot. Many nodes often
+        change alike, and ranges that touch become one."""
         for node, pool in nodes.items():
             self.add_node(node, pool)
 
@@ -99,20 +105,20 @@ class Timeline:
         self._change(pool, [(0, self.num_slots)], 1)
 
     def remove_node(self, node: NodeId) -> None:
-        """What is reserved on it is kept nowhere."""
+        """Forget a node and what is reserved on it."""
         track = self._tracks.pop(node)
         if track.is_open:
             self._change(track.pool, track.free.ranges(), -1)
 
     def set_open(self, node: NodeId, is_open: bool) -> None:
-        """Whether it takes further jobs."""
+        """Set whether a node takes further jobs."""
         track = self._tracks[node]
         if track.is_open != is_open:
             track.is_open = is_open
             self._change(track.pool, track.free.ranges(), 1 if is_open else -1)
 
     def demand(self, cycle: Cycle) -> Demand:
-        """A cycle in slots; empty where it is too short for them."""
+        """A cycle in slots; without segments where it is too short for them."""
         if cycle.period_s < self._shortest_s:
             return Demand(self.num_slots, [0], {})
         pools = dict.fromkeys(segment.pool for segment in cycle.segments)
@@ -128,8 +134,8 @@ class Timeline:
     ) -> bool:
         """Take a job's footprint on these nodes, in every period at once: all of it, or nothing.
 
-        Args: origin: the slot in which its cycle begins.
-        Returns: False, and nothing has changed: some of it is taken, and it may not overlap.
+        Args:    origin: the slot in which the job's cycle begins.
+        Returns: False where some of it is taken and it may not overlap: nothing has changed then.
         """
         assert job not in self._on, job
         busy = {pool: self._footprint(demand, pool, origin) for pool in nodes}
@@ -147,7 +153,7 @@ class Timeline:
         return True
 
     def release(self, job: str) -> None:
-        """Give back all that it has."""
+        """Give back all that a job has reserved."""
         for names in self._on.pop(job).values():
             for node in names:
                 track = self._tracks.get(node)
@@ -155,10 +161,10 @@ class Timeline:
                     self._give(track, job)
 
     def find_shift(self, nodes: Nodes, demand: Demand, origin: int, limit: int) -> int | None:
-        """The smallest shift, in slots up to `limit`, at which it fits in every period.
+        """The smallest shift, in slots up to `limit`, at which a demand fits in every period.
 
-        The first period's segments say which shifts are worth a look, the tree which of these
-        cannot be; only then the nodes' free ranges are gone through for all periods.
+        The first period's segments propose shifts, and the tree refuses those that cannot be. Only
+        then are the nodes' free ranges gone through for all periods.
         """
         free = {pool: self._common(names) for pool, names in nodes.items()}
         first = [
@@ -187,9 +193,9 @@ class Timeline:
         return None
 
     def overlap_share(self, nodes: Nodes, demand: Demand, origin: int) -> float:
-        """Share of all time in which it and another job are busy on the same of these nodes.
+        """Share of all time in which a demand and another job are busy on one of these nodes.
 
-        Of several pools: summed. This is the interference that is predicted (PlexRL §4.3.2).
+        Shares of several pools are summed. This is the predicted interference (PlexRL §4.3.2).
         """
         total = 0
         for pool, names in nodes.items():
@@ -204,12 +210,13 @@ class Timeline:
         return 0 if tree is None else tree.minimum(start, length)
 
     def capacity(self, pool: Pool) -> list[int]:
-        """Nodes that are free and open, of every slot. Cost: O(L)."""
+        """Number of nodes that are free and open, for every slot. Cost: O(L)."""
         tree = self._tree(pool)
         return [0] * self.num_slots if tree is None else tree.values()
 
     def _may_fit(self, nodes: Nodes, demand: Demand, origin: int) -> bool:
-        """Whether the pools have so many nodes free in the first period, be it others."""
+        """Whether the pools have enough nodes free in the first period, even if others than
+        asked."""
         return all(
             self.num_free(pool, origin + offset, length) >= len(names)
             for pool, names in nodes.items()
@@ -233,7 +240,7 @@ class Timeline:
         return min((place - at for place, at in found if place is not None), default=None)
 
     def _common(self, names: Sequence[NodeId]) -> FreeRanges:
-        """What is free on all of them; nodes with the same jobs are looked at once."""
+        """Time that is free on all nodes; nodes with the same jobs are looked at once."""
         different = {tuple(self._tracks[node].held): self._tracks[node].free for node in names}
         if len(different) == 1:
             return next(iter(different.values()))
@@ -265,7 +272,7 @@ class Timeline:
             steps[end] = steps.get(end, 0) - amount
 
     def _tree(self, pool: Pool) -> SegmentTree | None:
-        """With all changes made; None: there is no such node."""
+        """A pool's tree with all changes made; None where the pool has no node."""
         steps = self._pending.pop(pool, None)
         if steps is not None:
             if pool not in self._trees:
@@ -275,7 +282,7 @@ class Timeline:
 
 
 def _runs(steps: Mapping[int, int]) -> dict[Range, int]:
-    """The ranges between steps, where they add up to something."""
+    """The ranges between steps, without those where the steps add up to 0."""
     runs: dict[Range, int] = {}
     total, since = 0, 0
     for slot, step in sorted(steps.items()):
@@ -288,16 +295,22 @@ def _runs(steps: Mapping[int, int]) -> dict[Range, int]:
 
 
 N = TypeVar("N", int, float)
-"""Seconds, or whole slots."""
+"""Positions and lengths: seconds, or whole slots."""
 FirstFit = Callable[[N, N], N | None]
 """(position, length) -> the earliest position from there on with so much free time, if any."""
 
 
 def smallest_shift(segments: Iterable[tuple[N, N, FirstFit[N]]], limit: N, at_least: N) -> N | None:
-    """The smallest δ in [at_least, limit] that puts every segment into its free time.
+    """Micro-shift: the smallest delay δ in [at_least, limit] that puts every segment into free
+    time.
 
-    Args: segments: (offset, length, where it may lie).
-    Cost: the sum over the windows that are passed of one bisection a segment.
+    The best shift is 0 or brings some segment to the start of a window, so each step goes to the
+    next such δ; no grid is searched.
+
+    Args:   segments: (offset, length, search for its free time).
+    Cost:   one bisection a segment for each window that is passed.
+    Source: PlexRL §4.3.2, eq. 1-2. Its cost J(δ) = w1·(t_end(δ) − T)/T + w2·δ/T, with t_end =
+        max(a_i + d_i) + δ, grows with δ: the best shift is the smallest that fits.
     """
     parts = list(segments)
     shift = at_least
@@ -316,11 +329,11 @@ def smallest_shift(segments: Iterable[tuple[N, N, FirstFit[N]]], limit: N, at_le
 
 _KEY = "timeline"
 _Mark = tuple[dict[Pool, list[NodeId]], Cycle | None, float]
-"""What a member's reservation follows from."""
+"""Nodes and cycle of a member, and when the cycle began: its reservation follows from these."""
 
 
 def timeline_of(cluster: Cluster) -> Timeline:
-    """Mutates nothing that a policy sees."""
+    """The timeline of a cluster, brought up to date. Changes nothing that a policy sees."""
     kept = cluster.__dict__.get(_KEY)
     if kept is None:
         kept = cluster.__dict__[_KEY] = _Kept()
@@ -330,21 +343,21 @@ def timeline_of(cluster: Cluster) -> Timeline:
 
 
 def has_room(group: Group, limits: Limits) -> bool:
-    """Whether it takes another job, as far as numbers go."""
+    """Whether a group takes another job, as far as the number of its jobs goes."""
     return not group.is_closed and len(group.members) < limits.max_group_jobs
 
 
 class _Laid(msgspec.Struct):
-    """A group, as the timeline has it."""
+    """A group as the timeline has it: the reserved members and the closed nodes."""
 
     version: int = -1
     members: dict[str, _Mark] = {}
     closed: list[NodeId] = []
-    """Of its nodes, while it takes no further job."""
+    """The group's nodes, while it takes no further job."""
 
 
 class _Kept:
-    """A timeline, and what it was made from."""
+    """A cluster's timeline, and what it was made from."""
 
     def __init__(self) -> None:
         self.timeline = Timeline({})
@@ -352,8 +365,11 @@ class _Kept:
         self._laid: dict[str, _Laid] = {}
 
     def follow(self, cluster: Cluster) -> None:
-        """First all that is gone is given up, then what is new is taken: a job or a node may have
-        gone from one group to another."""
+        """Bring the timeline up to date.
+
+        Whatever is gone is given up before anything new is reserved, because a job or a node may
+        have gone from one group to another.
+        """
         hosts = {node: host.pool for node, host in cluster.hosts.items() if host.is_up}
         changed = self._changed(hosts)
         for name, laid in list(self._laid.items()):
@@ -369,7 +385,7 @@ class _Kept:
             self._lay(self._laid.setdefault(name, _Laid()), group, cluster.limits)
 
     def _changed(self, hosts: dict[NodeId, Pool]) -> set[NodeId]:
-        """Nodes that came, went, or are of another pool now."""
+        """Nodes that came, went, or are now in another pool."""
         if hosts == self._hosts:
             return set()
         return {node for node, _ in hosts.items() ^ self._hosts.items()}
@@ -404,7 +420,7 @@ class _Kept:
             self._set_open(laid, group, takes_more)
 
     def _reserve(self, laid: _Laid, job: str, member: Member) -> None:
-        """A job without a known cycle is busy nowhere: nobody can tell when it will be."""
+        """Reserve a member's footprint. A job without a known cycle has none."""
         kept = {pool: list(nodes) for pool, nodes in member.nodes.items()}
         laid.members[job] = (kept, member.cycle, member.began_s)
         cycle = member.cycle or Cycle(float(self.timeline.num_slots), [])

@@ -1,4 +1,4 @@
-"""Members with a budget: what of its SLO a job has left, and whether a group keeps within it.
+"""Candidate placements: members on given nodes, with the budgets that their SLOs leave them.
 
 An SLO bounds the mean iteration over a job's life. So a member has a budget of seconds for the
 iterations that it has left: what it saved while it ran alone it may spend beside others, and what a
@@ -40,21 +40,21 @@ TRANSIENT = 1.0
 
 
 class Candidate(NamedTuple):
-    """A member and the rollout nodes that it has, or would have."""
+    """A member of a group, with the rollout nodes that it has or would have."""
 
     job: str
     timing: Timing
     left: int
-    """Iterations."""
+    """Iterations that the job has left."""
     budget_s: float
-    """For these; inf: best effort."""
+    """Seconds that these may take; inf: best effort."""
     nodes: tuple[str, ...]
     rollout: Need
     train: Need
 
     @property
     def work_s(self) -> float:
-        """That is left, alone."""
+        """Seconds that the iterations left would take alone."""
         return self.left * self.timing.solo_s
 
 
@@ -63,8 +63,11 @@ Candidates = tuple[Candidate, ...]
 
 
 def candidate_of(cluster: Cluster, member: Member) -> Candidate:
-    """Of a job that can no longer make its mean even alone, the budget starts anew: it is lost to
-    its SLO, and not to be starved."""
+    """A member as it is placed now.
+
+    The budget starts anew for a job that can no longer make its mean even alone: its SLO is lost,
+    but the job is not to be starved.
+    """
     timing = timing_of(member)
     promised_s = member.slo * member.alone_s if member.slo > 0 else inf
     saved_s = promised_s - _lived_s(cluster, member, timing)
@@ -88,8 +91,11 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
 
 
 def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
-    """Until its last iteration ended: the one under way is among those that are left. It counts
-    from where it is overdue, and with the pause of a move that it has not made up for yet."""
+    """Seconds from a job's submission until its last iteration ended.
+
+    The iteration under way is among those that are left; it counts only from where it is overdue.
+    The pause of a move that the job has not made up for yet is added.
+    """
     now_s = max(0.0, cluster.now_s - member.submitted_s)
     if not member.iterations:
         return now_s
@@ -100,13 +106,13 @@ def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
 
 
 def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Who is where: all that differs between groups of one replan."""
+    """The members and their nodes: all that differs between groups of one replan."""
     return tuple((candidate.job, candidate.nodes) for candidate in group)
 
 
 def could_hold(group: Candidates) -> bool:
-    """Cheap and necessary: nobody is asked for more than all of its budget, no node for more than
-    all of its time."""
+    """A cheap necessary condition of `holds`: no member is asked for more than its budget, and no
+    node for more than its time."""
     train = 0.0
     load: dict[str, float] = {}
     for candidate in group:
@@ -123,7 +129,7 @@ def could_hold(group: Candidates) -> bool:
 
 
 def shape(group: Candidates) -> tuple[Rollout, ...]:
-    """As the simulation sees it: nodes numbered as they appear."""
+    """The group as the simulation of `fifo` sees it: nodes numbered as they appear."""
     numbers: dict[str, int] = {}
     return tuple(
         [
@@ -139,7 +145,7 @@ def shape(group: Candidates) -> tuple[Rollout, ...]:
 
 
 def progress(group: Candidates, switch_s: float) -> list[float]:
-    """Of each member, seconds of iterations alone that a second brings: 1 without a delay."""
+    """Speed of each member: seconds of iterations alone that a second brings; 1 without a delay."""
     means = mean_iterations_s(shape(group), switch_s)
     return [
         candidate.timing.solo_s / mean if mean > 0 else 1.0
@@ -148,9 +154,9 @@ def progress(group: Candidates, switch_s: float) -> list[float]:
 
 
 def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
-    """Whether everybody keeps within its budget, now and after any departures.
+    """Whether all members keep within their budgets, now and after any departures.
 
-    Args: is_changed: a member has just come, so that everybody may have to wait once more.
+    Args: is_changed: a member has just come, so that all of them may have to wait once more.
     """
     if len(group) == 1:
         return True
@@ -166,20 +172,24 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
 
 
 def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
-    """Whether a member is within its budget even if it waits for all others in every iteration:
-    then nothing has to be simulated for it, whoever leaves."""
+    """Whether a member is within its budget even if it waits for all others in every iteration.
+
+    Nothing has to be simulated for it then, whoever leaves.
+    """
     return _longest_s(group, i, switch_s) * group[i].left <= group[i].budget_s + SLACK
 
 
 def _longest_s(group: Candidates, i: int, switch_s: float) -> float:
-    """An iteration of a member that waits for all others."""
+    """Seconds of an iteration in which a member waits for all others."""
     queued_s, num_queued = _queue_s(group, i)
     return group[i].timing.solo_s + queued_s + (num_queued + 2) * switch_s
 
 
 def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> bool:
-    """The same, whatever a simulation would say: where that ends in the middle of an iteration, it
-    counts the time of it to those before."""
+    """Whether a member is within its budget whatever a simulation would say.
+
+    A simulation that ends in the middle of an iteration counts its time to those before.
+    """
     longest_s = _longest_s(group, i, switch_s)
     seen_s = (MAX_LAPS - WARM_LAPS) * max(candidate.timing.solo_s for candidate in group)
     if longest_s >= seen_s:
@@ -189,9 +199,11 @@ def _is_within(group: Candidates, i: int, switch_s: float, reserve_s: float) -> 
 
 
 def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
-    """Seconds and number of all phases that can be ahead of a member's own in an iteration: one of
-    each other job on the train nodes, and one on rollout nodes that they share, or that somebody
-    shares who spans several."""
+    """Seconds and number of all phases that can be ahead of a member's own in an iteration.
+
+    That is one of each other job on the train nodes, and one on the rollout nodes where they share
+    some, or where any member spans several nodes.
+    """
     own = set(group[i].nodes)
     spans = any(len(candidate.nodes) > 1 for candidate in group)
     total_s, count = 0.0, 0
@@ -206,7 +218,7 @@ def _queue_s(group: Candidates, i: int) -> tuple[float, int]:
 
 
 def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
-    """Whether the tight ones keep within their budgets in every orbit that was found."""
+    """Whether the members in `tight` keep within their budgets in every orbit that was found."""
     reserves_s = [
         TRANSIENT * _longest_wait_s(group, i) if is_changed else 0.0 for i in range(len(group))
     ]
@@ -230,13 +242,13 @@ def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[
 
 
 def _longest_wait_s(group: Candidates, i: int) -> float:
-    """That one iteration takes longer, at the most, because a group has changed."""
+    """Most seconds by which one iteration takes longer because a group has changed."""
     longest_s = max(candidate.timing.solo_s for k, candidate in enumerate(group) if k != i)
     return min(_queue_s(group, i)[0], 2 * longest_s)
 
 
 def moved(candidate: Candidate, move_s: float) -> Candidate | None:
-    """After a move; None: its budget does not cover that."""
+    """A candidate after a move; None where its budget does not cover the pause."""
     left_s = candidate.budget_s - move_s
     return candidate._replace(budget_s=left_s) if left_s >= candidate.work_s else None
 
@@ -247,7 +259,7 @@ def nodes_of(group: Iterable[Candidate]) -> list[str]:
 
 
 def by_load(group: Candidates, nodes: Sequence[str]) -> list[str]:
-    """The least loaded first; ties in the order given."""
+    """Nodes by load, the least first; ties in the order given."""
     load = dict.fromkeys(nodes, 0.0)
     for candidate in group:
         for node in candidate.nodes:

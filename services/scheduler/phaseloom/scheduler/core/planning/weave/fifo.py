@@ -1,9 +1,9 @@
 """How fast the jobs of a group go round when every node serves in order of arrival.
 
-Each job goes on with its next phase as soon as its nodes are free, waiting for nobody to finish a
-meta-iteration: a short job may go round twice while a long one goes round once. The strict round
-robin holds everybody to the longest. Price: a job can be delayed by one that is faster now than
-before, so means are those of the orbit that the group settles in, not bounds.
+Each job goes on with its next phase as soon as its nodes are free and waits for no meta-iteration
+to end: a short job may go round twice while a long one goes round once. The strict round robin
+holds everybody to the longest. The price: a job can be delayed by one that is faster now than
+before, so the means are those of the orbit that the group settles in, and no bounds.
 Source: WEAVE §5.1 (a FIFO queue per node). Deviation: no barrier between meta-iterations.
 Cost: this is what placement spends its time in: tens of microseconds an orbit; memoised.
 """
@@ -17,20 +17,22 @@ from typing import NamedTuple
 
 WARM_LAPS = 4
 MAX_LAPS = 48
-"""Of the slowest job, until its orbit closes; then the means over what was seen."""
+"""Laps of the slowest job after which an orbit that has not closed is given up; the means are then
+those of what was seen."""
 NUM_STARTS = 12
 ROOT = 1.1347241384015194
-"""Of x^6 = x + 1: multiples of its powers fill five dimensions evenly (Roberts' R sequence)."""
+"""Root of x^6 = x + 1: multiples of its powers fill five dimensions evenly (R sequence,
+Roberts)."""
 SPREAD = tuple(ROOT ** -(i + 1) for i in range(64))
 RESOLUTION_S = 1e-3
 """States that differ by less are the same."""
 MEMO = 8192
-"""Groups that are remembered, of each kind: some 10 MiB. Parts of a hundred groups of five, each
-with a newcomer on any of its nodes."""
+"""Groups that are remembered by each of the two functions: some 10 MiB. That is enough for all
+parts of a hundred groups of five, each with a newcomer on any of its nodes."""
 
 
 class Rollout(NamedTuple):
-    """A job as the simulation sees it. Nodes are numbered within the group."""
+    """One job, as the simulation sees it. Nodes are numbered within the group."""
 
     rollout_s: float
     train_s: float
@@ -43,39 +45,39 @@ _State = tuple[int, ...]
 
 
 class _Moment(NamedTuple):
-    """When the slowest job asks for its next rollout: where everything stands."""
+    """The state of a group at a moment when its slowest job asks for its next rollout."""
 
     now_s: float
     laps: tuple[int, ...]
-    """That each job has been round."""
+    """Iterations that each job has ended."""
     ready_s: list[float]
-    """When each asks for its next phase, …"""
+    """When each job asks for its next phase."""
     trains: list[bool]
-    """… and whether that is training."""
+    """Whether each job's next phase is training."""
     asked_s: list[float]
-    """When each that waits for nobody asked for its newest rollout."""
+    """When each job asked for its newest rollout; kept for those that wait for nobody."""
     free_s: list[float]
-    """Nodes, and the train nodes last."""
+    """When each node is free, the train nodes as one at the end."""
     last: list[int]
-    """Who used each."""
+    """The job that used each node last, likewise."""
     mark: int
 
 
 class _Seen(NamedTuple):
-    """Moments of one start since it was warm, and the marks of states like theirs."""
+    """Moments of one start since it was warm, and the marks of states like these."""
 
     moments: list[_Moment]
     marks: set[int]
 
 
 class _Orbit(NamedTuple):
-    """What a group does again and again, seen from a moment on its way there."""
+    """The loop that a group settles in, seen from a moment on the way there."""
 
     means: Means
     away: int
-    """Laps until it is in it."""
+    """Laps until the group is in the loop."""
     laps: int
-    """That it takes."""
+    """Laps that the loop takes."""
 
 
 @lru_cache(maxsize=MEMO)
@@ -91,10 +93,10 @@ def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
 
 @lru_cache(maxsize=MEMO)
 def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
-    """The same, the worst over the orbits found from several starts.
+    """Mean seconds an iteration of each job takes in its worst orbit, over several starts.
 
-    A group can settle in one orbit or in another that is slower for somebody by a fifth; which, is
-    decided by when its jobs happened to start. Starts are spread evenly over all offsets.
+    A group can settle in one orbit or in another that is slower for some job by a fifth, depending
+    on when its jobs happened to start. Starts are spread evenly over all offsets.
     """
     if len(jobs) == 1:
         return mean_iterations_s(jobs, switch_s)
@@ -114,23 +116,24 @@ class _Queues:
         users = Counter(node for job in jobs for node in job.nodes)
         self._num_nodes = 1 + max(users, default=-1)
         self._watched = [n for n in range(self._num_nodes) if users[n] > 1] + [self._num_nodes]
-        """Nodes that several use, the train nodes last."""
-        # Of a job that trains ahead of its own rollouts the next one may be asked for in the past.
+        """Nodes that several jobs use, the train nodes last."""
+        # A job that trains ahead of its own rollouts may ask for the next one in the past.
         goes_ahead = any(job.gap_s < -RESOLUTION_S for job in jobs)
         self._is_alone = [
             not goes_ahead and i != self._pace and all(users[node] == 1 for node in job.nodes)
             for i, job in enumerate(jobs)
         ]
-        """Jobs that wait for nobody on their rollout nodes: a rollout of theirs ends so long after
-        it was asked for, and nobody else notices. That of the slowest is where laps are told."""
+        """Jobs that wait for nobody on their rollout nodes. When their rollouts end is known as
+        soon as they are asked for, and nobody else notices them. The slowest job is none of these:
+        laps are counted at its rollouts."""
         self._known: dict[tuple[_State, _State], _Orbit] = {}
-        """Of moments on the way into orbits that closed. Another start that comes to one of them
-        goes on as that did."""
+        """The orbit by moment on the way into it, for orbits that closed. Another start that comes
+        to such a moment goes on in the same way."""
         self._known_marks: set[int] = set()
         self._is_learning = False
 
     def worst(self) -> Means:
-        """Over the orbits from several starts."""
+        """The worst means over the orbits from several starts."""
         self._is_learning = True
         solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _, _ in self._jobs]
         worst_s = (0.0,) * len(solos_s)
@@ -140,10 +143,10 @@ class _Queues:
         return worst_s
 
     def settle(self, starts_s: Sequence[float]) -> Means:  # noqa: PLR0912, PLR0915 - one loop
-        """Of the orbit that the group comes into from these starts.
+        """The means of the orbit that the group comes into from these starts.
 
-        Phases in the order in which they are asked for: each begins as soon as its nodes are done
-        with all that were asked for earlier.
+        Phases are served in the order in which they are asked for: each begins as soon as its nodes
+        are done with all that were asked for earlier.
         """
         jobs, switch_s, pace, is_alone = self._jobs, self._switch_s, self._pace, self._is_alone
         free_s = [0.0] * self._num_nodes
@@ -210,15 +213,16 @@ class _Queues:
                 free_s[node] = ends_s
 
     def _mark(self, now_s: float, ready_s: list[float]) -> int:
-        """Of like states the same, or a neighbour: they are not looked at more closely else."""
+        """A cheap hash. Like states have the same mark or neighbouring ones; others are not
+        compared."""
         return int((sum(ready_s) - len(ready_s) * now_s) / (len(ready_s) * RESOLUTION_S))
 
     def _arrive(self, here: _Moment, seen: _Seen) -> Means | None:
-        """What the orbit brings, where it is known by now."""
+        """The means of the orbit, where it is known by now."""
         laps = here.laps[self._pace]
         if here.mark in self._known_marks:
             orbit = self._known.get(self._place(here))
-            # As it would be found from here, had it to be.
+            # Only where it would also be found from here without the memory.
             if orbit and max(WARM_LAPS, laps + orbit.away) + orbit.laps <= MAX_LAPS:
                 return orbit.means
         if laps < WARM_LAPS:
@@ -235,7 +239,10 @@ class _Queues:
         return None
 
     def _close(self, seen: _Seen, first: int, here: _Moment) -> Means:
-        """Everything stands as it did at the moment of that number."""
+        """The means of an orbit that has closed: the state is that of an earlier moment again.
+
+        Args: first: the number of that moment.
+        """
         means = _means(seen.moments[first], here)
         if not self._is_learning:
             return means
@@ -249,9 +256,9 @@ class _Queues:
         return self._state(moment), tuple([moment.last[node] for node in self._watched])
 
     def _state(self, moment: _Moment) -> _State:
-        """All that the future depends on, relative to now, but for who used each node last.
+        """All that the future depends on, relative to now, except the last user of each node.
 
-        A rollout that waits for nobody is under way once it was asked for, as all others are.
+        A rollout that waits for nobody counts as under way once it was asked for, as all others do.
         """
         now_s = moment.now_s
         state: list[int] = []
@@ -269,11 +276,11 @@ class _Queues:
 
 
 def _only(nodes: tuple[int, ...]) -> int:
-    """-1: it has several nodes, or none."""
+    """The only node of a job; -1 where it has several, or none."""
     return nodes[0] if len(nodes) == 1 else -1
 
 
 def _means(before: _Moment, after: _Moment) -> Means:
-    """A job that came round not once in the whole time gets all of it."""
+    """Mean iteration of each job between two moments; all of the time for a job that ended none."""
     took_s = after.now_s - before.now_s
     return tuple([took_s / max(1, b - a) for a, b in zip(before.laps, after.laps, strict=True)])

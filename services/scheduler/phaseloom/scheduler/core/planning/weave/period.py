@@ -1,4 +1,8 @@
-"""Steady-state period of the strict round robin of a co-execution group.
+"""Phases of a co-execution group's jobs, and the steady period of their strict round robin.
+
+A cycle's segments are summed by pool: co-execution weaves a job's work on the rollout pool with
+that of others on the train pool, in whatever pieces it comes (WEAVE §4.2). Durations are the worst
+case: every response reaches its token limit.
 
 In a meta-iteration every job runs one rollout on its nodes and one training phase on the group's
 train nodes, each node in the order of the jobs (WEAVE §4.3). A rollout over several nodes starts
@@ -24,18 +28,18 @@ from phaseloom.scheduler.core.state.cluster import Group, Member
 
 NEVER = float("-inf")
 MEMO = 8192
-"""Groups that are remembered, with rollouts over several nodes: some 10 MiB."""
+"""Groups with rollouts over several nodes whose period is remembered: some 10 MiB."""
 
 
 class Phases(NamedTuple):
-    """A job of a group, as the round robin sees it."""
+    """One job of a group, as the round robin sees it."""
 
     rollout_s: float
     train_s: float
     nodes: tuple[str, ...]
-    """Rollout nodes that it is pinned to, without repetition."""
+    """Rollout nodes that the job is pinned to, without repetition."""
     gap_s: float = 0.0
-    """From the end of training to the next rollout, on no node (weight synchronisation)."""
+    """Time from the end of training to the next rollout, on no node (weight synchronisation)."""
 
     @property
     def solo_s(self) -> float:
@@ -43,7 +47,7 @@ class Phases(NamedTuple):
 
 
 def load_s(jobs: Sequence[Phases]) -> float:
-    """T_load: all phases on the busiest node; every train node carries the same."""
+    """T_load: seconds of all phases on the busiest node; every train node carries the same."""
     busy: dict[str, float] = {}
     train_s = 0.0
     for job in jobs:
@@ -59,7 +63,7 @@ def cycle_s(jobs: Sequence[Phases]) -> float:
 
 
 def period_s(jobs: Sequence[Phases]) -> float:
-    """Seconds that a meta-iteration takes once it is settled. Cost: O(jobs), or as `_max_plus`."""
+    """Seconds of a settled meta-iteration. Cost: O(jobs), or that of `_max_plus`."""
     bound_s = max(load_s(jobs), cycle_s(jobs))
     if not _overlap(jobs):
         return bound_s
@@ -93,12 +97,12 @@ def _canonical(jobs: Sequence[Phases]) -> _Shape:
 
 
 def _width(shape: _Shape) -> int:
-    """Of the state: when the train pool, each job and each rollout node are free again."""
+    """Length of the state: when the train pool, each job and each rollout node are free again."""
     return 1 + len(shape) + len({node for job in shape for node in job[3]})
 
 
 def _lap(shape: _Shape, free_s: list[float]) -> list[float]:
-    """One meta-iteration: when everything is free after it, from when it was before."""
+    """One meta-iteration: the state after it, from the state before it."""
     after_s = list(free_s)
     base = 1 + len(shape)
     for i, (rollout_s, train_s, gap_s, nodes) in enumerate(shape):
@@ -142,10 +146,12 @@ TRAIN = "train"
 
 
 class Timing(NamedTuple):
+    """A job's worst-case phases, and how slow it may get."""
+
     rollout_s: float
     train_s: float
     gap_s: float
-    """Of an iteration alone, on neither pool."""
+    """Time of an iteration alone on neither pool."""
     allowed_s: float
     """Longest mean iteration that the job's SLO tolerates; inf: best effort."""
 
@@ -155,12 +161,14 @@ class Timing(NamedTuple):
 
 
 NOTHING = Timing(0.0, 0.0, 0.0, inf)
-"""Of a job whose cycle is not known."""
+"""The timing of a job whose cycle is not known."""
 
 
 def timing_of(member: Member) -> Timing:
-    """Of a job that overlaps its own phases the gap is negative: alone it takes less than their
-    sum."""
+    """A member's timing.
+
+    The gap is negative for a job that overlaps its own phases: alone it takes less than their sum.
+    """
     cycle = member.cycle
     if cycle is None:
         return NOTHING

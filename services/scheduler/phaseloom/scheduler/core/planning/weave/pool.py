@@ -1,4 +1,5 @@
-"""Nodes that a job could take: free ones, and those of a group with memory left."""
+"""Nodes that a job could take: free ones, and those of a group with memory left; and why there are
+none, with the numbers that the job's owner can act on."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def need_of(member: Member, pool: Pool) -> Need:
 
 
 def serves(host: Host, need: Need) -> bool:
-    """Whether a node that nobody uses could. Memory that is not declared is not checked."""
+    """Whether a node could take the job if nobody else used it.
+
+    Memory that is not declared is not checked.
+    """
     return (
         host.is_up
         and host.num_devices >= need.num_devices
@@ -35,7 +39,7 @@ def serves(host: Host, need: Need) -> bool:
 
 
 def free_nodes(cluster: Cluster, pool: Pool, need: Need, num_nodes: int) -> list[NodeId] | None:
-    """The first by name that serve; None: there are not so many."""
+    """The first free nodes by name that could take the job; None where there are too few."""
     found = list(
         islice((n for n in cluster.free.get(pool, ()) if serves(cluster.hosts[n], need)), num_nodes)
     )
@@ -43,7 +47,7 @@ def free_nodes(cluster: Cluster, pool: Pool, need: Need, num_nodes: int) -> list
 
 
 def resident_bytes(members: Iterable[Member], pool: Pool) -> dict[NodeId, int]:
-    """Working sets by node of the pool."""
+    """Bytes of the members' working sets on each node of the pool."""
     taken: dict[NodeId, int] = {}
     for member in members:
         need = need_of(member, pool)
@@ -53,8 +57,11 @@ def resident_bytes(members: Iterable[Member], pool: Pool) -> dict[NodeId, int]:
 
 
 def fits(host: Host, need: Need, taken_bytes: int) -> bool:
-    """Residency (WEAVE §4.2): all jobs pinned to a node stay in its host memory. Deviation from
-    line 8 of Algorithm 1: an exact fit is allowed."""
+    """Whether a node could take the job beside what is resident there.
+
+    All jobs pinned to a node stay in its host memory (WEAVE §4.2, residency). Deviation from line 8
+    of Algorithm 1: an exact fit is allowed.
+    """
     return serves(host, need) and (
         host.host_bytes == 0 or taken_bytes + need.host_bytes <= host.host_bytes
     )
@@ -65,7 +72,7 @@ def price_per_hour(cluster: Cluster, nodes: Iterable[NodeId]) -> float:
 
 
 def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
-    """A new group of the job alone; None: too few nodes are free."""
+    """A new group of the job alone; None where too few nodes are free."""
     nodes: dict[Pool, list[NodeId]] = {}
     for pool, need in member.needs.items():
         found = free_nodes(cluster, pool, need, need.num_nodes)
@@ -76,10 +83,10 @@ def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
 
 
 def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | None:
-    """The group's train nodes, all of which every member uses; None: the job cannot.
+    """The group's train nodes, all of which every member uses; None where the job cannot use them.
 
-    WEAVE scales a job's data-parallel degree to the group's train pool (footnotes 2, 3); a job
-    here says how many nodes it takes, so only groups of that many are candidates.
+    WEAVE scales a job's data-parallel degree to the group's train pool (footnotes 2, 3). A job here
+    says how many nodes it takes, so only groups of that many are candidates.
     """
     need = need_of(member, TRAIN)
     nodes = group.nodes.get(TRAIN, [])
@@ -106,8 +113,11 @@ def has_promise(group: Group) -> bool:
 
 
 def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
-    """A place beside others for a job whose cycle nobody knows: with the fewest jobs, where no
-    promise can be broken. None: it was given a promise itself, or there is no such group."""
+    """A place beside others for a job whose cycle nobody knows: in the group with the fewest jobs.
+
+    Only groups without an SLO are looked at, so that no promise can be broken. None where the job
+    has an SLO itself, or there is no such group.
+    """
     if member.slo > 0:
         return None
     found: tuple[int, Placed] | None = None
@@ -126,7 +136,7 @@ def share_blindly(cluster: Cluster, member: Member) -> Placed | None:
 
 
 class Room(NamedTuple):
-    """A group that has a candidate, and nodes with memory left for a job."""
+    """A group that can take one more job, and its nodes with memory left for that job."""
 
     group: Group
     rolls: list[NodeId]
@@ -152,7 +162,7 @@ def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list
 
 
 def alone_takes(cluster: Cluster, member: Member) -> str:
-    """What a group of its own would be made of, and how much of that is free."""
+    """The nodes that a group of the job alone would take, and how many are free, for people."""
     return ", ".join(
         f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
         for pool, need in member.needs.items()
@@ -160,7 +170,7 @@ def alone_takes(cluster: Cluster, member: Member) -> str:
 
 
 def no_place(cluster: Cluster, member: Member) -> str:
-    """One sentence: what sharing would take, and what being alone would."""
+    """Why the job finds no place: what sharing would take, and what being alone would."""
     return f"{_sharing(cluster, member)}; alone it takes {alone_takes(cluster, member)}"
 
 
@@ -174,8 +184,8 @@ def _sharing(cluster: Cluster, member: Member) -> str:
             whose = min((*group.members.values(), member), key=lambda m: timing_of(m).allowed_s)
             best_s, allowed_s = settled_s, timing_of(whose).allowed_s
     if best_s == inf:
-        return "no group has a candidate, the nodes and the host memory left that it needs"
-    # Not its name: it may be another tenant's.
+        return "no group has a seat, the nodes and the host memory left that it needs"
+    # The job is not named: it may be another tenant's.
     who = "it" if whose is member else "another job"
     if best_s > allowed_s:
         return (
@@ -189,7 +199,7 @@ def _sharing(cluster: Cluster, member: Member) -> str:
 
 
 def _settled_s(cluster: Cluster, group: Group, member: Member) -> float | None:
-    """Period with the job on the group's first nodes that have room; None: there are none."""
+    """Period with the job on the group's first nodes that have room; None where there are none."""
     full = len(group.members) >= cluster.limits.max_group_jobs
     if group.is_closed or full or trains_on(cluster, group, member) is None:
         return None

@@ -1,8 +1,14 @@
-"""Groups on paper: priced, changed and compared without touching the cluster.
+"""A search over groups on paper: priced, changed and compared without touching the cluster.
 
-New nodes have names that no node has until a plan is carried out. What a group is worth is its
-price less the value of the progress that it makes: of two ways to add a job at one price, the one
-that slows people less. Cost: everything about a pair of group and job is worked out once a state.
+It places one job (`SearchState.best`), and it finds moves that make groups cheaper (`replan`): a
+local search, carried out job by job. A step takes all members of a group, or one of them, and gives
+each the place where it costs least, perhaps nodes of its own. A step counts if what it saves over
+the next hours is more than its moves cost (WEAVE §6.6: 197-419 s of pause each). The best step is
+taken, and again, a few times.
+
+New nodes have made-up names until a plan is carried out. A group's worth is its price less the
+value of the progress that it makes: of two ways to add a job at one price, the one that slows
+people less wins. Cost: everything about a pair of group and job is worked out once a search.
 """
 
 from __future__ import annotations
@@ -31,9 +37,9 @@ from phaseloom.scheduler.core.planning.weave.pool import pinned, serves
 from phaseloom.scheduler.core.state.cluster import Cluster, Group, Move, Placed, Pool
 
 VALUE = 0.25
-"""Of a job's progress at full speed, as a share of the price of its own nodes."""
+"""Value of a job's progress at full speed, as a share of the price of its own nodes."""
 BROKEN = 10.0
-"""What a group that breaks a budget costs more, in prices of one job's nodes."""
+"""Extra cost of a group that breaks a budget, in prices of one job's nodes."""
 MOST_TRIED = 64
 """Groups that are looked at closely for one job, the most promising first."""
 NEW = "+"
@@ -41,10 +47,10 @@ NEW = "+"
 
 
 class Best(NamedTuple):
-    """Where a job would go."""
+    """The place where a job would go."""
 
     worth: float
-    """$/h that it changes, the least being the best."""
+    """Change of the group's worth in $/h; the least is the best."""
     group: str
     candidate: Candidate
 
@@ -53,7 +59,7 @@ class Best(NamedTuple):
 class SearchState:
     cluster: Cluster
     groups: Mapping[str, Candidates]
-    """By name: those that jobs can be added to."""
+    """The groups by name that jobs can be added to."""
 
     def __post_init__(self) -> None:
         self.switch_s = self.cluster.limits.switch_s
@@ -73,7 +79,7 @@ class SearchState:
     # --- prices ----------------------------------------------------------------------------------
 
     def price(self, group: Candidates) -> float:
-        """$/h of its nodes; nodes without a price count alike."""
+        """$/h of the group's nodes; nodes without a price count alike."""
         if not group:
             return 0.0
         rolling = sum(self._node_price(node) for node in nodes_of(group))
@@ -84,12 +90,12 @@ class SearchState:
         return (host.price_per_hour if host is not None else 0.0) or self._fresh[ROLLOUT][0]
 
     def own_price(self, candidate: Candidate) -> float:
-        """$/h of as many nodes as it takes."""
+        """$/h of as many nodes as the candidate takes."""
         rolling = candidate.rollout.num_nodes * self._fresh[ROLLOUT][0]
         return rolling + candidate.train.num_nodes * self._fresh[TRAIN][0]
 
     def worth(self, group: Candidates) -> float:
-        """Price less the value of progress."""
+        """The group's price less the value of its progress, in $/h."""
         if not group:
             return 0.0
         key = signature(group)
@@ -106,7 +112,7 @@ class SearchState:
         return self._holds[key]
 
     def standing(self, group: Candidates) -> float:
-        """Worth of a group as it runs, dear if it breaks a budget."""
+        """Worth of a group as it runs; high if it breaks a budget."""
         if not group:
             return 0.0
         broken = not self.holds(group, is_changed=False)
@@ -130,10 +136,11 @@ class SearchState:
     def best(
         self, groups: Mapping[str, Candidates], candidate: Candidate, below: float
     ) -> Best | None:
-        """The group and nodes that cost least to add a job to, where that is below `below`.
+        """The group and nodes that cost least to add a job to; None where nothing costs less than
+        `below`.
 
-        Whether a group holds is asked of the best first, as it costs most to find out. Ties: the
-        group that comes first, and of its nodes those that come first.
+        Whether a group holds is asked of the best first, because that costs most to find out. Ties:
+        the group that comes first, and in it the nodes that come first.
         """
         ranked = sorted(
             (
@@ -152,7 +159,7 @@ class SearchState:
     def _options_by_group(
         self, groups: Mapping[str, Candidates], candidate: Candidate
     ) -> Iterator[tuple[str, list[tuple[float, Candidate]]]]:
-        """Of the first groups that have any."""
+        """The options of the first groups that have any."""
         full = self.cluster.limits.max_group_jobs
         tried = 0
         is_new = not self._added
@@ -171,7 +178,8 @@ class SearchState:
                 yield name, self._added[key]
 
     def _adding(self, group: Candidates, candidate: Candidate) -> list[tuple[float, Candidate]]:
-        """What each choice of nodes would change, in $/h, where the job could be added."""
+        """The choices of nodes with which the job could be added, each with the $/h that it
+        changes."""
         if not self._trains_fit(group, candidate):
             return []
         found = []
@@ -182,7 +190,7 @@ class SearchState:
         return found
 
     def _options(self, group: Candidates, candidate: Candidate) -> Iterator[Candidate]:
-        """On nodes of the group, then with just enough new ones (WEAVE §4.2)."""
+        """Choices of nodes: those of the group, then with just enough new ones (WEAVE §4.2)."""
         count = candidate.rollout.num_nodes
         own = nodes_of(group)
         free = len(self.cluster.free.get(ROLLOUT, ()))
@@ -204,7 +212,7 @@ class SearchState:
         return _fits(taken, self._fresh[TRAIN][1])
 
     def _rollouts_fit(self, group: Candidates, candidate: Candidate) -> bool:
-        """Residency on the job's rollout nodes; an exact fit is allowed."""
+        """Whether the job's rollout nodes hold all working sets; an exact fit is allowed."""
         for node in candidate.nodes:
             taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
             host = self.cluster.hosts.get(NodeId(node))
@@ -219,7 +227,10 @@ def _fits(taken_bytes: int, host_bytes: int) -> bool:
 
 
 def is_plannable(cluster: Cluster, group: Group) -> bool:
-    """All cycles known, all nodes there, one set of train nodes: others are left as they are."""
+    """Whether a group takes part in a plan: all cycles known, all nodes up, one set of train nodes.
+
+    Other groups are left as they are.
+    """
     if group.is_closed or any(m.cycle is None for m in group.members.values()):
         return False
     hosts = [cluster.hosts[node] for names in group.nodes.values() for node in names]
@@ -230,7 +241,8 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
 
 
 class _Groups(Mapping[str, Candidates]):
-    """Made when they are looked at: to place one job only the first ones are."""
+    """The plannable groups, each made when it is looked at: placing one job looks at the first
+    only."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -255,7 +267,7 @@ def search_state_of(cluster: Cluster) -> SearchState:
 
 
 PRICE_OF_PAUSE = 0.6
-"""What a pause costs, in prices of the job's own nodes: its progress and others' idle nodes."""
+"""Cost of a pause, in prices of the job's own nodes: its progress and others' idle nodes."""
 HORIZON_S = 7200.0
 """A saving is counted for so long at most: by then groups have changed again."""
 MAX_STEPS = 6
@@ -266,11 +278,11 @@ MAX_SOURCES = 24
 class Plan(NamedTuple):
     groups: dict[str, Candidates]
     places: dict[str, str]
-    """Of the jobs that move: the group."""
+    """The new group of each job that moves."""
 
 
 def replan(cluster: Cluster) -> list[Move]:
-    """Moves in the order in which they are to be made; may be none."""
+    """Moves that make groups cheaper, in the order in which they are to be made; may be none."""
     state = search_state_of(cluster)
     plan = Plan(dict(state.groups), {})
     for _ in range(MAX_STEPS):
@@ -282,7 +294,7 @@ def replan(cluster: Cluster) -> list[Move]:
 
 
 def _step(state: SearchState, plan: Plan) -> Plan | None:
-    """The step that is worth most; None: none is worth its moves. Ties: the first found."""
+    """The step that is worth most; None where none is worth its moves. Ties: the first found."""
     best: tuple[float, Plan] | None = None
     for name, out in _sources(state, plan):
         trial = _without(state, plan, name, out)
@@ -308,7 +320,7 @@ class _Try(NamedTuple):
     out: Candidates
     groups: dict[str, Candidates]
     gain: float
-    """In $/h, of taking them out."""
+    """$/h that taking them out saves."""
 
 
 def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try:
@@ -321,9 +333,10 @@ def _without(state: SearchState, plan: Plan, name: str, out: Candidates) -> _Try
 
 
 def _settle(state: SearchState, plan: Plan, trial: _Try) -> tuple[float, Plan] | None:
-    """Give everybody that was taken out another place, the heaviest first.
+    """Give each member that was taken out another place, the heaviest first.
 
-    Returns: what it saves, in $/h times seconds, moves paid for, and the plan; None: nothing.
+    Returns: the saving in $/h times seconds, after the cost of the moves, and the plan; None where
+        nothing is saved.
     """
     groups = trial.groups
     places = dict(plan.places)
@@ -363,8 +376,11 @@ def _has_nodes(state: SearchState, groups: dict[str, Candidates]) -> bool:
 
 
 def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> list[Move]:
-    """Nodes for the names on paper. Only nodes that are free now are taken as new ones: one that a
-    move gives back may be wanted by another that shares it."""
+    """The moves of a plan, with real nodes for the names on paper.
+
+    Only nodes that are free now are taken as new ones: one that a move gives back may be wanted by
+    another job that shares it.
+    """
     was = {
         candidate.job: (name, candidate.nodes)
         for name, group in before.items()
@@ -393,8 +409,8 @@ def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> li
 
 
 def _in_order(plan: Plan, was: dict[str, tuple[str, tuple[str, ...]]]) -> list[tuple[str, str]]:
-    """(job, group) of those that really move, so that no group is empty while somebody is still
-    to join it; none at all where there is no such order."""
+    """(job, group) of the jobs that really move, in an order in which no group is empty while a job
+    is still to join it; none at all where there is no such order."""
     is_at = {
         candidate.job: (name, candidate.nodes)
         for name, group in plan.groups.items()

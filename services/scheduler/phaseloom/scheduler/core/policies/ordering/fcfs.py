@@ -1,7 +1,7 @@
 """First come, first served: on every device a queue in the order of arrival.
 
-This is the FIFO execution of co-execution groups, too: a phase joins its node's queue when what it
-comes after has ended, and runs when it is at the head.
+Co-execution groups without a barrier run like this, too: a phase joins its node's queue when the
+phase before it has ended, and runs when it is at the head.
 """
 
 from __future__ import annotations

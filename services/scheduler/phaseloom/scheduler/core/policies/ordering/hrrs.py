@@ -1,8 +1,8 @@
 """Highest response ratio with setup (PlexRL §4.4, eq. 3-4).
 
 Deviation: Algorithm 1 as printed charges the switch to every waiting operation; here, as eq. 3
-says, only to those that would switch (`hrrs_literal` is the printed form). What runs is scored with
-what is left of it, and is not preempted.
+says, only to those that would switch (`hrrs_literal` is the printed form). A running operation is
+scored with what is left of it, and is not preempted.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from phaseloom.scheduler.core.policies.ordering.hrrs import highest, why
 STARVED = 8.0
 """Response ratio of this turn's waiting at which the resident job's turn ends."""
 LEEWAY = 0.25
-"""Of the two switches: a prediction may be late by so much at least."""
+"""Least lateness that a prediction is allowed, as a share of the two switches."""
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
@@ -67,7 +67,7 @@ def _is_worth_it(
 def _until_s(
     view: DeviceView, resident: Resident, rival: Candidate, others: list[Candidate]
 ) -> float:
-    """Until when the next operation of the resident job is waited for; a past time: not at all."""
+    """Time until which the resident job's next operation is waited for; a past time: not at all."""
     given_up_s = resident.idle_since_s + rival.leaving_s
     overdue_s = max(resident.late_s, resident.at_s + LEEWAY * rival.leaving_s)
     starved_s = min(_starved_s(c, resident) for c in others)
@@ -77,7 +77,7 @@ def _until_s(
 
 
 def _starved_s(candidate: Candidate, resident: Resident) -> float:
-    """When it has waited long enough in the resident job's turn."""
+    """Time at which a candidate has waited too long in the resident job's turn."""
     service_s = candidate.duration_s + candidate.switch_s
     return max(candidate.arrival_s, resident.since_s) + (STARVED - 1.0) * service_s
 

@@ -16,8 +16,8 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
-    """What goes on in the present phase; else the first member in order that is there or waited
-    for. Ties (one job's deployments): by arrival."""
+    """The next operation of the present phase; else that of the first member in order that is there
+    or waited for. Ties (one job's deployments): by arrival."""
     resident = view.resident
     if resident is not None:
         own = view.of(resident.job)

@@ -50,11 +50,11 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 SLACK = 1e-9
-"""Of a comparison of seconds."""
+"""Tolerance in comparisons of seconds."""
 
 
 class _Settled:
-    """A group and what is the same for every placement on it."""
+    """A group, with all that is the same for every placement on it."""
 
     def __init__(self, cluster: Cluster, group: Group) -> None:
         self.cluster = cluster
@@ -65,12 +65,12 @@ class _Settled:
         self.switch_s = cluster.limits.switch_s
 
     def has_slack(self) -> bool:
-        """Unsaturated (line 4)."""
+        """Whether the group is unsaturated (line 4)."""
         jobs = phases(self.members, self.switch_s)
         return load_s(jobs) < cycle_s(jobs)
 
     def could_take(self, job: Timing) -> bool:
-        """Whether any nodes at all could do: what the train pool and the longest job allow."""
+        """Whether any choice of nodes could do, by the train pool and the longest job."""
         allowed_s = job.allowed_s
         longest_s = job.solo_s
         train_s = job.train_s
@@ -82,7 +82,8 @@ class _Settled:
         return max(longest_s, train_s) <= allowed_s + SLACK
 
     def period_with(self, member: Member, nodes: tuple[str, ...]) -> float | None:
-        """The steady period; None where it breaks somebody's SLO, or joining would."""
+        """The steady period with the job; None where that period, or joining, breaks somebody's
+        SLO."""
         everybody = [*self.members, (timing_of(member), nodes)]
         settled_s = period_s(phases(everybody, self.switch_s))
         allowed_s = min(timing.allowed_s for timing, _ in everybody)
@@ -91,7 +92,7 @@ class _Settled:
         return settled_s if self.can_be_joined(member, settled_s) else None
 
     def can_be_joined(self, member: Member, settled_s: float) -> bool:
-        """Whether joining midway spares everybody's mean over its life.
+        """Whether joining midway keeps everybody's mean over its life within its SLO.
 
         The newcomer waits for its turn, and the others for it once more than ever after. A job of
         few iterations cannot make up for that; where their number is not known, it is assumed to.
@@ -107,7 +108,7 @@ class _Settled:
 
 
 def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
-    """The least loaded first; ties in the group's order."""
+    """Nodes by load, the least first; ties in the group's order."""
     busy = dict.fromkeys(nodes, 0.0)
     for timing, used in settled.members:
         for node in used:
@@ -174,7 +175,7 @@ def _cheapest(
     """The first of the least price among the placements on a group, where it is below `below`."""
     limits = cluster.limits
     if member.slo > 0 and any(other.cycle is None for other in group.members.values()):
-        return None  # Who takes nobody knows how long leaves no promise to be made.
+        return None  # No SLO can be promised beside a job of unknown cycle.
     if group.is_closed or len(group.members) >= limits.max_group_jobs:
         return None
     settled = _Settled(cluster, group)

@@ -10,8 +10,11 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
-    """A best-effort job of which nothing is known shares a group of any number of jobs: there is no
-    estimate that the limit could protect."""
+    """A place in the fullest group.
+
+    A best-effort job of unknown cycle may share a group of any number of jobs: there is no estimate
+    that the limit could protect.
+    """
     is_counted = member.cycle is not None or member.slo > 0
     return join_or_open(cluster, member, "pack", most_first=True, is_counted=is_counted)
 

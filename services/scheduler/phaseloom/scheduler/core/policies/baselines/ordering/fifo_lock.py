@@ -1,6 +1,6 @@
 """A lock on the device, taken for a whole phase, first in first out.
 
-What llm-d does when reinforcement-learning jobs share a node group by time slices: a job takes the
+llm-d does this when reinforcement-learning jobs share a node group by time slices: a job takes the
 lock for its phase and keeps it until it leaves the pool; the others queue. The phase ends when the
 controller says so, when every kind of operation that the job runs here has come, or when the next
 is not predicted soon. Deviation: a lock is no better than its holder, so that it is kept only as
@@ -13,7 +13,7 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate | Wait:
-    """What goes on in the phase that has the lock; else the earliest arrival."""
+    """The next operation of the phase that has the lock; else the earliest arrival."""
     resident = view.resident
     if resident is not None:
         going_on = [c for c in view.of(resident.job) if c.continues]

@@ -1,6 +1,6 @@
 """Least recently served: the job whose last operation on the device began longest ago.
 
-What OpenRL does between the trainers that share a device: fair by turns, whatever they take, and a
+OpenRL does this between the trainers that share a device: fair by turns, whatever they take, and a
 switch at every turn while several have something ready.
 """
 
@@ -10,7 +10,8 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 
 def _choose(view: DeviceView) -> Candidate:
-    """Those never served first; ties (one job's deployments): by arrival."""
+    """The job served longest ago; those never served first. Ties (one job's deployments): by
+    arrival."""
     return min(view.candidates, key=lambda c: (c.served, c.by_arrival))
 
 

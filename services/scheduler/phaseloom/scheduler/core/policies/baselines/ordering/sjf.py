@@ -11,7 +11,7 @@ from phaseloom.scheduler.core.policies.device_view import Candidate, DeviceView,
 
 STARVED = 100.0
 STARVED_S = 1.0
-"""At least so long, for what takes hardly any time."""
+"""Least wait that counts as starving, for operations that take hardly any time."""
 
 
 def _choose(view: DeviceView) -> Candidate:

@@ -25,7 +25,7 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def share(member: Member, limits: Limits) -> float:
-    """Of a group's time."""
+    """Share of a group's time that a job asks for."""
     return 1.0 / member.slo if member.slo > 0 else 1.0 / max(1, limits.max_group_jobs)
 
 

@@ -20,7 +20,7 @@ from phaseloom.scheduler.core.state.cluster import (
 
 
 def idle_share(group: Group, switch_s: float) -> float:
-    """Between 0 and 1; 1: nothing is known to run."""
+    """Idle share of a group's node time, 0 to 1; 1 where nothing is known to run."""
     jobs = group_phases(group, switch_s)
     settled_s = period_s(jobs)
     nodes = len(group.nodes.get(ROLLOUT, ())) + len(group.nodes.get(TRAIN, ()))
