@@ -200,6 +200,18 @@ def test_each_part_of_the_state_manager_imports_what_is_below_it() -> None:
                 assert layer_of(imported) <= layer_of(name), (name, imported)
 
 
+def test_index_of_the_state_manager_is_written_at_one_place() -> None:
+    """Whatever changes what is held passes through `Node.change`, which alone fixes the order."""
+    root = ROOT / "services" / "statemgr"
+    calls = [
+        (file.name, ast.unparse(node))
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("handles.record")
+    ]
+    assert calls == [("node.py", "self.handles.record()")]
+
+
 @pytest.mark.parametrize("module", STATEMGR_PURE)
 def test_pure_half_of_the_state_manager_is_pure(module: str) -> None:
     root = ROOT / "services" / "statemgr" / "phaseloom" / "statemgr"

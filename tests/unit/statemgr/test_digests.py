@@ -54,10 +54,12 @@ class World:
 async def world() -> AsyncIterator[World]:
     residency, memory = Residency([SIZE]), HostMemory(4 * SIZE)
 
-    async def keep() -> None:
+    @asynccontextmanager
+    async def change() -> AsyncIterator[None]:
+        yield
         made.kept.append(rank_of(residency).digest)
 
-    digests = Digests(residency, memory, keep)
+    digests = Digests(residency, memory, change)
     async with asyncio.TaskGroup() as tasks:
         digests.start(tasks)
         made = World(residency, memory, digests, tasks)

@@ -42,9 +42,9 @@ async def _offloaded(node: Node, tiering: Tiering) -> Rank:
 @asynccontextmanager
 async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank]]:
     """With a deployment to save."""
-    node = Node(NodeId("n"), [SIZE], 8 * SIZE, 10.0)
     files = await asyncio.to_thread(StateDirectory, directory)
-    tiering = Tiering(node, files, 0)
+    node = Node(NodeId("n"), files, [SIZE], 8 * SIZE, 10.0)
+    tiering = Tiering(node, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
     staging = Staging(node, tiering)
     exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=10**9)

@@ -47,8 +47,8 @@ class SideBySide(ThreadPoolExecutor):
         return super().submit(work)
 
 
-def _node() -> Node:
-    return Node(NodeId("n"), [SIZE], 16 * SIZE, 10.0)
+def _node(directory: StateDirectory) -> Node:
+    return Node(NodeId("n"), directory, [SIZE], 16 * SIZE, 10.0)
 
 
 def _filled(node: Node, number: int) -> tuple[int, str]:
@@ -81,7 +81,8 @@ def _key(number: int) -> DeploymentKey:
 
 async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> None:
     """Agent and ranks wait for no more than 30 s, whatever the node has."""
-    before, node = _node(), _node()
+    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    before, node = _node(directory), _node(directory)
     for number in range(2):
         _content(before, number)
     for number in range(2, 4):
@@ -93,7 +94,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, msgspec.msgpack.encode(books)), 0)
     handles = before.memory.handles()
-    tiering = Tiering(node, await asyncio.to_thread(StateDirectory, tmp_path), 0)
+    tiering = Tiering(node, 0)
     adoption = Handover(node, tiering, "index")
     adoption.take([*INDEX_HANDLES, *handles], [*index, *map(os.dup, handles.values())])
     one, other = socket.socketpair()

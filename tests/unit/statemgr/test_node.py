@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_rank import Copied, CopyIn, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 
 KEY = DeploymentKey("acme", "sums", "reference")
 
 
-async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_given_up() -> None:
+async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_given_up(
+    tmp_path: Path,
+) -> None:
     """Two contents may become one while the books are kept before an order leaves."""
     inodes: list[int] = []
 
@@ -24,7 +28,8 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
         close_fds(fds)
         return Copied(body.digest, 0, 0, 0.0), []
 
-    node = Node(NodeId("n"), [1], 1 << 20, 10.0)
+    directory = await asyncio.to_thread(StateDirectory, tmp_path)
+    node = Node(NodeId("n"), directory, [1], 1 << 20, 10.0)
     node.residency.register(["token"], KEY, 1, [0], 0)
     rank = node.residency.authenticate("token")
     here, there = socket.socketpair()

@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Rank, State
 from phaseloom.statemgr.tiering.prefault import Prefault
@@ -35,9 +37,10 @@ class Busy:
 
 
 @asynccontextmanager
-async def filling() -> AsyncIterator[tuple[Node, Prefault, Rank, Busy]]:
+async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank, Busy]]:
     """A rank that is about to fill its extent."""
-    node, busy = Node(NodeId("n"), [SIZE], 2 * SIZE, 10.0), Busy()
+    directory = await asyncio.to_thread(StateDirectory, path)
+    node, busy = Node(NodeId("n"), directory, [SIZE], 2 * SIZE, 10.0), Busy()
     touching = Prefault(node, busy)
     node.residency.register(["token"], KEY, 1, [0], 0)
     (rank,) = node.residency.current(KEY, 1).ranks
@@ -57,10 +60,10 @@ def touched_bytes(node: Node, rank: Rank) -> int:
 
 
 @needs_touching
-async def test_all_of_an_extent_is_there_and_its_content_stays() -> None:
+async def test_all_of_an_extent_is_there_and_its_content_stays(tmp_path: Path) -> None:
     """Nothing maps it afterwards, though a thread forgets late what it was given."""
     asyncio.get_running_loop().set_default_executor(Remembering())
-    async with filling() as (node, touching, rank, _):
+    async with filling(tmp_path) as (node, touching, rank, _):
         assert touched_bytes(node, rank) == 0
         assert rank.extent is not None
         node.memory[rank.extent].view(SIZE)[-1] = 7
@@ -74,8 +77,8 @@ async def test_all_of_an_extent_is_there_and_its_content_stays() -> None:
 
 
 @needs_touching
-async def test_it_waits_for_what_is_moved() -> None:
-    async with filling() as (node, touching, rank, busy):
+async def test_it_waits_for_what_is_moved(tmp_path: Path) -> None:
+    async with filling(tmp_path) as (node, touching, rank, busy):
         busy.is_busy = True
         touching.begin(rank)
         for _ in range(3):
@@ -90,7 +93,7 @@ async def test_it_waits_for_what_is_moved() -> None:
 
 
 @needs_touching
-async def test_the_answer_that_brings_the_extent_goes_first() -> None:
+async def test_the_answer_that_brings_the_extent_goes_first(tmp_path: Path) -> None:
     """It leaves when the agent keeps the handles that it speaks of."""
     was_told, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -105,7 +108,7 @@ async def test_the_answer_that_brings_the_extent_goes_first() -> None:
     far: Peer[StateMessage] = Peer(other, StateMessage, keep)
     agent.start()
     far.start()
-    async with filling() as (node, touching, rank, busy):
+    async with filling(tmp_path) as (node, touching, rank, busy):
         node.handles.attach(agent)
 
         async def answer() -> None:
@@ -128,8 +131,8 @@ async def test_the_answer_that_brings_the_extent_goes_first() -> None:
 
 
 @pytest.mark.parametrize("why", ["filled", "lost", "stopped"])
-async def test_it_ends_though_others_are_busy(why: str) -> None:
-    async with filling() as (node, touching, rank, busy):
+async def test_it_ends_though_others_are_busy(why: str, tmp_path: Path) -> None:
+    async with filling(tmp_path) as (node, touching, rank, busy):
         busy.is_busy = True
         touching.begin(rank)
         await asyncio.sleep(0)

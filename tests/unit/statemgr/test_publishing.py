@@ -63,10 +63,10 @@ class World:
 
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
-    node = Node(NodeId("n"), [1], 2**20, 10.0)
-    node.settled.set()
     files = StateDirectory(directory)
-    tiering = Tiering(node, files, 0)
+    node = Node(NodeId("n"), files, [1], 2**20, 10.0)
+    node.settled.set()
+    tiering = Tiering(node, 0)
     weights = Weights(node, files, tiering, identity(), 10.0)
     yield World(node, Publishing(node, tiering, weights))
     node.validate()

@@ -29,10 +29,10 @@ async def _never(asked: KeepFiles) -> None:
 
 async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Path) -> None:
     """There may be hundreds of thousands of boxes in each."""
-    node = Node(NodeId("n"), [1], 2**20, 10.0)
-    node.settled.set()
     directory = StateDirectory(tmp_path)
-    hierarchy = Tiering(node, directory, 0)
+    node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
+    node.settled.set()
+    hierarchy = Tiering(node, 0)
     weights = Weights(node, directory, hierarchy, identity(), 10.0)
     files = StateFiles(node, directory, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)

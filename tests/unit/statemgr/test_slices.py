@@ -24,9 +24,9 @@ KEY = DeploymentKey("acme", "job", "policy")
 
 
 async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -> None:
-    node = Node(NodeId("n"), [0], 2**20, 10.0)
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
-    tiering = Tiering(node, directory, 0)
+    node = Node(NodeId("n"), directory, [0], 2**20, 10.0)
+    tiering = Tiering(node, 0)
     weights = Weights(node, directory, tiering, identity(), 10.0)
     slices = Slices(node, weights)
     node.residency.register(["token"], KEY, 1, [0], 0)

@@ -114,7 +114,7 @@ class World:
         await asyncio.to_thread(self.directory.at_gate.acquire)
 
     async def rest(self) -> None:
-        await self.node.until(lambda: not self.tiering.num_moves)
+        await self.node.until(lambda: not self.node.moves)
 
     async def use(self, name: str) -> None:
         async with self.tiering.in_host(self.wpgs[name]):
@@ -136,9 +136,9 @@ def sealer_of(w: World) -> Sealer:
 @asynccontextmanager
 async def world(directory: Path, *, room: int = 2, closed: bool = True) -> AsyncIterator[World]:
     """`a` is on NVMe, `b` and `c` in host memory, which has room for two; the gate is closed."""
-    node = Node(NodeId("n"), [SIZE], room * SIZE, 10.0)
     gated = await asyncio.to_thread(GatedDirectory, directory)
-    tiering = Tiering(node, gated, 10 * SIZE)
+    node = Node(NodeId("n"), gated, [SIZE], room * SIZE, 10.0)
+    tiering = Tiering(node, 10 * SIZE)
     made = World(node, gated, tiering)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
@@ -445,10 +445,10 @@ async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_whe
 async def draining(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIterator[World]:
     """Room for three, one of which is to be had at once; the gate is closed. `a` and `b` are there,
     and the room of the third is free."""
-    node = Node(NodeId("n"), [SIZE], 3 * SIZE, 10.0)
     gated = await asyncio.to_thread(GatedDirectory, directory)
+    node = Node(NodeId("n"), gated, [SIZE], 3 * SIZE, 10.0)
     gated.gate.clear()
-    tiering = Tiering(node, gated, nvme_bytes, spare_bytes=SIZE)
+    tiering = Tiering(node, nvme_bytes, spare_bytes=SIZE)
     made = World(node, gated, tiering)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
@@ -475,12 +475,12 @@ async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_fo
     tmp_path: Path,
 ) -> None:
     async with draining(tmp_path) as w:
-        assert w.tiering.num_moves == 0
+        assert len(w.node.moves) == 0
         await w.add("c")
         await w.at_gate()
         assert w.state("a") is State.DEMOTING
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.tiering.num_moves)
+        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
         assert w.state("a") is State.HOST
         assert w.is_whole("a")
         assert w.node.nvme_used_bytes() == HEAP
@@ -530,7 +530,7 @@ async def test_copy_that_goes_to_the_device_is_drained_no_more(tmp_path: Path) -
     async with draining(tmp_path) as w:
         await w.add("c")
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.tiering.num_moves)
+        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
         (rank,) = w.wpgs["a"].ranks
         async with w.tiering.in_host(w.wpgs["a"]):
             w.node.residency.begin_load(rank)
@@ -544,7 +544,7 @@ async def test_drained_copy_goes_though_nothing_more_fits_below(tmp_path: Path) 
     async with draining(tmp_path, nvme_bytes=HEAP) as w:
         await w.add("c")
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.tiering.num_moves)
+        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
         w.node.memory.free(await w.tiering.reserve(SIZE, "new"))
         assert w.state("a") is State.DEMOTED
         assert w.node.nvme_used_bytes() == HEAP

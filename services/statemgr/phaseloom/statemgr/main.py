@@ -105,7 +105,8 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     capacity.check_host(config.host_memory_bytes)
     capacity.check_spare(config.host_spare)
-    node = _node(config)
+    directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
+    node = _node(config, directory)
     sharing = Sharing(node)
     observing.register(node)
     parts, services = await _parts(config, node)
@@ -145,9 +146,10 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         node.memory.close()
 
 
-def _node(config: StateManagerConfig) -> Node:
+def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
     return Node(
         config.node,
+        directory,
         config.devices,
         config.host_memory_bytes,
         config.transfer_timeout_s,
@@ -157,12 +159,12 @@ def _node(config: StateManagerConfig) -> Node:
 
 async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:
     """What answers agent and ranks, and what other nodes may open."""
-    directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
+    directory = node.directory
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
     nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
-    tiering = Tiering(node, directory, nvme_bytes, spare_bytes)
+    tiering = Tiering(node, nvme_bytes, spare_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     weights = Weights(node, directory, tiering, identity, timeout_s, site=config.site)
@@ -260,7 +262,7 @@ def _checkpoints(
     staging = Staging(node, tiering)
     file_bytes = config.checkpoint_file_bytes
     exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=file_bytes)
-    return exporter, Loader(node, files.disk, checkpoints, staging)
+    return exporter, Loader(node, tiering, files.disk, checkpoints, staging)
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ async def register_heap(
     with tiering.using(rank.wpg):
         what = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        reserve = node.reserve_frozen if request.frozen else tiering.reserve
-        extent = await reserve(num_bytes, what)
+        extent = await tiering.reserve(num_bytes, what, may_freeze=request.frozen)
     try:
         node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
         rank.pins = request.pins

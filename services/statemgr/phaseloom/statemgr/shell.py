@@ -152,14 +152,12 @@ class StateManager:
 
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
             kept: list[int] = []
-            try:
+            async with self._node.change():
                 with contained(metrics.UNFORESEEN, "request"):
                     reply, its_own = await self._handle(session, body, fds)
-                # At once: while the books are kept, what is answered with may be dropped, and its
-                # number be that of somebody else's memory.
+                # At once: while the index is written, what is answered with may be dropped, and
+                # its number be that of somebody else's memory.
                 kept += map(os.dup, its_own)
-            finally:
-                await self._node.handles.record()
             # Whoever awaits this takes duplicates before the loop comes to the next call.
             asyncio.get_running_loop().call_soon(close_fds, kept)
             return reply, kept
@@ -370,7 +368,7 @@ class StateManager:
                 fd = self._node.device_copies.find(rank, body.version)
                 return OnDevice(fd is not None), [] if fd is None else [fd]
             case OpenSlices():
-                await sharing.make_room(self._node, rank)
+                await sharing.make_room(self._node, self._tiering.reserve_frozen, rank)
                 return await self._slices.open(rank.wpg, body)
             case HoldVersion():
                 sharing.hold_version(self._node, rank, body.version, body.applied)
@@ -395,7 +393,8 @@ class StateManager:
         self._node.versions.acquire(version)
         try:
             # Nobody refers to a part: what is read of it needs a place of its own.
-            await sharing.make_room(self._node, rank, None if version.key.part else version)
+            copied = None if version.key.part else version
+            await sharing.make_room(self._node, self._tiering.reserve_frozen, rank, copied)
         finally:
             self._node.release_version(version)
         version.check_kept()

@@ -184,8 +184,8 @@ class Exporter:
             log.warning("%s is not written: %s", snapshot, error)
             failure = error
         del self._writes[(snapshot.key, snapshot.operation)]
-        self._staging.free(snapshot)
-        await self._node.handles.record()
+        async with self._node.change():
+            self._staging.free(snapshot)
         if failure is None:
             log.info(
                 "checkpoint %r of %s at %d is written", snapshot.name, snapshot.key, snapshot.seq

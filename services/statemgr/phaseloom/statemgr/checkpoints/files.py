@@ -65,7 +65,7 @@ class Checkpoints:
         return directory
 
     async def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
-        """Of the checkpoint, where this operation wrote it; None: it has yet to.
+        """The marker of the checkpoint, where this operation wrote it; None: it has yet to.
 
         Raises: CallerError: ALREADY_EXISTS, another wrote it; or no name.
         """
@@ -78,7 +78,7 @@ class Checkpoints:
         return marker
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """An empty draft; what a life before left of one goes. Raises: ResourceError."""
+        """Make an empty draft; what is left of an earlier one goes. Raises: ResourceError."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)
@@ -128,25 +128,25 @@ class Checkpoints:
         shutil.rmtree(nameless, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove the drafts that a life of this node before left."""
+        """Remove the drafts that an earlier daemon of this node left."""
         if self.root is not None:
             for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
                 shutil.rmtree(draft, ignore_errors=True)
 
     def part(self, key: DeploymentKey, name: str, operation: str, rank: int) -> Path:
-        """Where this node leaves what its ranks, from this one on, have of a checkpoint that
+        """The file for the states of this node's ranks, from this one on, of a checkpoint that
         another node writes for this operation."""
         left = f".{name}.{_digits(operation)}-{rank:d}.{self.node}.part"
         return self.directory(key, name).with_name(left)
 
     def parts_of(self, key: DeploymentKey, name: str, operation: str, rank: int) -> list[Path]:
-        """What nodes have left, the newest first: more than one where the ranks moved."""
+        """The files that nodes have left, the newest first: several where the ranks moved."""
         place = self.directory(key, name).parent
         found = place.glob(f".{name}.{_digits(operation)}-{rank:d}.*.part")
         return sorted(found, key=_written_ns, reverse=True)
 
     def parts_left(self, key: DeploymentKey) -> list[Path]:
-        """By this node."""
+        """The files that this node has left for checkpoints of other nodes."""
         if self.root is None:
             return []
         return sorted(self.directory(key, "any").parent.glob(f".*.{self.node}.part"))
@@ -155,7 +155,7 @@ class Checkpoints:
         return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
 
     async def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
-        """Of all that can be read."""
+        """The markers that can be read, by name."""
         place = self.directory(key, "any").parent
         if not await aiofiles.os.path.isdir(place):
             return []

@@ -20,14 +20,18 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
+from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
 
 class Loader:
-    def __init__(self, node: Node, disk: Disk, checkpoints: Checkpoints, staging: Staging) -> None:
+    def __init__(
+        self, node: Node, tiering: Tiering, disk: Disk, checkpoints: Checkpoints, staging: Staging
+    ) -> None:
         """Args: disk: the checkpoint root's."""
         self._node = node
+        self._tiering = tiering
         self._disk = disk
         self._checkpoints = checkpoints
         self._staging = staging
@@ -76,7 +80,7 @@ class Loader:
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-                await sharing.make_room(node, rank)
+                await sharing.make_room(node, self._tiering.reserve_frozen, rank)
             try:
                 await on_each_device(wpg.ranks, load)
             except PhaseloomError:

@@ -38,17 +38,17 @@ class Marker(msgspec.Struct, frozen=True):
 
     operation_id: str
     result: SaveStateResult
-    """What the operation was answered."""
+    """The answer to the operation."""
     seq: int
     """The last mutating operation in it."""
     number: int
-    """Later ones of the deployment have higher ones."""
+    """Counts the deployment's checkpoints: a later one has a higher number."""
     keep: int
-    """Of the `save_state`; 0: it stays, whatever is saved after it."""
+    """The `keep` of the `save_state`; 0: it stays, whatever is saved after it."""
     files: dict[str, FileSums]
 
     def encode(self) -> bytes:
-        """As it lies in its file: behind the last field a checksum of all before it."""
+        """The content of the file: JSON whose last field is a checksum of all before it."""
         body = msgspec.json.encode(self)
         return body[:-1] + _signature(body)
 

@@ -158,12 +158,12 @@ class Staging:
     ) -> None:
         try:
             with contained(metrics.UNFORESEEN, "checkpoint"):
-                for part, memory in zip(snapshot.parts, memories, strict=True):
-                    checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
-                    if self._stopped.is_set():
-                        raise ResourceError(f"{snapshot} is not written: this daemon stops")
-                    part.checksums = checksums
-                await self._node.handles.record()
+                async with self._node.change():
+                    for part, memory in zip(snapshot.parts, memories, strict=True):
+                        checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
+                        if self._stopped.is_set():
+                            raise ResourceError(f"{snapshot} is not written: this daemon stops")
+                        part.checksums = checksums
             log.info("%s has its checksums", snapshot)
             ended.set_result(None)
         except PhaseloomError as error:

@@ -64,7 +64,7 @@ class StateDirectory:
         return self._path("seal", key, seq)
 
     def version(self, key: VersionKey) -> Path:
-        """Of all of it, of its manifest, or of a part."""
+        """The file of a whole version, of its manifest, or of a part."""
         part = check_part(key.part, "version.part") if key.part else ""
         return self._path("version", key.policy, key.seq, part)
 
@@ -81,11 +81,11 @@ class StateDirectory:
         return self._root / _CONTENTS / f"content-{number:d}.state"
 
     def contents(self) -> set[Path]:
-        """Those that are here, whole, of whatever life."""
+        """The files of shared copies that are here, whole, whichever daemon wrote them."""
         return {p for p in (self._root / _CONTENTS).glob("content-*.state") if p.is_file()}
 
     def spilled(self) -> set[Path]:
-        """The host copies that are here, whole, of whatever life."""
+        """The files of host copies that are here, whole, of whichever incarnation."""
         every = self._root.glob("*/*/*/*.state")
         return {path for path in every if _SPILL.match(path.name) and path.is_file()}
 
@@ -116,7 +116,7 @@ class StateDirectory:
             yield path, header
 
     def _clear_left_behind(self) -> None:
-        """What a crash left."""
+        """Remove what a crash left."""
         for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
             for half_written in filter(_is_file, self._root.glob(pattern)):
                 half_written.unlink()
@@ -191,7 +191,7 @@ class StateDirectory:
     def write_seal(
         self, path: Path, header: StateHeader, memories: Sequence[memoryview], before: Path | None
     ) -> tuple[StateHeader, int]:
-        """As `write`, but for what the seal `before` holds already.
+        """Write a seal as `write` does, but for the blocks that the seal `before` has already.
 
         Returns: the header as written, and the bytes of memory that were.
         """
@@ -251,7 +251,7 @@ class StateDirectory:
                 link.unlink(missing_ok=True)
 
     def remove(self, path: Path) -> None:
-        """And the links that are its."""
+        """Remove a file, and the links that belong to it."""
         path.unlink(missing_ok=True)
         self.unlink_bases(path, kept=set())
 
@@ -338,7 +338,7 @@ class StateDirectory:
 
 
 def _is_file(path: Path) -> bool:
-    """Something else may never be read to its end, as a pipe, or removed."""
+    """Whether the path is a plain file: reading a pipe, for one, might never end."""
     if path.is_file():
         return True
     log.warning("left out: %s is no file", path)
@@ -346,7 +346,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _sources(header: StateHeader) -> set[int]:
-    """Those beside the file itself."""
+    """The sources besides the file itself."""
     return {source for part in header.parts for source in part.sources} - {0}
 
 

@@ -175,7 +175,7 @@ class Handover:
         extent = content.extent
         name = str(content)
         if is_above and extent and self._adopt_extent(extent, content.num_bytes, name):
-            if await _has(self._node.content_memory(content), content.digest):
+            if await _has(self._node.shared_memory(content), content.digest):
                 content.state = State.HOST
                 content.is_immutable = memory[extent].is_frozen
                 self._contents[content.number] = content
@@ -183,7 +183,7 @@ class Handover:
             memory.free(extent)
         content.extent = None
         content.state = State.DEMOTED
-        if await asyncio.to_thread(self._tiering.contents.is_demoted, content):
+        if await asyncio.to_thread(self._tiering.is_demoted, content, content.digest):
             self._contents[content.number] = content
         else:
             log.error("%s cannot be taken over", content)
@@ -192,7 +192,7 @@ class Handover:
         """Of lives that are lost."""
         for content in self._contents.values():
             if not self._node.contents.is_known(content):
-                self._node.vacate_content(content)
+                self._node.vacate_shared(content)
 
     def _restore_seal(self, seal: HostSeal) -> None:
         """Its blocks are verified when it is read."""
@@ -380,7 +380,7 @@ class Handover:
         rank = self._node.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
-            self._node.leave_content(rank)
+            self._node.leave_shared(rank)
             extent = self._node.residency.reset(rank)
             if extent is not None:
                 self._node.memory.free(extent)
@@ -395,7 +395,7 @@ class Handover:
             for wpg in {rank.wpg for rank in self._awaited()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
         for content in self._node.contents.all():
-            self._node.on_content(content)
+            self._node.compare_later(content)
         return self._lost
 
     def _awaited(self) -> list[Rank]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
@@ -23,12 +24,15 @@ class Digests:
     """`start` it in a task group; `stop` ends what is under way."""
 
     def __init__(
-        self, residency: Residency, memory: HostMemory, keep: Callable[[], Awaitable[None]]
+        self,
+        residency: Residency,
+        memory: HostMemory,
+        change: Callable[[], AbstractAsyncContextManager[object]],
     ) -> None:
-        """Args: keep: brings what outlives this process up to date."""
+        """Args: change: `Node.change`, which brings the index up to date."""
         self._residency = residency
         self._memory = memory
-        self._keep = keep
+        self._change = change
         self._under_way: dict[Rank, asyncio.Future[None]] = {}
         self._stopped = threading.Event()
         self._tasks: asyncio.TaskGroup
@@ -77,8 +81,8 @@ class Digests:
             # and may have been loaded and copied out again since.
             is_same = rank.is_dirty and rank.num_copies == copy
             if digest and is_same and rank.state is not State.LOST:
-                self._residency.digested(rank, digest)
-                await self._keep()
+                async with self._change():
+                    self._residency.digested(rank, digest)
         finally:
             del self._under_way[rank]
             ended.set_result(None)

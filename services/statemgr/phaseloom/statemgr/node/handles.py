@@ -1,9 +1,10 @@
-"""Keeps the books and the handles of all memory where they outlive this process: with the agent.
+"""Keeps the index and the handles of all memory where they outlive this process: with the agent.
 
 Invariant: whatever leaves this process (an answer, an order to a rank) was preceded by `record`, so
-that the next life finds every promise in the books. A handle is with the agent before the books
-name its extent, and is dropped only after they no longer do. The index is two memfds, written in
-turn. An agent that does not take handles within its time is cut off.
+that the next daemon finds every promise in the index. A handle is with the agent before the index
+names its extent, and is dropped only after it no longer does. `Node.change` alone calls `record`.
+The index is two memfds, written in turn. An agent that does not take handles within its time is cut
+off.
 """
 
 from __future__ import annotations

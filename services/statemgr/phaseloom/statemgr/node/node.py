@@ -1,4 +1,5 @@
-"""What the shell's parts share: the books, the memory behind them, and the ranks' connections."""
+"""What all parts of the daemon share: the records of what is held, its memory, and the ranks'
+connections."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
@@ -26,14 +28,16 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
+from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.handover.manifest import manifest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import Layouts
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.handles import HandleRegistry
+from phaseloom.statemgr.node.moves import HostCopy, Moves
 from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import Rank, Residency, Wpg
+from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step, Wpg
 from phaseloom.statemgr.seals.hostseals import HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
@@ -44,18 +48,21 @@ _LET_GO_TIMEOUT_S = 5.0
 
 
 class Node:
-    """One node's state: pure books in `residency` and `versions`, bytes in `memory`."""
+    """One node's state: pure records in `residency` and `versions`, bytes in `memory`."""
 
     def __init__(
         self,
         name: NodeId,
+        directory: StateDirectory,
         device_budget_bytes: list[int],
         host_budget_bytes: int,
         transfer_timeout_s: float,
+        *,
         frozen_bases: Mapping[str, str] | None = None,
     ) -> None:
         """Args: frozen_bases: BLAKE3 → name, of what tenants may share."""
         self.name = name
+        self.directory = directory
         self.residency = Residency(device_budget_bytes)
         self.versions = Versions()
         self.layouts = Layouts()
@@ -77,20 +84,15 @@ class Node:
                 self.endpoint,
             ),
         )
-        self.digests = Digests(self.residency, self.memory, self.handles.record)
+        self.digests = Digests(self.residency, self.memory, self.change)
+        self.moves = Moves(name, directory, self._left_behind, self.announce)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One switch at a time a device."""
         self.settled = asyncio.Event()
-        """What a killed daemon held is taken over or given up: the books may be used."""
-        self.on_retired: Callable[[Wpg], None] = lambda wpg: None
-        """Called as a life ends, maybe more than once."""
-        self.reserve_frozen: Callable[[int, str], Awaitable[int]]
-        """As `Tiering.reserve`, memory that can be made immutable."""
-        self.on_content: Callable[[SharedCopy], None] = lambda content: None
-        """Called with a content that is new, or in host memory again."""
-        self.on_content_gone: Callable[[SharedCopy], None] = lambda content: None
-        """Called as a content's last user leaves."""
+        """What a killed daemon held is taken over or given up: the records may be used."""
+        self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
+        """Shared copies that may be equal to others; `Sharing` takes them from here."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -108,11 +110,11 @@ class Node:
         kept: list[int] = []
         try:
             with contained(metrics.UNFORESEEN, "request"):
-                # Now: while the books are kept, the memory may be given up, and its number be
-                # another's.
-                for fd in fds:
-                    kept.append(os.dup(fd))
-                await self.handles.record()
+                async with self.change():
+                    # Now: while the index is written, the memory may be given up, and its number
+                    # be another's.
+                    for fd in fds:
+                        kept.append(os.dup(fd))
                 return await self._ask(rank, message, kept)
         finally:
             close_fds(kept)
@@ -183,6 +185,20 @@ class Node:
         return answer.versions if isinstance(answer, StillMapped) else None
 
     @asynccontextmanager
+    async def change(self) -> AsyncIterator[AsyncExitStack]:
+        """What changed before or within is in the index as this ends, however it ends.
+
+        This is the one place where the index is written. What must outlast the older index, such
+        as memory or a file that it names, is given up by what the caller pushes on the stack: that
+        is called once the new index stands.
+        """
+        async with AsyncExitStack() as afterwards:
+            try:
+                yield afterwards
+            finally:
+                await self.handles.record()
+
+    @asynccontextmanager
     async def holding(self, devices: Callable[[], set[int]]) -> AsyncIterator[None]:
         """Keep other switches away from these devices; what they are may change while waiting.
 
@@ -201,8 +217,9 @@ class Node:
             self.announce()
 
     def retire(self, wpg: Wpg, reason: str) -> None:
-        """This life is over: cut its ranks off and free what it held. Idempotent."""
-        self.on_retired(wpg)
+        """This incarnation is over: cut its ranks off and free what it held. Idempotent."""
+        for rank in wpg.ranks:
+            self.moves.give_up(rank, self.file_of(rank))
         self.residency.lose(wpg)
         for rank in wpg.ranks:
             peer = self.ranks.pop(rank, None)
@@ -220,42 +237,69 @@ class Node:
             self.memory.free(extent)
         if wpg.is_lost and wpg.prepared is None:
             for rank in wpg.ranks:
-                self.leave_content(rank)
+                self.leave_shared(rank)
         self.announce()
 
     def copy_of(self, rank: Rank) -> memoryview:
         """Its host copy, which is in host memory; to read only."""
         if rank.content is not None:
-            return self.content_memory(rank.content)
+            return self.shared_memory(rank.content)
         assert rank.extent is not None
         return self.memory[rank.extent].view(rank.extent_bytes)
 
-    def content_memory(self, content: SharedCopy) -> memoryview:
-        """The bytes of a content that is in host memory; to read only."""
-        assert content.extent is not None
-        return self.memory[content.extent].readable(content.num_bytes)
+    def shared_memory(self, copy: SharedCopy) -> memoryview:
+        """The bytes of one that is in host memory; to read only."""
+        assert copy.extent is not None
+        return self.memory[copy.extent].readable(copy.num_bytes)
 
-    def leave_content(self, rank: Rank) -> None:
-        """It refers to its content no more; with its last user the content goes."""
-        content = self.contents.detach(rank)
-        if content is not None:
-            self.free_content(content)
+    def file_of(self, copy: HostCopy) -> Path:
+        """Where it lies while it is on NVMe."""
+        if isinstance(copy, SharedCopy):
+            return self.directory.content(copy.number)
+        return self.directory.spill(copy.wpg.key, copy.wpg.incarnation, copy.index)
 
-    def free_content(self, content: SharedCopy) -> None:
-        """What it held, now that it is gone from the books."""
-        self.vacate_content(content)
-        self.on_content_gone(content)
+    def is_needed(self, copy: HostCopy) -> bool:
+        """Whether somebody alive refers to it."""
+        if isinstance(copy, SharedCopy):
+            return self.contents.is_known(copy)
+        return copy.state is not State.LOST
 
-    def vacate_content(self, content: SharedCopy) -> None:
+    def step(self, copy: HostCopy, step: Step) -> None:
+        """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
+        if isinstance(copy, SharedCopy):
+            self.contents.step(copy, step)
+        else:
+            self.residency.step(copy, step)
+
+    def lose(self, copy: HostCopy, why: str) -> None:
+        """What nobody has whole any more takes all who refer to it with it."""
+        for wpg in copy.wpgs if isinstance(copy, SharedCopy) else [copy.wpg]:
+            self.retire(wpg, why)
+
+    def _left_behind(self, copy: HostCopy) -> Path | None:
+        return None if self.is_needed(copy) else self.file_of(copy)
+
+    def leave_shared(self, rank: Rank) -> None:
+        """It refers to its shared copy no more; with its last user the copy goes."""
+        copy = self.contents.detach(rank)
+        if copy is not None:
+            self.free_shared(copy)
+
+    def free_shared(self, copy: SharedCopy) -> None:
+        """Give up what it held, now that nobody refers to it."""
+        self.vacate_shared(copy)
+        self.moves.give_up(copy, self.file_of(copy))
+
+    def vacate_shared(self, copy: SharedCopy) -> None:
         """It is in host memory no more."""
-        if content.extent is not None:
-            extent, content.extent = content.extent, None
+        if copy.extent is not None:
+            extent, copy.extent = copy.extent, None
             self.memory.free(extent)
 
-    def lose_content(self, content: SharedCopy, why: str) -> None:
-        """What nobody has whole any more takes all who refer to it with it."""
-        for wpg in content.wpgs:
-            self.retire(wpg, why)
+    def compare_later(self, copy: HostCopy) -> None:
+        """A shared copy is new, or in host memory again: there may be others of the same bytes."""
+        if isinstance(copy, SharedCopy) and copy.version is None and copy.state is State.HOST:
+            self.to_compare.put_nowait(copy)
 
     def announce(self) -> None:
         """Something changed that somebody may wait for."""
@@ -263,7 +307,7 @@ class Node:
         self._changed = asyncio.Event()
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait for a change of the books after which `predicate` holds."""
+        """Wait for a change of the records after which `predicate` holds."""
         while not predicate():
             await self._changed.wait()
 
@@ -284,8 +328,9 @@ class Node:
     def _recycle(self, version: Version, extent: int) -> None:
         """Park an extent where it may be reused, else free it.
 
-        Whoever wrote it has it mapped. So it only goes back to the same life of the same policy,
-        or, where this daemon wrote it, to versions of the same policy while its job is here.
+        Whoever wrote it has it mapped. So it only goes back to the same incarnation of the
+        same policy, or, where this daemon wrote it, to versions of the same policy while its job is
+        here.
         """
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
@@ -306,7 +351,7 @@ class Node:
         return any(wpg.key.job_key == job for wpg in self.residency.alive())
 
     def validate(self) -> None:
-        """Raises: AssertionError: the books contradict themselves or one another."""
+        """Raises: AssertionError: the records contradict themselves or one another."""
         self.residency.validate()
         self.versions.validate()
         self.contents.validate()

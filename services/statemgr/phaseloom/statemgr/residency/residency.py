@@ -1,10 +1,10 @@
 """Which deployments are on this node, which of them is in device memory, and whether a switch fits.
 
 Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; what may
-follow what is in `lives.py`. Invariants (`validate`): the heaps that are or are being moved
+follow what is in `incarnations.py`. Invariants (`validate`): the heaps that are or are being moved
 in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
-is obeyed; a host copy that is being sealed is neither overwritten nor spilled; a lost deployment
-has no memory; all ranks of a life are lost together.
+is obeyed; a host copy that is being sealed is neither overwritten nor demoted; a lost deployment
+has no memory; all ranks of an incarnation are lost together.
 """
 
 from __future__ import annotations

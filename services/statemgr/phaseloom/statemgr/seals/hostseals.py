@@ -18,7 +18,7 @@ class HostSeal:
 
     @property
     def name(self) -> str:
-        """Of its memory."""
+        """The name of its memory, in errors."""
         return f"seal {self.seq} of {self.key} in host memory"
 
 
@@ -28,7 +28,7 @@ class HostSeals:
         self._begun: set[int] = set()
 
     def begin(self, extent: int) -> None:
-        """One is being written there, which is no seal yet, or never will be."""
+        """Keep an extent in which a seal is being written, which may never become one."""
         self._begun.add(extent)
 
     def end(self, extent: int) -> None:

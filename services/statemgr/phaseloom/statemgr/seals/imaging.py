@@ -30,7 +30,7 @@ from phaseloom.statemgr.memory.extents import copy
 
 
 def image_bytes(header: StateHeader) -> int:
-    """How much memory it takes."""
+    """The bytes of memory that an image with this header takes."""
     return _layout(header)[1]
 
 
@@ -95,7 +95,7 @@ def read_image_block(image: memoryview, place: Place, number: int, memory: memor
 
 
 def _layout(header: StateHeader) -> tuple[list[int], int]:
-    """Where each part begins, and where the last one ends."""
+    """The place where each part begins, and where the last one ends."""
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
     offsets = part_offsets(header, len(start) - PREFIX_BYTES)

@@ -1,8 +1,9 @@
 """Copies of a deployment's seals and durable weights versions on other nodes' disks.
 
-A node that is to run a deployment brings what it lacks; a node that seals one durably beyond itself
-has others fetch it before it says so. What is here and whole is not brought again. Of a seal that
-proves bad when it is read, the good copy is brought from where it was said to be.
+A node that is to run a deployment fetches what it lacks; a node that seals a deployment durably
+beyond itself has other nodes fetch the seal before it says so. What is here and whole is not
+fetched again. Where a seal proves bad when it is read, a good copy is fetched from the nodes that
+were said to have one.
 """
 
 from __future__ import annotations

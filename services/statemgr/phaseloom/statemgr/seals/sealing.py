@@ -93,14 +93,16 @@ class Sealer:
     async def _copy(self, rank: Rank) -> None:
         self._node.residency.begin_copy(rank)
         if rank.frozen:
-            copied = await sharing.copy_out(self._node, rank, release=False)
+            copied = await sharing.copy_out(
+                self._node, self._tiering.reserve_frozen, rank, release=False
+            )
         else:
             copied = await self._node.ask(rank, CopyOut(release=False))
         # The digest is taken as it is written.
         self._node.residency.finish_copy(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
-        """Of what lives in host memory alone: the rank works on there while the seal is written.
+        """Copy what lives in host memory alone: the rank changes it while the seal is written.
 
         Raises: ResourceError: no room for it, or its rank is lost.
         """
@@ -131,7 +133,7 @@ class Sealer:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
         node.residency.begin_write(wpg, request.seq)
-        # A life before this one may be writing still: under one name only one writes at a time.
+        # An earlier incarnation may be writing still: only one writes a name at a time.
         writing = self._writing.setdefault(wpg.key, asyncio.Lock())
         try:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
@@ -149,7 +151,7 @@ class Sealer:
         return sealed
 
     def _check_newest(self, wpg: Wpg) -> None:
-        """What a life before has made does not replace what the one after it has.
+        """Whether the incarnation is the newest here: an older one replaces nothing of a newer one.
 
         Raises: ResourceError: ABORTED.
         """
@@ -202,14 +204,14 @@ class Sealer:
         self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
-        """The agent is gone: nobody will write what it had prepared."""
+        """Give up seals that were prepared: the agent is gone, and nobody will write them."""
         for wpg in self._node.residency.unwritten_seals():
             log.info("the seal of %s will not be written: its agent is gone", wpg)
             self._node.residency.end_seal(wpg)
             self._node.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Delete everything of a deployment that is on disk, whichever life wrote it."""
+        """Delete everything of a deployment that is on disk, whichever incarnation wrote it."""
         self._seals.pop(key, None)
         for kept in self._node.seals.of(key):
             self._drop_kept(key, kept.seq)
@@ -229,7 +231,7 @@ class Sealer:
         return Sealed(str(path), written.digest, written.num_bytes, num_bytes)
 
     async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
-        """In host memory, where the agent's handles keep it."""
+        """Write a seal to host memory, where the agent's handles keep it."""
         node = self._node
         sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
         header = _header(wpg, seq, sections)
@@ -257,7 +259,7 @@ class Sealer:
             self._node.memory.free(kept.extent)
 
     def newest(self, key: DeploymentKey) -> Path | None:
-        """The seal whose blocks are most likely what the next one's are."""
+        """The newest seal on disk: the next seal most likely has many of its blocks."""
         on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
         return self._directory.seal(key, max(on_disk)) if on_disk else None
 
@@ -271,7 +273,7 @@ class Sealer:
         return joined(extent, start, snapshot, rank.host_bytes)
 
     async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
-        """Versions: to disk, or kept in host memory, where committed ones are."""
+        """Put versions on disk, or leave them in host memory, where committed ones are."""
         for seq in seqs:
             pieces = self._node.versions.pieces(VersionKey(wpg.key, seq))
             # The manifest last: what has one on disk has its parts there.
@@ -300,13 +302,13 @@ class Sealer:
                 log.warning("the old seal %s stays: %s", path, error)
 
     def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
-        """The seal at `seq` that this life wrote or began from; an older life's may differ."""
+        """The seal at `seq` that this incarnation wrote or began from; others' may differ."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
         return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
-        """Whether it is in host memory; its blocks are verified when they are read.
+        """Whether the seal is in host memory; its blocks are verified when they are read.
 
         Args: ranks: as of `StateHeader.is_of`.
         """
@@ -318,7 +320,7 @@ class Sealer:
         return header is not None and header.is_of(*ranks)
 
     def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
-        """One in host memory, which the daemon before wrote."""
+        """A seal in host memory that the daemon before wrote."""
         header = self._kept_header(key, seq)
         if header is None:
             return None

@@ -1,13 +1,13 @@
 """Bytes that are held once, whoever refers to them: the host copies of frozen ranks.
 
-A *content* is immutable. It is found by what it is (BLAKE3 and length), not by who made it: ranks
-whose state is equal refer to one content, and a rank that writes goes to another one, which leaves
-the others' bytes untouched. It may also be the memory of a weights version.
+A *shared copy* is immutable. It is found by what it is (BLAKE3 and length), not by who made it:
+ranks whose state is equal refer to one copy, and a rank that writes goes to another one, which
+leaves the others' bytes untouched. It may also be the memory of a weights version.
 
-Invariants (`validate`): every content has a user, and dies with its last one; users of different
-tenants only share what the operator has registered as a frozen base; what users of different jobs
-share cannot be written by any of them; a content is in host memory, on NVMe, or on its way between
-them, for all users alike.
+Invariants (`validate`): every shared copy has a user, and dies with its last one; users of
+different tenants only share what the operator has registered as a frozen base; what users of
+different jobs share cannot be written by any of them; a shared copy is in host
+memory, on NVMe, or on its way between them, for all users alike.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Host copies of frozen ranks: contents that are copied only when they are written.
+"""Host copies of frozen ranks: shared copies, which are copied only when they are written.
 
 A frozen rank's heap changes by `load_state` and `sync_weights` only. As long as its seq is that of
 its host copy there is nothing to copy out; what it has written goes to memory of its own, which
-becomes another content. Contents are hashed in the background; equal ones become one.
+becomes another shared copy. Shared copies are hashed in the background; equal ones become one.
 
-Nothing here overwrites a content: whoever refers to it may be reading.
+Nothing here overwrites a shared copy: whoever refers to it may be reading.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable
 
 from blake3 import blake3
 
@@ -33,6 +33,8 @@ from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
+Reserve = Callable[[int, str], Awaitable[int]]
+"""Gives so many bytes of memory that can be made immutable, named so in a refusal."""
 _MOVING = frozenset({State.DEMOTING, State.PROMOTING})
 _HASHED_BYTES = 16 * 1024 * 1024
 """Between looks at whether to stop."""
@@ -41,7 +43,9 @@ _FREEZE_PAUSE_S = 0.05
 """A rank's thread may hold its mapping a moment longer than its answer is under way."""
 
 
-async def make_room(node: Node, rank: Rank, version: Version | None = None) -> None:
+async def make_room(
+    node: Node, reserve: Reserve, rank: Rank, version: Version | None = None
+) -> None:
     """A frozen rank is about to write: what it will have to copy out has its place from now on.
 
     Args:   version: what its heap becomes; it needs no place where that is what it will refer to.
@@ -49,17 +53,18 @@ async def make_room(node: Node, rank: Rank, version: Version | None = None) -> N
     """
     if rank.content is None or (version is not None and _is_copy_of(version, rank)):
         return
-    await reserve_copy(node, rank)
+    await reserve_copy(node, reserve, rank)
 
 
-async def reserve_copy(node: Node, rank: Rank) -> int:
+async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
     """Memory for a new host copy of a frozen rank, as its `extent` until `settle_copy`.
 
-    Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers; its life is over.
+    Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers; its incarnation is over.
     """
     if rank.extent is not None:
         return rank.extent
-    extent = await node.reserve_frozen(rank.extent_bytes, f"the host copy of {rank.owner}")
+    what = f"the host copy of {rank.owner}"
+    extent = await reserve(rank.extent_bytes, what)
     if rank.state is State.LOST or rank.extent is not None:
         node.memory.free(extent)
         raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
@@ -80,16 +85,16 @@ def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
     Args: digest: of what is there. Where a process of a rank has it mapped still, it is not shared.
     """
     assert rank.extent is not None
-    node.leave_content(rank)
+    node.leave_shared(rank)
     extent, rank.extent = rank.extent, None
     rank.copied(applied, digest)
     rank.held_version = None
     content = node.contents.add(rank, extent)
     node.contents.attach(rank, content)
-    node.on_content(content)
+    node.compare_later(content)
 
 
-async def copy_out(node: Node, rank: Rank, *, release: bool) -> Copied:
+async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
     """Bring the host copy of a resident frozen rank up to date.
 
     Raises: ResourceError: no memory for what it has written; as `Node.ask`.
@@ -97,12 +102,12 @@ async def copy_out(node: Node, rank: Rank, *, release: bool) -> Copied:
     _take_held_version(node, rank)
     rank.is_copying = True
     try:
-        return await _copied_out(node, rank, release=release)
+        return await _copied_out(node, reserve, rank, release=release)
     finally:
         rank.is_copying = False
 
 
-async def _copied_out(node: Node, rank: Rank, *, release: bool) -> Copied:
+async def _copied_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
     order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
     copied = await node.ask(rank, order)
     if not copied.changed:
@@ -111,7 +116,7 @@ async def _copied_out(node: Node, rank: Rank, *, release: bool) -> Copied:
             raise ResourceError(f"{rank} broke the protocol and was cut off")
         drop_copy(node, rank)
         return copied
-    extent = await reserve_copy(node, rank)
+    extent = await reserve_copy(node, reserve, rank)
     try:
         copied = await node.ask(rank, CopyOut(release), [node.memory[extent].fd])
         if not copied.digest:
@@ -162,7 +167,7 @@ def _take_held_version(node: Node, rank: Rank) -> None:
     if not _is_copy_of(version, rank):
         return
     drop_copy(node, rank)
-    node.leave_content(rank)
+    node.leave_shared(rank)
     rank.copied(applied, version.digest)
     content = node.contents.of_version(key, version.extent)
     if content is None:
@@ -176,48 +181,37 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
-async def unmap(node: Node, ranks: Iterable[Rank]) -> None:
-    """Ranks keep what they loaded last mapped, and with it its memory: let these unmap that.
-
-    One that does not answer keeps it until it loads again, or is gone.
-    """
-    for rank in ranks:
-        await node.unmap(rank)
-
-
 class Sharing:
-    """Finds contents that are equal. `start` it in a task group."""
+    """Finds shared copies that are equal. `start` it in a task group."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._one_at_a_time = asyncio.Lock()
-        """Hashing is nobody's hurry: it takes one core at most."""
-        self._tasks: asyncio.TaskGroup
+        self._worker: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-        self._node.on_content = self._identify_later
+        self._worker = tasks.create_task(self._run())
 
     def stop(self) -> None:
         self._stopped.set()
-        self._node.announce()
+        if self._worker is not None:
+            self._worker.cancel()
 
-    def _identify_later(self, content: SharedCopy) -> None:
-        if content.version is None:
-            self._tasks.create_task(self._identify(content))
+    async def _run(self) -> None:
+        """One at a time: hashing is nobody's hurry, and takes one core at most."""
+        while True:
+            await self._identify(await self._node.to_compare.get())
 
     async def _identify(self, content: SharedCopy) -> None:
-        """What of it is not done as its content goes down begins again as it comes up."""
-        async with self._one_at_a_time:
-            if not await self._freeze(content):
-                log.warning("%s is mapped by somebody still: it is not shared", content)
-                return
-            if not content.hash:
-                await self._take_hash(content)
-            if content.hash and not self._stopped.is_set():
-                content = await self._merge(content)
-        await self._node.handles.record()
+        """What of it is not done as it goes down begins again as it comes up."""
+        if not await self._freeze(content):
+            log.warning("%s is mapped by somebody still: it is not shared", content)
+            return
+        if not content.hash:
+            await self._take_hash(content)
+        async with self._node.change():
+            if content.hash:
+                await self._merge(content)
 
     async def _freeze(self, content: SharedCopy) -> bool:
         """Only what can never change any more has a hash."""
@@ -232,7 +226,7 @@ class Sharing:
 
     async def _take_hash(self, content: SharedCopy) -> None:
         if self._is_above(content) and content.is_immutable:
-            memory = self._node.content_memory(content)
+            memory = self._node.shared_memory(content)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
             # What a rank said of it is verified before others come to depend on it.
             if known and await asyncio.to_thread(digest_of, memory) != content.digest:
@@ -244,8 +238,7 @@ class Sharing:
     def _is_above(self, content: SharedCopy) -> bool:
         return self._node.contents.is_known(content) and content.state not in ON_NVME
 
-    async def _merge(self, content: SharedCopy) -> SharedCopy:
-        """Returns: what its users refer to then."""
+    async def _merge(self, content: SharedCopy) -> None:
         node, contents = self._node, self._node.contents
         while contents.is_known(content) and (twin := contents.twin(content)) is not None:
             pair = (content, twin)
@@ -256,12 +249,14 @@ class Sharing:
             if twin.state is State.HOST:
                 kept, gone = twin, content
             moved = contents.merge(gone, kept)
-            node.free_content(gone)
-            await unmap(node, moved)
+            node.free_shared(gone)
+            # Ranks keep what they loaded last mapped, and with it its memory. One that does not
+            # answer keeps it until it loads again, or is gone.
+            for rank in moved:
+                await node.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
             content = kept
             node.announce()
-        return content
 
 
 def _is_moving(node: Node, contents: tuple[SharedCopy, ...]) -> bool:

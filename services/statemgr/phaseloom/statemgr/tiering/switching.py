@@ -53,12 +53,12 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
         loaded: Moved = {}
         started = time.monotonic()
         try:
-            await _offload(node, plan.offload, trace, offloaded)
+            await _offload(tiering, plan.offload, trace, offloaded)
             ended = time.monotonic()
-            await _load(node, plan.load, trace, loaded)
+            await _load(tiering, plan.load, trace, loaded)
         except PhaseloomError as error:
             log.warning("switch to %s failed, undoing it: %s", wpg, error)
-            await _undo(node, offloaded, loaded, trace)
+            await _undo(tiering, offloaded, loaded, trace)
             raise
         finally:
             node.digests.begin(plan.offload)
@@ -88,9 +88,9 @@ async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switch
             offloaded: Moved = {}
             started = time.monotonic()
             try:
-                await _offload(node, ranks, Context(), offloaded)
+                await _offload(tiering, ranks, Context(), offloaded)
             except PhaseloomError:
-                await _undo(node, offloaded, {}, Context())
+                await _undo(tiering, offloaded, {}, Context())
                 raise
             finally:
                 node.digests.begin(ranks)
@@ -99,16 +99,20 @@ async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switch
             return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
 
 
-async def _offload(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
+async def _offload(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved) -> None:
+    node = tiering.node
+
     async def offload(rank: Rank) -> None:
         await node.until(lambda: rank.wpg.prepared is None)
         with _span("offload", node, rank, trace):
-            done[rank] = await _copy_out(node, rank)
+            done[rank] = await _copy_out(tiering, rank)
 
     await on_each_device(ranks, offload)
 
 
-async def _load(node: Node, ranks: list[Rank], trace: Context, done: Moved) -> None:
+async def _load(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved) -> None:
+    node = tiering.node
+
     async def load(rank: Rank) -> None:
         await node.digests.taken(rank)
         with _span("load", node, rank, trace):
@@ -147,12 +151,13 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
             raise failure
 
 
-async def _copy_out(node: Node, rank: Rank) -> float:
+async def _copy_out(tiering: Tiering, rank: Rank) -> float:
     """Seconds that the rank copied."""
+    node = tiering.node
     node.residency.begin_offload(rank)
     try:
         if rank.frozen:
-            copied = await sharing.copy_out(node, rank, release=True)
+            copied = await sharing.copy_out(node, tiering.reserve_frozen, rank, release=True)
         else:
             copied = await node.ask(rank, CopyOut(release=True))
     except PhaseloomError:
@@ -197,10 +202,7 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
     """No load of it can succeed any more, so the lives that have it are over: what follows them
     begins from a seal."""
     why = f"its host copy is bad: {error.info.message}"
-    if rank.content is None:
-        node.retire(rank.wpg, why)
-    else:
-        node.lose_content(rank.content, why)
+    node.lose(rank.content or rank, why)
     return ResourceError(
         f"the host copy of {rank} is bad: {error.info.message}",
         code=Code.DATA_LOSS,
@@ -209,7 +211,7 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
     )
 
 
-async def _undo(node: Node, offloaded: Moved, loaded: Moved, trace: Context) -> None:
+async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Context) -> None:
     """Move back what was moved; what cannot be loaded back stays whole in host memory."""
 
     async def back(rank: Rank) -> None:
@@ -218,7 +220,7 @@ async def _undo(node: Node, offloaded: Moved, loaded: Moved, trace: Context) -> 
             return
         move = _offload if rank in loaded else _load
         try:
-            await move(node, [rank], trace, {})
+            await move(tiering, [rank], trace, {})
         except PhaseloomError as error:
             log.error("%s could not be moved back: %s", rank, error)
 

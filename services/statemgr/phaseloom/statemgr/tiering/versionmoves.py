@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Wpg
@@ -23,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class VersionMoves:
-    def __init__(self, node: Node, directory: StateDirectory) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._directory = directory
+        self._directory = node.directory
         self._under_way: dict[Version, asyncio.Future[None]] = {}
         self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
         """A seal and the lack of memory may want the same one on disk at once."""
@@ -65,9 +64,9 @@ class VersionMoves:
             return
         if version.users or _alive(version):
             raise ResourceError(f"version {version.key} is being read")
-        self._node.memory.free(self._node.versions.leave_memory(version))
+        async with self._node.change():
+            self._node.memory.free(self._node.versions.leave_memory(version))
         log.info("version %s is on disk only: host memory is short", version.key)
-        await self._node.handles.record()
 
     async def persist(self, version: Version) -> None:
         """Put it on disk, unless it is there.

@@ -95,7 +95,7 @@ class Slices:
                 away += some
         fetch = await fetch.fetch_sound(away, sources)
         log.info(
-            "%s came: %d bytes from other nodes, %d from here, %d from peers",
+            "%s came: %d bytes from other nodes, %d from here, %d by peers",
             *(what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
         )
 

@@ -2,8 +2,8 @@
 
 Invariants (`validate`): a version is readable only when committed; what is committed never changes;
 one that is in use (being read, sent or written to disk) keeps its memory until its last user is
-done, also after it was dropped. Of one that is written in parts the manifest stands under the
-version's key; a part is readable only where that is committed.
+done, also after it was dropped. Where a version is written in parts, its manifest has the version's
+key, and a part is readable only where the manifest is committed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class Version:
     extent: int | None = None
     """None: on disk only."""
     incarnation: int | None = None
-    """Life of the policy that writes, or wrote, it here; None: fetched or read from disk."""
+    """The incarnation of the policy that writes, or wrote, it here; None: it was fetched or read
+    from disk."""
     is_on_disk: bool = False
     users: int = 0
     is_dropped: bool = False
     is_bad: bool = False
-    """Its memory is not what was committed: nobody uses that again."""
+    """Whether its memory is not what was committed; nobody uses that memory again."""
     readers: set[Wpg] = field(default_factory=set, repr=False)
-    """Lives whose ranks were given its memory, and have not let go of it."""
+    """Incarnations whose ranks were given its memory and have not unmapped it."""
     num_openings: int = 0
-    """How often it was given to one."""
+    """The number of times that it was given to a reader."""
 
     def __str__(self) -> str:
         return f"version {self.key}"
@@ -66,14 +67,14 @@ class Version:
 class Versions:
     _versions: dict[VersionKey, Version] = field(default_factory=dict)
     _leaving: set[Version] = field(default_factory=set)
-    """Dropped ones that are still in use."""
+    """Dropped versions that are still in use."""
 
     def find(self, key: VersionKey) -> Version | None:
         return self._versions.get(key)
 
     def is_above(self, key: VersionKey) -> bool:
-        """Whether it is whole, and in host memory. Not of one in parts: a manifest does not say
-        which of them belong on this node."""
+        """Whether the version is whole and in host memory. False for a version in parts: its
+        manifest does not say which of them belong on this node."""
         version = self._versions.get(key)
         if version is None or version.is_manifest:
             return False
@@ -99,13 +100,13 @@ class Versions:
     def add_from_disk(
         self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
     ) -> None:
-        """A committed version found on disk at start."""
+        """Add a committed version that was found on disk at start."""
         self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
 
     def adopt(self, version: Version) -> bool:
-        """One in memory that the daemon before knew, verified; it may be on disk too.
+        """Add a verified version in memory that the daemon before knew; it may be on disk too.
 
-        Returns: False where another content of it is on disk, which stands.
+        Returns: False where another content of the version is on disk, which stands.
         """
         on_disk = self._versions.get(version.key)
         if on_disk is not None and on_disk.digest != version.digest:
@@ -115,19 +116,19 @@ class Versions:
         return True
 
     def parts_of(self, key: VersionKey) -> list[Version]:
-        """What is here of a version besides the whole, or the manifest."""
+        """The parts of a version that are here, and copies of slices of it."""
         return [each for found, each in self._versions.items() if found.part and found.whole == key]
 
     def is_readable(self, key: VersionKey) -> bool:
-        """Whether all of the version is committed, wherever it is: a part alone is nothing."""
+        """Whether all of the version is committed, on any nodes; a part alone is nothing."""
         if not key.part or key.is_copy:
             return True
         manifest = self._versions.get(key.whole)
         return manifest is not None and manifest.is_committed and manifest.is_manifest
 
     def pieces(self, key: VersionKey) -> list[Version]:
-        """All that is here of a version and must last as long as it: the whole; or manifest and
-        parts. Raises: CallerError: NOT_FOUND."""
+        """The whole version, or its manifest and the parts that are here: all that must last as
+        long as the version. Raises: CallerError: NOT_FOUND."""
         found = self._versions.get(key)
         if found is None or not found.is_committed:
             raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="versions")
@@ -135,7 +136,7 @@ class Versions:
         return [found, *parts]
 
     def stale_parts(self, policy: object, seq: int) -> list[Version]:
-        """What is left of versions before `seq` of which some part was never committed."""
+        """The parts here of versions before `seq` that were never committed as a whole."""
         return [
             version
             for key, version in self._versions.items()
@@ -150,7 +151,7 @@ class Versions:
         return list(self._versions.values())
 
     def commit(self, version: Version, digest: str) -> None:
-        """It is whole, and immutable from now on. Committing the same content again is harmless.
+        """Make a version readable, and immutable. Committing the same content again is harmless.
 
         Raises: CallerError: ALREADY_EXISTS: committed with another content.
         """
@@ -165,12 +166,12 @@ class Versions:
         version.digest = digest
 
     def opened(self, version: Version, reader: Wpg) -> None:
-        """Its ranks may have the memory mapped from now on."""
+        """Note that the reader's ranks may have the memory mapped from now on."""
         version.readers = {wpg for wpg in version.readers if not wpg.is_lost} | {reader}
         version.num_openings += 1
 
     def unused(self) -> list[Version]:
-        """Those in memory that nothing here uses; ranks may have them mapped."""
+        """Versions in memory that nothing here uses; ranks may have them mapped."""
         return [
             version
             for key, version in self._versions.items()
@@ -182,7 +183,7 @@ class Versions:
         ]
 
     def leave_memory(self, version: Version) -> int:
-        """It is on disk only from now on. Returns its extent, to be freed."""
+        """Leave a version on disk only. Returns: its extent, to be freed."""
         assert version.is_on_disk
         assert not version.users
         extent, version.extent, version.incarnation = version.extent, None, None
@@ -193,12 +194,13 @@ class Versions:
         version.users += 1
 
     def release(self, version: Version) -> int | None:
-        """One user less. Returns the extent to park where it was dropped meanwhile."""
+        """Count one user less. Returns: the extent to park, where the version was dropped."""
         version.users -= 1
         return self._reap(version)
 
     def drop(self, key: VersionKey) -> tuple[Version, int | None] | None:
-        """Nothing needs it any more. Returns it and, where nobody uses it, its extent to park."""
+        """Drop a version that nothing needs. Returns: it and, where nobody uses it, its extent to
+        park."""
         version = self._versions.pop(key, None)
         if version is None:
             return None
@@ -208,7 +210,7 @@ class Versions:
         return version, self._reap(version)
 
     def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
-        """Those that this life of a policy was still writing, and parts of such."""
+        """Versions that this incarnation of a policy was still writing, and parts of such."""
         return [
             key
             for key, version in self._versions.items()
@@ -218,7 +220,7 @@ class Versions:
         ]
 
     def num_written(self, policy: object, incarnation: int) -> int:
-        """By this life of a policy, and here still."""
+        """The number of versions here that this incarnation of a policy has written."""
         written = (v for k, v in self._versions.items() if k.policy == policy)
         return sum(version.incarnation == incarnation for version in written)
 
@@ -226,7 +228,7 @@ class Versions:
         return sorted(key for key, version in self._versions.items() if version.is_committed)
 
     def states(self) -> list[VersionState]:
-        """Of the committed ones, in order."""
+        """The states of the committed versions, in order."""
         return [
             VersionState(
                 version=key,

@@ -91,10 +91,8 @@ class Weights:
         Raises: ResourceError: DATA_LOSS: it was bad, is here no more, and to be had nowhere.
         """
         await self._until_settled()
-        try:
+        async with self._node.change():
             await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
-        finally:
-            await self._node.handles.record()
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
         """Have a version in host memory, with all of its parts. Raises: as `open`."""

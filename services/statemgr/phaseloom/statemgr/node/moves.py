@@ -1,8 +1,8 @@
-"""Moves between host memory and NVMe, whatever it is that moves.
+"""The moves between host memory and NVMe that are under way.
 
-Invariant: at most one move of a thing is under way. Who needs the thing in host memory cancels its
-move down, and joins its move up. A move goes on where who asked for it is gone, and tells its
-failure to all who wait.
+Invariant: at most one move of a host copy is under way. Who needs the copy in host memory cancels
+its move down, and joins its move up. A move goes on where who asked for it is gone, and tells its
+failure to all who wait. `Tiering` begins the moves, `Node` cancels those of what is lost.
 """
 
 from __future__ import annotations
@@ -15,26 +15,18 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 from phaseloom.common.contract.errors import InternalError, PhaseloomError
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import InvalidTransition
+from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, SharedCopy
 
 log = logging.getLogger(__name__)
 
-
-class Copy(Protocol):
-    """What moves."""
-
-    @property
-    def extent_bytes(self) -> int: ...
-
-
-C = TypeVar("C", bound=Copy)
+HostCopy = Rank | SharedCopy
+"""What moves: a rank's own host copy, or one that ranks share."""
 
 
 class Direction(StrEnum):
@@ -49,8 +41,8 @@ def _future() -> asyncio.Future[None]:
 
 
 @dataclass(slots=True, eq=False)
-class Move(Generic[C]):
-    what: C
+class Move:
+    what: HostCopy
     direction: Direction
     is_hint: bool = False
     """Nobody waits for it: a withdrawn hint, or need of its memory, cancels it."""
@@ -62,22 +54,28 @@ class Move(Generic[C]):
         return self.direction is Direction.PROMOTE
 
 
-Work = Callable[[Move[C]], Awaitable[None]]
-"""Moves the bytes and keeps the books. Raises: PhaseloomError: it is where it was, or is lost."""
+Work = Callable[[Move], Awaitable[None]]
+"""Moves the bytes and records where they are. Raises: PhaseloomError: the copy is where it was, or
+is lost."""
 
 
-class Moves(Generic[C]):
+class Moves:
     """`start` it in a task group; `stop` lets what is under way end."""
 
     def __init__(
-        self, node: Node, directory: StateDirectory, left_behind: Callable[[C], Path | None]
+        self,
+        name: NodeId,
+        directory: StateDirectory,
+        left_behind: Callable[[HostCopy], Path | None],
+        announce: Callable[[], None],
     ) -> None:
         """Args: left_behind: asked after a move: the file of what nobody needs any more; None: it
-        is needed."""
-        self._node = node
+        is needed. announce: called as a move has ended."""
+        self._name = name
         self._directory = directory
         self._left_behind = left_behind
-        self._moves: dict[C, Move[C]] = {}
+        self._announce = announce
+        self._moves: dict[HostCopy, Move] = {}
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -88,26 +86,25 @@ class Moves(Generic[C]):
             move.cancelled.set()
 
     def __len__(self) -> int:
-        """Under way."""
+        """How many are under way."""
         return len(self._moves)
 
-    def end_of(self, what: C) -> asyncio.Future[None] | None:
-        """When the next move of it can begin, where not now."""
-        move = self._moves.get(what)
-        return None if move is None else move.done
+    def __contains__(self, what: object) -> bool:
+        """Whether a move of it is under way."""
+        return what in self._moves
 
-    def making_room(self, demotable: Iterable[C]) -> dict[C, asyncio.Future[None]]:
+    def making_room(self, demotable: Iterable[HostCopy]) -> dict[HostCopy, asyncio.Future[None]]:
         """What is on its way down, and when it is there; and of those that may go down, what has
         come up a moment ago, and when it can."""
         moves = self._moves
         going = {what: move.done for what, move in moves.items() if not move.is_up}
         return going | {what: moves[what].done for what in demotable if what in moves}
 
-    async def do(self, what: C, direction: Direction, work: Work[C]) -> None:
+    async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
         """Begin a move and wait for its end. Raises: PhaseloomError: what it failed by."""
         await asyncio.shield(self._begin(Move(what, direction), work).done)
 
-    async def settled(self, what: C) -> None:
+    async def settled(self, what: HostCopy) -> None:
         """Nothing moves it any more: a move up is joined, one down cancelled."""
         while (move := self._moves.get(what)) is not None:
             if move.is_up:
@@ -117,39 +114,40 @@ class Moves(Generic[C]):
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(move.done)
 
-    def hint(self, what: C, work: Work[C]) -> None:
+    def hint(self, what: HostCopy, work: Work) -> None:
         """It will be needed above: it begins to come up, unless it is on its way somewhere."""
         if what not in self._moves:
             self._begin(Move(what, Direction.PROMOTE, is_hint=True), work)
 
-    def withdraw(self, what: C) -> None:
+    def withdraw(self, what: HostCopy) -> None:
         """The hint was wrong: who waits for it by now gets it all the same."""
         move = self._moves.get(what)
         if move is not None and move.is_hint:
             move.cancelled.set()
 
-    def cancel(self, what: C) -> bool:
-        """Nobody needs it any more. Returns: whether a move was under way, which ends now."""
+    def give_up(self, what: HostCopy, file: Path) -> None:
+        """Nobody needs it any more: its move ends now, or its file goes where it is not moving."""
         move = self._moves.get(what)
         if move is not None:
             move.cancelled.set()
-        return move is not None
+        else:
+            self._directory.discard(file)
 
     async def discard(self, file: Path) -> None:
         """Remove what nobody needs any more. Raises nothing: a file that stays is swept later."""
         with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
-    def _begin(self, move: Move[C], work: Work[C]) -> Move[C]:
+    def _begin(self, move: Move, work: Work) -> Move:
         assert move.what not in self._moves
         self._moves[move.what] = move
         self._tasks.create_task(self._run(move, work))
         return move
 
-    async def _run(self, move: Move[C], work: Work[C]) -> None:
-        """A step that the books do not have ends this process: nobody knows where the copy is, and
-        the next life verifies both places."""
-        labels = {"node": self._node.name, "direction": move.direction}
+    async def _run(self, move: Move, work: Work) -> None:
+        """A step that the table of transitions does not have ends this process: nobody knows where
+        the copy is, and the next daemon verifies both places."""
+        labels = {"node": self._name, "direction": move.direction}
         failure: PhaseloomError | None = None
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
@@ -171,4 +169,4 @@ class Moves(Generic[C]):
             move.done.set_exception(failure)
             # Of a hint nobody waits for it.
             move.done.exception()
-        self._node.announce()
+        self._announce()

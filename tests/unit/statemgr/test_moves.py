@@ -47,12 +47,13 @@ class World:
 
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
-    node = Node(NodeId("n"), [SIZE], 2 * SIZE, 10.0)
-    tiering = Tiering(node, await asyncio.to_thread(StateDirectory, directory), 10 * SIZE)
+    files = await asyncio.to_thread(StateDirectory, directory)
+    node = Node(NodeId("n"), files, [SIZE], 2 * SIZE, 10.0)
+    tiering = Tiering(node, 10 * SIZE)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
         yield World(node, tiering)
-        await node.until(lambda: not tiering.num_moves)
+        await node.until(lambda: not node.moves)
         node.validate()
     node.handles.close()
     node.memory.close()
@@ -63,11 +64,11 @@ async def test_content_comes_up_immutable_though_a_thread_forgets_late_what_it_w
 ) -> None:
     async with world(tmp_path) as w:
         content = w.add("a")
-        await w.tiering.contents.demote(content)
+        await w.tiering._send_down(content)
         assert (content.state, content.extent) == (State.DEMOTED, None)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(Remembering())
-        await w.tiering.contents.promote(content, w.node.reserve_frozen)
+        await w.tiering._promote(content)
         assert content.state is State.HOST
         assert content.extent is not None
         extent = w.node.memory[content.extent]
@@ -79,14 +80,14 @@ async def test_content_whose_file_is_bad_comes_up_from_a_seal_immutable(tmp_path
     """What was raised over the bad file refers to the memory, as long as it lasts."""
     async with world(tmp_path) as w:
         content = w.add("a")
-        await w.tiering.contents.demote(content)
+        await w.tiering._send_down(content)
         directory = StateDirectory(tmp_path)
         (file,) = directory.contents()
         whole = file.read_bytes()
         await asyncio.to_thread(directory.make_directory, directory.seal(content.owner, 1).parent)
         directory.seal(content.owner, 1).write_bytes(whole)
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        await w.tiering.contents.promote(content, w.node.reserve_frozen)
+        await w.tiering._promote(content)
         assert content.extent is not None
         extent = w.node.memory[content.extent]
         assert extent.is_frozen
