@@ -6,19 +6,17 @@ import asyncio
 import io
 from pathlib import Path
 
-import msgspec
 import pytest
 from blake3 import blake3
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from phaseloom import client
 from phaseloom.cli.state import state
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.client import Datum
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.specs import DeploymentSpec, Layout
+from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import state_subject
 from phaseloom.common.transport.bus import Bus
@@ -124,54 +122,3 @@ async def test_sampler_reference_and_version_of_a_job_are_what_their_bytes_are(
         versions = [content.version for content in report.contents]
         assert [version is not None for version in versions].count(True) == 1
         assert (await sampler.forward(BATCH)).logprobs == after
-
-
-PAIR = MeshConfig(
-    nodes=[
-        NodeConfig("rollout-0", "rollout", [8 * 2**20]),
-        NodeConfig("train-0", "train", [700 * 2**10] * 2),  # for one of them at a time
-    ],
-)
-WHOLE = DeploymentSpec("whole", "train", "fsdp", model_spec(hidden_size=256))
-HALVES = msgspec.structs.replace(WHOLE, name="halves", layout=Layout(dp=2))
-REWARD = msgspec.structs.replace(WHOLE, name="reward")
-EDITED = "model.layers.1.mlp.down_proj.weight"
-
-
-async def test_layouts_of_a_model_and_one_that_differs_in_a_tensor_hold_the_rest_once(
-    short_dir: Path,
-) -> None:
-    async with (
-        running_mesh(PAIR, short_dir) as (mesh, _),
-        tenant(mesh, "demo") as connection,
-    ):
-        job = await connection.submit_job("rlhf", [WHOLE, HALVES, REWARD])
-        whole, halves, reward = map(job.deployment, ("whole", "halves", "reward"))
-        before = (await whole.forward(BATCH)).logprobs
-        of_halves = (await halves.forward(BATCH)).logprobs
-        await reward.save_state("first")
-        directory = short_dir / "checkpoints" / "demo" / "rlhf" / "reward"
-        await asyncio.to_thread(edit, directory / "first", directory / "edited")
-        await reward.load_state("edited")
-        edited = (await reward.forward(BATCH)).logprobs
-        assert edited != before
-        for deployment, expected in ((halves, of_halves), (whole, before), (reward, edited)):
-            assert (await deployment.forward(BATCH)).logprobs == expected
-        await halves.forward(BATCH)  # so that the others are offloaded
-        report = await report_of(mesh, "train-0")
-        async with asyncio.timeout(60):
-            while report.owned_bytes < 2.5 * report.held_bytes:
-                report = await report_of(mesh, "train-0")
-        (one,) = [c.num_bytes for c in report.contents if c.users == ["demo.rlhf.whole"]]
-        assert report.held_bytes < 1.2 * one  # of small tensors each has its own
-        for deployment, expected in ((whole, before), (reward, edited), (halves, of_halves)):
-            assert (await deployment.forward(BATCH)).logprobs == expected
-
-
-def edit(source: Path, target: Path) -> None:
-    """Files as another program writes them, with one tensor that is another."""
-    target.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    tensors[EDITED] = tensors[EDITED] + 1
-    save_file(tensors, target / "model.safetensors")
-    (target / "config.json").write_bytes((source / "config.json").read_bytes())

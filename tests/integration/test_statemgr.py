@@ -780,20 +780,34 @@ async def _cutting_proxy(
             await writer.drain()
             passed += len(chunk)
 
+    connections: set[asyncio.Task[None]] = set()
+
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        request = asyncio.create_task(upstream(reader, up_writer))
-        with contextlib.suppress(ConnectionError):
-            await downstream(up_reader, writer)
-        request.cancel()
-        for end in (writer, up_writer):
-            end.close()
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+            request = asyncio.create_task(upstream(reader, up_writer))
+            try:
+                with contextlib.suppress(ConnectionError):
+                    await downstream(up_reader, writer)
+            finally:
+                request.cancel()
+                up_writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await up_writer.wait_closed()
+        finally:
+            writer.close()
             with contextlib.suppress(ConnectionError):
-                await end.wait_closed()
+                await writer.wait_closed()
 
     server = await asyncio.start_server(proxy, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for task in connections:  # a peer may have opened one more as it gave up
+        task.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
 
 
 async def test_fetch_is_for_who_has_a_ticket(short_dir: Path) -> None:

@@ -129,7 +129,7 @@ def _sharing(report: StatusReport) -> list[str]:
 
 def tables(report: StatusReport) -> list[Table]:
     """Tables of deployments, weights versions and shared copies; empty ones are left out."""
-    columns = ("incarnation", "seq", "device", "host", "NVMe", "never on a device", "shared")
+    columns = ("inc.", "seq", "device", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
