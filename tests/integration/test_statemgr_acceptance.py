@@ -253,7 +253,7 @@ async def test_full_disk_keeps_in_host_memory_what_should_leave_it(short_dir: Pa
             rank = await trained(d, POLICY, 1)
             made = await rank.client.versions.create(VERSION, rank.slots)
             other, content = await put_down(d, OTHER, 2)
-            await d.logged("nothing more is drained")
+            await d.logged("nothing more is written back")
             await refused(start(d, SAMPLER, SIZE), Code.RESOURCE_EXHAUSTED)
             report = await d.agent.status()
             assert [each.in_host for each in report.version_states] == [True]
