@@ -116,10 +116,11 @@ class Rank:
     """Bytes of state that lives in host memory alone, behind the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
     extent: int | None = None
-    """The extent of the host copy. A frozen rank has one only while a new copy is made there."""
+    """The extent of the host copy. A frozen rank has one only for a new copy, until that is whole
+    and becomes a shared copy."""
     snapshot: int | None = None
     """The extent that keeps the state of host memory alone as it was when a seal was prepared;
-    None: no such seal is open."""
+    None: there is nothing to keep."""
     pins: bool = False
     """Whether the rank's device pins the extent's pages: it is asked to unpin them before they are
     given back."""
