@@ -64,7 +64,8 @@ class Node:
         frozen_bases: Mapping[str, str] | None = None,
     ) -> None:
         """Args: transfer_timeout_s: a rank that takes longer for one copy is lost.
-        frozen_bases: the frozen bases that tenants may share, as BLAKE3 → name."""
+        frozen_bases: the frozen bases that tenants may share, as BLAKE3 → name.
+        """
         self.name = name
         self.directory = directory
         self.residency = Residency(device_budget_bytes)
@@ -276,7 +277,8 @@ class Node:
         return self.directory.spill(copy.wpg.key, copy.wpg.incarnation, copy.index)
 
     def is_needed(self, copy: HostCopy) -> bool:
-        """Whether a live rank refers to the host copy."""
+        """Whether a host copy is still needed: a shared copy while it has users, a rank's own while
+        the rank is not lost."""
         if isinstance(copy, SharedCopy):
             return self.contents.is_known(copy)
         return copy.state is not State.LOST
@@ -344,8 +346,8 @@ class Node:
                 self._recycle(version, dropped[1])
 
     def release_version(self, version: Version) -> None:
-        """End a use of a version that `versions.acquire` began; with the last use of a dropped
-        version its memory goes."""
+        """End a use of a version that `versions.acquire` began; after the last use a dropped
+        version's memory is parked or freed."""
         extent = self.versions.release(version)
         if extent is not None:
             self._recycle(version, extent)
@@ -395,7 +397,7 @@ class Node:
             assert number == self.memory.arena.num_holders(extent), "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
-        """Bytes of host copies on NVMe, those being written there and written-back ones included."""
+        """Bytes of host copies on NVMe, with those being written there and those written back."""
         return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
 
     def owned_bytes(self) -> tuple[int, int]:

@@ -62,7 +62,8 @@ class Tiering:
         spare_bytes: int = 0,
     ) -> None:
         """Args: spare_bytes: host memory that should be free, or be had without waiting for a disk;
-        0: nothing is written back."""
+        0: nothing is written back.
+        """
         self.nvme_budget_bytes = nvme_budget_bytes
         self._spare_bytes = spare_bytes
         self._used = asyncio.Event()
