@@ -79,6 +79,7 @@ from phaseloom.statemgr.versions.weights import Weights
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+"""Time for a peer to prove what it is, and for a first agent to come, in seconds."""
 
 Answer = tuple[StateMessage, Sequence[int]]
 """An answer and the descriptors that go with it."""

@@ -17,6 +17,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 
 PAGE_BYTES = 4096
 MAX_IDLE_PER_POOL = 2
+"""Idle extents kept in one pool; older ones are given up."""
 
 
 @dataclass(frozen=True, slots=True)

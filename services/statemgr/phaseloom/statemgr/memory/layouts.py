@@ -93,7 +93,8 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
 
     Raises: CallerError: a name comes twice, or a tensor is misaligned, overlaps another or is out
             of bounds; the error names the tensor.
-    Cost:   O(n log n) in tensors; a `TensorTable` was checked when it was decoded, and is free.
+    Cost:   O(n log n) in tensors; a good `TensorTable` is gone through once, however often it is
+            checked.
     """
     if isinstance(tensors, TensorTable):
         if tensors.end is not None and tensors.end <= num_bytes:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 INDEX_HANDLES = (-1, -2)
 """The handles of the index's two memfds; extents, whose numbers begin at 1, have positive ones."""
 _KEEP_TIMEOUT_S = 10.0
+"""Time for the agent to answer that it keeps handles, in seconds."""
 
 
 class HandleRegistry:

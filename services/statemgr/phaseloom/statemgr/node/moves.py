@@ -31,6 +31,8 @@ HostCopy = Rank | SharedCopy
 
 
 class Direction(StrEnum):
+    """The direction of a move; the value is its label in metrics and logs."""
+
     PROMOTE = "lift"
     DEMOTE = "spill"
     WRITE_BACK = "drain"

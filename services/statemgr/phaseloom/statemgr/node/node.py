@@ -48,6 +48,7 @@ from phaseloom.statemgr.versions.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 _LET_GO_TIMEOUT_S = 5.0
+"""Time for a rank to answer that it has unmapped memory, in seconds."""
 
 
 class Node:

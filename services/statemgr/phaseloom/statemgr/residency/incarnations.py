@@ -18,7 +18,7 @@ from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 
 
 class State(StrEnum):
-    """Where the state of a rank is; for a shared copy, where its bytes are."""
+    """The place of a rank's state; for a shared copy, the place of its bytes."""
 
     AWAITING = "awaiting"
     """The agent has announced the rank, which has not registered its heap yet."""
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Step(StrEnum):
-    """What the shell reports of a rank or a shared copy; `TRANSITIONS` says what follows."""
+    """A step that the shell reports of a rank or a shared copy; `TRANSITIONS` says what follows."""
 
     HEAP_REGISTERED = "heap registered"
     FILLED = "filled"

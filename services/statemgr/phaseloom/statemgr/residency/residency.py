@@ -444,7 +444,7 @@ class Residency:
         rank.history.append(f"{rank.state} → {following} ({step})")
         rank.state = following
 
-    # --- the tier below ---
+    # --- NVMe ---
 
     def begin_use(self, wpg: Wpg) -> None:
         """Keep the incarnation's host copies from being demoted until `end_use`; counts as a use of

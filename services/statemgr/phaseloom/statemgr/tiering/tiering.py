@@ -103,7 +103,7 @@ class Tiering:
         may_freeze: bool = False,
         after_s: float | None = None,
     ) -> int:
-        """Reserve an extent; what nothing needs is demoted to make room for it.
+        """Reserve an extent; copies and versions that nothing needs leave memory to make room.
 
         Args:   what: the name of the memory in a refusal.
                 pool: an idle extent of this pool is reused where one of the size is there.
@@ -256,7 +256,7 @@ class Tiering:
                 failed.add(victim)
 
     def _victims(self, after_s: float | None) -> list[Victim]:
-        """What may leave host memory, in this order.
+        """The copies and versions that may leave host memory, in this order.
 
         1. Versions that can leave at once.
         2. Host copies, the one that is needed last first.
@@ -267,10 +267,10 @@ class Tiering:
         return [*self.versions.unread(at_once=True), *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
-        """What will make room by itself, each with the future of its move's end.
+        """The copies and versions that will make room by themselves, each with its move's end.
 
-        These are the copies and versions on their way down, and the copies that may be demoted as
-        soon as their promotion has ended.
+        These are the ones on their way down, and the copies that may be demoted as soon as their
+        promotion has ended.
         """
         residency, shared = self.node.residency, self.node.contents
         copies = self._moves.making_room([*residency.demotable(), *shared.demotable()])
