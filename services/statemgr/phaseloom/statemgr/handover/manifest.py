@@ -146,6 +146,7 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
     seals: HostSeals,
     endpoint: str,
 ) -> Manifest:
+    """The manifest of all that the node holds in host memory now."""
     return Manifest(
         endpoint=endpoint,
         fences=residency.fences(),
@@ -219,6 +220,7 @@ def _book_of_cut(cut: Snapshot) -> SnapshotEntry:
 
 
 def cut_of(book: SnapshotEntry) -> Snapshot:
+    """The checkpoint's snapshot that an entry describes."""
     parts = [
         SnapshotPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
         for part in book.parts
@@ -271,6 +273,7 @@ def content_of(book: SharedCopyEntry) -> SharedCopy:
 
 
 def encode_record(generation: int, payload: bytes) -> bytes:
+    """A record of an encoded manifest, in the format of the module's docstring."""
     digest = xxhash.xxh3_128_digest(_GENERATION.pack(generation) + payload)
     return _PREFIX.pack(MAGIC, generation, len(payload), digest) + payload
 

@@ -186,6 +186,7 @@ class Arena:
         return set(self._idle.values())
 
     def extents_in_use(self) -> set[int]:
+        """The extents that have a holder, vacated ones included; idle ones have none."""
         return self._sizes.keys() - self._idle.keys()
 
     def validate(self) -> None:

@@ -62,6 +62,7 @@ class Extent:
 
     @property
     def is_frozen(self) -> bool:
+        """Whether the memory is sealed against writing."""
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def freeze(self) -> bool:

@@ -70,6 +70,7 @@ class HandleRegistry:
         self.index, self._agent, self._held = index, agent, held
 
     def detach(self, agent: Peer[StateMessage]) -> None:
+        """Forget the agent, if it is the attached one; nothing is recorded until another comes."""
         if self._agent is agent:
             self._agent, self._held = None, set()
 

@@ -142,8 +142,9 @@ class Rank:
     """The shared copy that is a frozen rank's host copy; None: it has none yet, or is not
     frozen."""
     held_version: tuple[VersionKey, int] | None = None
-    """The version that a frozen rank's heap equals, and its seq; its memory becomes the host copy
-    as soon as no seal or copy is in the way."""
+    """The version that a frozen rank's heap equals, and the seq since which it does. The version's
+    memory becomes the host copy at once, or at a later copy-out where a seal or copy is in the
+    way."""
     is_copying: bool = False
     """Whether a frozen rank is asked for a new host copy, which goes to its `extent`."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
@@ -174,6 +175,7 @@ class Rank:
 
     @property
     def has_memory(self) -> bool:
+        """Whether the rank has an extent, or refers to a shared copy."""
         return bool(self.extents) or self.content is not None
 
     @property
@@ -183,6 +185,7 @@ class Rank:
 
     @property
     def extents(self) -> list[int]:
+        """The rank's own extents: that of its host copy, and the snapshot for a seal."""
         return [extent for extent in (self.extent, self.snapshot) if extent is not None]
 
     @property
@@ -256,6 +259,7 @@ class Wpg:
 
     @property
     def on_device(self) -> list[Rank]:
+        """The ranks in device memory, or on their way in or out."""
         return [rank for rank in self.ranks if rank.state in ON_DEVICE]
 
     def __str__(self) -> str:

@@ -280,9 +280,11 @@ class Residency:
         return rank
 
     def alive(self) -> list[Wpg]:
+        """The current incarnations that are not lost, ordered by deployment."""
         return [wpg for _, wpg in sorted(self._wpgs.items()) if not wpg.is_lost]
 
     def find(self, key: DeploymentKey) -> Wpg | None:
+        """The deployment's current incarnation, which may be lost; None: it is not here."""
         return self._wpgs.get(key)
 
     def is_alive(self, key: DeploymentKey, incarnation: int | None) -> bool:
@@ -294,6 +296,7 @@ class Residency:
         return self._fences.get(key, 0)
 
     def fences(self) -> list[tuple[DeploymentKey, int]]:
+        """The newest incarnation ever seen of each deployment."""
         return sorted(self._fences.items())
 
     def holds_memory(self, wpg: Wpg) -> bool:
@@ -330,6 +333,7 @@ class Residency:
         extent: int,
         host_bytes: int = 0,
     ) -> None:
+        """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
         self.restore(rank, heap_bytes, tensors, extent, host_bytes)
 
@@ -566,6 +570,7 @@ class Residency:
         return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
+        """Bytes of the heaps on a device, those on their way in or out included."""
         return sum(
             rank.heap_bytes
             for wpg in self._wpgs.values()
@@ -597,6 +602,7 @@ class Residency:
         ]
 
     def extents(self) -> list[int]:
+        """The extents of all ranks, those of lost incarnations included."""
         every = {*self._wpgs.values(), *self._retired}
         return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
 

@@ -97,6 +97,7 @@ class SharedCopies:
         self._last = max(self._last, content.number)
 
     def attach(self, rank: Rank, content: SharedCopy) -> None:
+        """Make the rank a user of a shared copy; it must not be the user of another."""
         assert rank.content is None
         assert content.number in self._contents
         rank.content = content
