@@ -1,4 +1,4 @@
-"""What the configuration promises, held against what the machine has."""
+"""Checks of the configured budgets against the machine's memory and disk; called at start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 
 def check_host(budget_bytes: int) -> None:
-    """Raises: CallerError: RESOURCE_EXHAUSTED: more than the machine's memory."""
+    """Check the budget of host memory.
+
+    Raises: CallerError: RESOURCE_EXHAUSTED: it is more than the machine's memory.
+    """
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if budget_bytes > there:
         raise _too_much("host_memory_bytes", budget_bytes, there, "bytes of memory")
 
 
 def check_spare(share: float) -> None:
-    """Raises: CallerError: it is no share."""
+    """Check the share of host memory to be kept free.
+
+    Raises: CallerError: it is not from 0 to 1.
+    """
     if not 0 <= share <= 1:
         raise CallerError(
             f"host_spare is {share}", field="host_spare", remedy="set it to 0 to 1, as 0.1"
@@ -25,10 +31,11 @@ def check_spare(share: float) -> None:
 
 
 def nvme_budget(directory: Path, budget_bytes: int | None) -> int:
-    """What spilled state may take; where nothing is configured, as much as the disk takes.
+    """The budget of host copies on NVMe in bytes; the size of the disk where none is configured.
 
-    Args:   directory: exists, or could not be made.
-    Raises: CallerError: RESOURCE_EXHAUSTED: more than the whole disk.
+    Args:    directory: the state directory, which exists unless it could not be made.
+    Returns: 0 where the directory cannot be read.
+    Raises:  CallerError: RESOURCE_EXHAUSTED: the budget is more than the whole disk.
     """
     try:
         disk = shutil.disk_usage(directory)

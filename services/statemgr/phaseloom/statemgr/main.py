@@ -1,4 +1,4 @@
-"""The state manager of one node: configuration, wiring, life."""
+"""The state manager of one node: its configuration, its wiring, and its start and end."""
 
 from __future__ import annotations
 
@@ -42,54 +42,62 @@ from phaseloom.statemgr.versions.weights import Weights
 log = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 200_000
-"""New objects between collections."""
+"""New objects between two runs of the garbage collector."""
 _LISTEN_AGAIN_S = 1.0
-"""Somebody else may have a port for a while."""
+"""Pause between two tries to listen at a port that somebody else has, in seconds."""
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
+    """`[statemgr]` in the TOML file, or `PHASELOOM_STATEMGR_*` in the environment."""
+
     node: NodeId
     """The node whose memory this daemon keeps; for logs and spans."""
     socket: str
     """Path of the Unix socket for the node's agent and ranks."""
     secret: str
-    """The mesh's: the agent proves it here, and it signs the tickets of weights versions."""
+    """The mesh's secret: the agent proves it to this daemon, and it signs the tickets of weights
+    versions."""
     certificates: str
-    """Directory of this node's certificate, key and authority (`phaseloom certs`), by which it and
-    other nodes' state managers know one another."""
+    """Directory of this node's certificate, key and authority (`phaseloom certs`), by which the
+    state managers of different nodes know one another."""
     directory: str
-    """Where seals and persisted weights versions lie."""
+    """Directory of the state files: seals, persisted weights versions, host copies on NVMe."""
     devices: list[int]
     """Bytes of managed state that each device may hold."""
     host_memory_bytes: int
-    """Budget of the host arena."""
+    """Budget of host memory in bytes: host copies, weights versions, seals and checkpoints'
+    snapshots."""
     checkpoint_root: str = ""
-    """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`; the same on all nodes, where
-    a deployment that moves is to find what it saved. Empty: nothing can be saved or loaded."""
+    """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`. It must be the same on all
+    nodes if deployments that move are to find what they saved. Empty: no checkpoint can be saved or
+    loaded."""
     checkpoint_file_bytes: int = 5_000_000_000
-    """A checkpoint's tensors go into files of at most this size, unless one alone is larger."""
+    """Largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
+    file."""
     host_spare: float = 0.1
-    """Share of `host_memory_bytes` to be free, or to be had without waiting for a disk: what is
-    needed last is written to NVMe ahead, in the background. 0: nothing is."""
+    """Share of `host_memory_bytes` that should be free, or be had without waiting for a disk: the
+    host copies that are needed last are written to NVMe in the background. 0: none is."""
     nvme_bytes: int | None = None
-    """Budget of host copies that are on disk instead of in the arena; 0: none ever is; None: as
-    much as the disk takes. Seals and versions are not counted."""
+    """Budget in bytes of host copies on NVMe. 0: host copies stay in memory; None: as much as the
+    disk takes. Seals and versions are not counted."""
     host: str = "127.0.0.1"
-    """Address where weights versions are served to other nodes' daemons."""
+    """Address at which weights versions are served to other nodes' daemons."""
     port: int = 0
-    """TCP port of that; 0: any. StatusReport.endpoint has the real one."""
+    """TCP port at which weights versions are served; 0: any free port. `StatusReport.endpoint` has
+    the one in use."""
     site: str = ""
-    """What fast links join: a weights version crosses to each other site once, and nodes there
-    bring it to one another. Empty: every node fetches its own."""
+    """Name of the group of nodes that fast links join. A weights version crosses to each other site
+    once, and the nodes there pass it on among themselves. Empty: every node fetches for itself."""
     frozen_bases: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Name → BLAKE3 of the content of each of its ranks, in hex as `phaseloom state --json` says:
-    models that never change, whose bytes tenants may share. All else is shared within a tenant."""
+    """Models that never change, whose bytes tenants may share: a name → the BLAKE3 of each rank's
+    content, in hex as `phaseloom state --json` shows it. All other bytes are shared within a tenant
+    only."""
     transfer_timeout_s: float = 120.0
     """A rank that takes longer to copy its heap out or in counts as lost."""
     resume_timeout_s: float = 10.0
-    """After a kill: ranks that have not come back by then are lost."""
+    """After a kill of the daemon, ranks that have not come back within this time are lost."""
     peer_timeout_s: float = 10.0
-    """A pause of another node's daemon, after which the next source is tried."""
+    """Silence of another node's daemon after which the next source is tried."""
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -97,7 +105,7 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. The socket file stays: the next life replaces it."""
+    """Serve until `stop` is set. The socket file stays: the next daemon replaces it."""
     # The layout of a large model is tens of thousands of objects at once, and none is garbage.
     gc.set_threshold(_GC_THRESHOLD)
     # An extent has up to two descriptors, and a node that fetches four streams.
@@ -136,7 +144,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
             for part in in_background:
                 part.stop()
     finally:
-        # What runs in threads goes on, whatever becomes of its task.
+        # Work in threads goes on, whatever becomes of its task, until it is told to stop.
         for part in in_background:
             part.stop()
         local.close()
@@ -158,7 +166,7 @@ def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
 
 
 async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:
-    """What answers agent and ranks, and what other nodes may open."""
+    """Build the parts that answer agent and ranks, and the services that other nodes may open."""
     directory = node.directory
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
@@ -195,8 +203,11 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
 
 
 class _Addresses:
-    """Where other nodes reach this one: its own address, and the one that they know from before a
-    kill. `start` it in a task group; `stop`, then `close`."""
+    """The addresses at which other nodes reach this one: its own, and after a kill also the one
+    that they know from before.
+
+    Call `start` with a task group; then `stop`, then `close`.
+    """
 
     def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
         """Raises: OSError: somebody else has the port."""
@@ -220,7 +231,10 @@ class _Addresses:
             listener.close()
 
     def add(self, endpoint: str) -> None:
-        """At once, if it can be: who asks for the endpoint is told the one that others know."""
+        """Serve at another endpoint too: at once where that works, or else as soon as it does.
+
+        From then on `Node.endpoint` is this one, which other nodes know.
+        """
         if not self._try_to_add(endpoint):
             self._serving.append(self._tasks.create_task(self._keep_trying(endpoint)))
 

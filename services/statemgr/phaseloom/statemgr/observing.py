@@ -1,4 +1,4 @@
-"""The state manager's metrics: gauges over the node's books, and what is moved."""
+"""The state manager's gauges: memory in use, and its budgets, by host and device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phaseloom.statemgr.node.node import Node
 
 
 def register(node: Node) -> None:
-    """Let every scrape read the node's books."""
+    """Let every scrape of the metrics read the node's records."""
     here = {"node": node.name}
     arena, residency = node.memory.arena, node.residency
     devices = range(len(residency.device_budget_bytes))

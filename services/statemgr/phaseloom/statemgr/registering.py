@@ -1,4 +1,5 @@
-"""How a rank begins: it registers its heap, and its extent is filled by a seal, or by itself."""
+"""The beginning of a rank: it registers its heap, and its extent is filled from a seal or by the
+rank itself. The session shell calls both functions."""
 
 from __future__ import annotations
 
@@ -19,15 +20,17 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 async def register_heap(
     node: Node, tiering: Tiering, sealer: Sealer, rank: Rank, request: RegisterHeap
 ) -> tuple[HeapRegistered, list[int]]:
-    """Give a rank its extent, filled from the seal that its life begins from, if from one.
+    """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
 
-    Raises: CallerError: a bad layout. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
-            DATA_LOSS: the seal is bad.
+    Returns: the answer, and the extent's descriptor; none for a frozen rank that begins from a
+             seal, because its host copy is a shared copy at once.
+    Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
+             DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
     """
     tensors = node.layouts.read(request.tensors, rank.wpg)
     node.residency.check_heap(rank, request.heap_bytes, tensors, request.host_bytes)
     check_identity(request)
-    # Its other ranks' copies stay: to be switched in, all must be in host memory at once.
+    # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
     with tiering.using(rank.wpg):
         what = f"the host copy of {rank.owner}"
         num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
@@ -35,7 +38,7 @@ async def register_heap(
     try:
         node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
         rank.pins = request.pins
-        # Whose device pins memory may have some to share.
+        # A rank whose device pins memory may share a descriptor of device memory later.
         if rank in node.ranks:
             node.ranks[rank].max_fds = int(rank.pins)
         rank.frozen, rank.model = request.frozen, request.model
@@ -57,12 +60,13 @@ async def register_heap(
 
 
 async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: CommitInitial) -> None:
-    """What a rank has filled its extent with is its state.
+    """Make the bytes with which a rank has filled its extent its initial state.
 
-    Raises: CallerError: it awaits none. ResourceError: DATA_LOSS: it is not what the rank says.
+    Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes do
+            not match the rank's digest; ABORTED: the incarnation is over.
     """
     if rank.content is not None and rank.digest == request.digest:
-        return  # asked again after a kill
+        return  # the rank asks again after a kill of the daemon
     if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
         raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
     if request.applied < 0:
@@ -82,6 +86,9 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
 
 
 def require_alive(wpg: Wpg) -> None:
-    """Raises: ResourceError: ABORTED."""
+    """Check that an incarnation is not over.
+
+    Raises: ResourceError: ABORTED: it is.
+    """
     if wpg.is_lost:
         raise ResourceError(f"{wpg} is over", code=Code.ABORTED)

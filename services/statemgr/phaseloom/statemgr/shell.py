@@ -1,9 +1,10 @@
-"""The daemon's sessions: who is talking, what they may ask, and which part answers.
+"""The daemon's sessions with the node's agent and ranks: who may ask what, and which part answers.
 
-An agent proves the node's secret, a rank its token; nothing else is believed. Requests of one
-connection run side by side; order between switches of one device is kept by its lock. Before an
-answer leaves, the books that it speaks of are kept. After a kill of the daemon before, nothing is
-answered until all that it held is taken over or given up.
+An agent proves that it knows the mesh's secret, a rank its token; nothing else is believed.
+Requests of one connection run at the same time; switches of one device are kept in order by its
+lock. Before an answer leaves, the manifest has all that the answer speaks of. After a kill of the
+daemon before, no request but those of the handover is answered until all that it held is taken
+over or given up.
 """
 
 from __future__ import annotations
@@ -78,12 +79,14 @@ from phaseloom.statemgr.versions.weights import Weights
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+"""Time for a peer to prove what it is, and for a first agent to come, in seconds."""
 
 Answer = tuple[StateMessage, Sequence[int]]
+"""An answer and the descriptors that go with it."""
 
 
 class Session:
-    """One connection and what it has proved to be."""
+    """One connection and what its peer has proved to be."""
 
     def __init__(self, peer: Peer[StateMessage]) -> None:
         self.peer = peer
@@ -99,7 +102,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Parts:
-    """What answers, each for its own."""
+    """The parts of the daemon that answer requests, each of its own subject."""
 
     node: Node
     sealer: Sealer
@@ -114,7 +117,7 @@ class Parts:
 
 
 class StateManager:
-    """Answers agents and ranks; owns no memory itself."""
+    """Answers the agent and the ranks; `session` serves one connection. Owns no memory itself."""
 
     def __init__(
         self,
@@ -140,13 +143,14 @@ class StateManager:
         self._num_agents = 0
         self._handover: Handover | None = None
         self._is_known_what_was = asyncio.Event()
-        """The first agent has said whether there is something to take over, and handed it over."""
+        """Set once the first agent has said that there is nothing to take over, or its handles have
+        been taken and the records rebuilt from them."""
 
     async def session(self, peer: Peer[StateMessage]) -> None:
         """Serve one connection until it ends.
 
-        Raises: ResourceError: the agent left in the middle of handing over: the next life of this
-                daemon begins with it afresh.
+        Raises: ResourceError: the agent left in the middle of the handover. This ends the daemon,
+                and the next one begins the handover afresh.
         """
         session = Session(peer)
 
@@ -155,10 +159,10 @@ class StateManager:
             async with self._node.change():
                 with contained(metrics.UNFORESEEN, "request"):
                     reply, its_own = await self._handle(session, body, fds)
-                # At once: while the index is written, what is answered with may be dropped, and
-                # its number be that of somebody else's memory.
+                # Duplicated at once: while the manifest is written, the memory may be dropped, and
+                # the descriptor's number become that of somebody else's memory.
                 kept += map(os.dup, its_own)
-            # Whoever awaits this takes duplicates before the loop comes to the next call.
+            # The caller takes duplicates of its own before the loop comes to the next call.
             asyncio.get_running_loop().call_soon(close_fds, kept)
             return reply, kept
 
@@ -204,7 +208,8 @@ class StateManager:
         return await self._handle_agent(body), ()
 
     async def _greet(self, session: Session, body: StateMessage) -> StateMessage | None:
-        """What comes before everything else is settled; None: it is none of that."""
+        """Answer a message that may come before the node is settled: a hello, or a part of the
+        handover; None: it is another message."""
         match body:
             case AgentHello():
                 return self._greet_agent(session, body)
@@ -234,20 +239,20 @@ class StateManager:
         self._node.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
-            # Before anything can go down to where something is removed.
+            # Before anything can be demoted to where files are removed.
             self._tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
         endpoint = await handover.restore(session.peer)
         if endpoint not in {"", self._node.endpoint}:
-            # Other nodes know that one.
+            # Other nodes know the endpoint of the daemon before.
             self._serve_versions_at(endpoint)
         self._is_known_what_was.set()
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
-        # Before anything can go down to where something is removed.
+        # Before anything can be demoted to where files are removed.
         await self._tiering.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
@@ -264,7 +269,7 @@ class StateManager:
         await self._until_known_what_was()
         if self._handover is None or session.greeted.done():
             raise _denied("nothing was taken over, or the second hello")
-        # Verifying a large host copy may take longer than a hello.
+        # Verifying a large host copy may take longer than a hello may.
         session.greet()
         self._enter(session, await self._handover.resume(message))
         return Done()
@@ -392,7 +397,7 @@ class StateManager:
         assert version is not None
         self._node.versions.acquire(version)
         try:
-            # Nobody refers to a part: what is read of it needs a place of its own.
+            # A part is never a host copy: a rank that reads one needs memory for its next copy.
             copied = None if version.key.part else version
             await sharing.make_room(self._node, self._tiering.reserve_frozen, rank, copied)
         finally:
@@ -469,7 +474,10 @@ class StateManager:
 
 
 def _require_first(rank: Rank) -> None:
-    """Of the ranks on this node."""
+    """Check that the rank is the first one of its deployment on this node.
+
+    Raises: CallerError: PERMISSION_DENIED: it is not.
+    """
     if rank.index:
         raise CallerError(
             f"{rank} is not the first here, which alone makes whole versions",

@@ -1,1 +1,1 @@
-"""What a killed daemon leaves to the next one."""
+"""Handover: what a killed daemon leaves to the next one, and how that takes it over."""

@@ -1,10 +1,10 @@
-"""Taking over what a killed state manager held, from the handles that its agent kept.
+"""Handover: taking over what a killed state manager held, from the handles that its agent kept.
 
-The index says what was in memory; nothing is believed that cannot be verified. Weights versions are
-there when their digest is right. Of a deployment each rank comes back and says where its state is:
-in its heap, which it alone knows, or in its host copy, whose digest must be right; of one that is
-dirty it is taken now. A deployment of which a rank stays away, or whose copy is bad, is lost: its
-ranks are cut off.
+The manifest says what was in memory, and nothing of it is believed that cannot be verified. A
+weights version is taken over when its digest is right. Each rank of a deployment comes back and
+says where its state is: in its heap, which it alone knows, or in its host copy, whose digest must
+be right. The digest of a dirty host copy is taken now. A deployment is lost when one of its ranks
+stays away or one of its copies is bad: its ranks are cut off.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Handover:
-    """`take` every handle, `restore`, let the ranks `resume`, then `finish`."""
+    """One handover: `take` every handle, `restore`, let the ranks `resume`, then `finish`."""
 
     def __init__(self, node: Node, tiering: Tiering, index: str) -> None:
         self._node = node
@@ -57,20 +57,28 @@ class Handover:
         self._index = index
         self._handles: dict[int, int] = {}
         self._missing: set[Rank] = set()
-        """They have memory, and did not come back yet."""
+        """The ranks that have memory, and have not come back yet."""
         self._lost: list[DeploymentKey] = []
         self._contents: dict[int, SharedCopy] = {}
-        """Those that are whole."""
+        """The shared copies that are whole, by number."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
-        """Raises: CallerError: not one descriptor for each handle, or a handle twice."""
+        """Take some handles of the daemon before, each with its descriptor.
+
+        Raises: CallerError: there is not one descriptor for each handle, or a handle came twice.
+        """
         if len(handles) != len(fds) or self._handles.keys() & set(handles):
             close_fds(fds)
             raise CallerError(f"{len(fds)} descriptors for handles {handles}", field="handles")
         self._handles.update(zip(handles, fds, strict=True))
 
     async def restore(self, agent: Peer[StateMessage]) -> str:
-        """Rebuild the books. Returns the endpoint at which the daemon before served versions."""
+        """Rebuild the node's records from the manifest, and verify the memory that it names.
+
+        Where the manifest is missing or cannot be read, nothing is taken over.
+
+        Returns: the endpoint at which the daemon before served versions; empty: it is not known.
+        """
         held = set(self._handles)
         try:
             index = [self._handles.pop(handle) for handle in INDEX_HANDLES]
@@ -87,11 +95,11 @@ class Handover:
         await _side_by_side(map(self._restore_content, books.contents))
         for wpg in books.wpgs:
             self._restore_wpg(wpg)
-        # Manifests before parts, which without one would count as never committed.
+        # Versions' manifests before their parts: without one a part counts as never committed.
         for is_part in (False, True):
             versions = [each for each in books.versions if bool(each.key.part) is is_part]
             await _side_by_side(map(self._restore_version, versions))
-        # Only now: one that nobody refers to any more may be a version all the same.
+        # Only now: a copy that nobody refers to may be the memory of a version all the same.
         self._drop_unused_contents()
         for alive in self._node.residency.alive():
             await self._check_prepared(alive)
@@ -101,7 +109,7 @@ class Handover:
             self._restore_seal(HostSeal(seal.key, seal.seq, seal.extent, seal.num_bytes))
         close_fds(self._handles.values())
         self._handles.clear()
-        # Only now: before, the books that would be recorded were not whole.
+        # Only now: before, the manifest that would be recorded was not whole.
         self._node.handles.take_over(agent, self._index, index, found[0] if found else 0, held)
         return books.endpoint
 
@@ -169,7 +177,10 @@ class Handover:
         return True
 
     async def _restore_content(self, book: SharedCopyEntry) -> None:
-        """Where it is whole. A kill in the middle of a move leaves either place."""
+        """Find a shared copy where it is whole: in host memory, or else on NVMe.
+
+        A kill in the middle of a move leaves it whole in one of the two places.
+        """
         content, memory = content_of(book), self._node.memory
         is_above = book.state not in ON_NVME
         extent = content.extent
@@ -189,13 +200,13 @@ class Handover:
             log.error("%s cannot be taken over", content)
 
     def _drop_unused_contents(self) -> None:
-        """Of lives that are lost."""
+        """Give up the shared copies whose users' incarnations are all lost."""
         for content in self._contents.values():
             if not self._node.contents.is_known(content):
                 self._node.vacate_shared(content)
 
     def _restore_seal(self, seal: HostSeal) -> None:
-        """Its blocks are verified when it is read."""
+        """Take over a seal that is in host memory; its blocks are verified when it is read."""
         node = self._node
         if not self._adopt_extent(seal.extent, seal.num_bytes, seal.name):
             return
@@ -208,7 +219,7 @@ class Handover:
         node.seals.add(seal)
 
     def _restore_cut(self, book: SnapshotEntry) -> None:
-        """For whoever asks to have it written."""
+        """Take over a checkpoint's snapshot, which the next request to write it will find."""
         name = f"checkpoint {book.name!r} of {book.key}"
         adopted: list[int] = []
         for part in book.parts:
@@ -222,7 +233,12 @@ class Handover:
     def _adopt_extent(
         self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
     ) -> bool:
-        """Args: num_bytes: None: whatever it has."""
+        """Take over the memory of an extent, or one share more of it where it is taken already.
+
+        Args:    num_bytes: the size that it must have; None: any size.
+                 is_vacated: whether the extent's content is on NVMe.
+        Returns: False: the memory was not handed over, or is not what the manifest says.
+        """
         if extent in self._node.memory.arena.extents_in_use():
             self._node.memory.hold(extent)
             return True
@@ -246,8 +262,8 @@ class Handover:
             return
         log.error("version %s cannot be taken over from memory", book.key)
         if book.key.is_copy:
-            return  # whoever needs it brings it again
-        # Only its policy can make it again, from the log: whoever syncs it waits for that.
+            return  # a node that needs the copy fetches it again
+        # Only its policy can make it again, from the log; syncs of this version wait for that.
         policy = node.residency.find(book.key.policy)
         if policy is not None and book.digest and node.versions.find(book.key) is None:
             self._lose(policy, f"version {book.key} is bad, and on no disk")
@@ -260,7 +276,7 @@ class Handover:
             memory = node.memory[book.extent].view(book.num_bytes)
             is_good = await asyncio.to_thread(digest_of, memory) == book.digest
         else:
-            # Its writer goes on, or is lost and it with it.
+            # The version is not committed: its writer goes on, or is lost and the version with it.
             is_good = node.residency.is_alive(book.key.policy, book.incarnation)
         version = Version(
             key=book.key,
@@ -270,7 +286,7 @@ class Handover:
             extent=book.extent,
             incarnation=book.incarnation,
         )
-        # Who has it mapped was not kept; only those of its job can.
+        # The manifest does not name the readers that have it mapped: any of its job may.
         job = book.key.policy.job_key
         version.readers = {wpg for wpg in node.residency.alive() if wpg.key.job_key == job}
         if is_good and node.versions.adopt(version):
@@ -282,7 +298,7 @@ class Handover:
         if wpg.prepared is None:
             return
         for rank in wpg.ranks:
-            # What stood still of host memory was not kept; the rank may have worked on there.
+            # Snapshots of host-only state were not kept, and the rank may have worked on there.
             is_known = rank.is_dirty or rank.content is not None
             is_kept = is_known or await self._is_whole(rank, rank.digest)
             if rank.host_bytes or not is_kept:
@@ -295,10 +311,11 @@ class Handover:
         return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
 
     async def resume(self, message: RankResume) -> Rank:
-        """A rank is back. Its word counts for where its state is.
+        """Take a rank back, which says where its state is.
 
-        Raises: CallerError: PERMISSION_DENIED: it is not awaited; FAILED_PRECONDITION: it has
-                another heap. ResourceError: DATA_LOSS: its host copy is bad; its life is over.
+        Raises: CallerError: PERMISSION_DENIED: the rank is not awaited; FAILED_PRECONDITION: it has
+                another heap than before. ResourceError: DATA_LOSS: its host copy is bad. After the
+                last two its incarnation is over.
         """
         node = self._node
         rank = node.residency.known(message.token)
@@ -329,7 +346,8 @@ class Handover:
         return rank
 
     async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
-        """Its host copy is a content, which is whole; or what it copied out last."""
+        """Take a frozen rank back: its host copy is the extent that it copied out to last, where
+        that is whole, or else its shared copy."""
         node, digest = self._node, message.digest or rank.digest
         state = State.HOST
         if rank.content is None and not message.filled:
@@ -350,11 +368,15 @@ class Handover:
         return await _has(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
-        """Its heap is where the state is, so its host copy needs its memory again."""
+        """Give the host copy of a resident rank its memory again, where it was on NVMe.
+
+        Raises: ResourceError: there is no memory for it, or a part of the state was in the memory
+                that was given back; the incarnation is over.
+        """
         if rank.state not in ON_NVME or rank.extent is None:
             return
         if rank.host_bytes:
-            # It was given back above: what lives there alone is gone.
+            # The extent's memory was given back: the state that lives there alone is gone.
             self._lose(rank.wpg, "a part of its state was in memory that is given back")
             raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
         try:
@@ -364,10 +386,13 @@ class Handover:
             raise
 
     async def _tier_of(self, rank: Rank, digest: str) -> State | None:
-        """Where its host copy is whole. A kill in the middle of a spill leaves either place."""
+        """The tier in which the rank's host copy is whole; None: in neither.
+
+        A kill in the middle of a demotion leaves it whole in one of the two.
+        """
         is_below = rank.state in ON_NVME
         if not is_below and (not digest or await self._is_whole(rank, digest)):
-            # Without a digest: the rank says that it copied it out, and nobody has come to hash it.
+            # Without a digest the copy is dirty: the rank has copied it out, and it is not hashed.
             return State.HOST
         if not await asyncio.to_thread(self._tiering.is_demoted, rank, digest):
             return None
@@ -376,7 +401,7 @@ class Handover:
         return State.DEMOTED
 
     def begin_again(self, token: str) -> None:
-        """A rank that has not heard of its extent says hello: it has none."""
+        """Free the extent of a rank that says hello: it never heard of that extent."""
         rank = self._node.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
@@ -387,7 +412,10 @@ class Handover:
             self._node.announce()
 
     async def finish(self, timeout_s: float) -> list[DeploymentKey]:
-        """Wait for the ranks. Returns the deployments that are lost."""
+        """Wait for the ranks; those that do not come back in time are lost.
+
+        Returns: the deployments that are lost with this handover.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._node.until(lambda: not self._awaited())
@@ -408,7 +436,8 @@ class Handover:
 
 
 async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Memory is verified in as many threads as there are: agent and ranks wait for it."""
+    """Run the works at the same time: memory is verified in many threads, because agent and ranks
+    wait for it."""
     async with asyncio.TaskGroup() as tasks:
         for work in works:
             tasks.create_task(work)

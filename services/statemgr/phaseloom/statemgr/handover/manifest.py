@@ -1,10 +1,11 @@
-"""What a state manager's next life must know of this one, and the record that survives a kill.
+"""The manifest: what the next daemon must know of this one, as a record that survives a kill.
 
     magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Manifest`
 
-Records are written in turn to two places, so that a kill in the middle of one leaves the one
-before. The checksum covers generation and content; of two whole records the one of the higher
-generation counts. What they say of memory is never taken for granted: it is verified by digest.
+Records are written in turn to two places, so that a kill in the middle of a write leaves the
+record before. The checksum covers generation and content. Where both records are whole, the one of
+the higher generation counts. What a record says of memory is never taken for granted: the memory is
+verified by digest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _GENERATION = struct.Struct("<Q")
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
-    """`tensors` is `TensorTable.packed`."""
+    """One rank of an incarnation; `tensors` is its `TensorTable.packed`."""
 
     device: int
     token: str
@@ -49,20 +50,23 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One incarnation that is alive, with its ranks."""
+
     key: DeploymentKey
     incarnation: int
     seal_seq: int
     epoch: int
     prepared: int | None
-    """seq whose copies are kept for a seal."""
+    """The seq of the prepared seal, whose host copies are kept; None: no seal is prepared."""
     sealed: list[int]
+    """The seqs of the seals that the incarnation has written."""
     ranks: list[RankEntry]
     rank_offset: int
     num_ranks: int
 
 
 class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A version that is in host memory; the others are found on disk."""
+    """A weights version that is in host memory; the others are found on disk."""
 
     key: VersionKey
     num_bytes: int
@@ -73,6 +77,8 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A shared copy without its users: each `RankEntry` names its copy by `number`."""
+
     number: int
     owner: DeploymentKey
     applied: int
@@ -88,6 +94,8 @@ class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotPartEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of a checkpoint's snapshot."""
+
     extent: int
     num_bytes: int
     tensors: msgspec.Raw
@@ -95,6 +103,8 @@ class SnapshotPartEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint's snapshot, which is in host memory until the checkpoint is written."""
+
     key: DeploymentKey
     incarnation: int
     operation: str
@@ -106,7 +116,7 @@ class SnapshotEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One that is in host memory; the others are found on disk."""
+    """A seal that is in host memory; the others are found on disk."""
 
     key: DeploymentKey
     seq: int
@@ -115,9 +125,12 @@ class SealEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """All that a state manager holds in host memory, as the next one finds it."""
+
     endpoint: str
-    """Where other nodes were told to fetch versions."""
+    """host:port at which other nodes were told to fetch versions."""
     fences: list[tuple[DeploymentKey, int]]
+    """The newest incarnation ever seen of each deployment."""
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
     contents: list[SharedCopyEntry]
@@ -133,6 +146,7 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
     seals: HostSeals,
     endpoint: str,
 ) -> Manifest:
+    """The manifest of all that the node holds in host memory now."""
     return Manifest(
         endpoint=endpoint,
         fences=residency.fences(),
@@ -206,6 +220,7 @@ def _book_of_cut(cut: Snapshot) -> SnapshotEntry:
 
 
 def cut_of(book: SnapshotEntry) -> Snapshot:
+    """The checkpoint's snapshot that an entry describes."""
     parts = [
         SnapshotPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
         for part in book.parts
@@ -240,7 +255,7 @@ def _book_of(content: SharedCopy) -> SharedCopyEntry:
 
 
 def content_of(book: SharedCopyEntry) -> SharedCopy:
-    """As it was, without its users."""
+    """The shared copy of an entry, as it was but without its users."""
     return SharedCopy(
         number=book.number,
         owner=book.owner,
@@ -258,14 +273,15 @@ def content_of(book: SharedCopyEntry) -> SharedCopy:
 
 
 def encode_record(generation: int, payload: bytes) -> bytes:
+    """A record of an encoded manifest, in the format of the module's docstring."""
     digest = xxhash.xxh3_128_digest(_GENERATION.pack(generation) + payload)
     return _PREFIX.pack(MAGIC, generation, len(payload), digest) + payload
 
 
 def newest_record(places: Iterable[bytes]) -> tuple[int, bytes] | None:
-    """Generation and content of the newest record that is whole; None: none is.
+    """Generation and payload of the newest record that is whole; None: no record is.
 
-    Args: places: content of each place; whatever follows a record in it does not matter.
+    Args: places: the bytes of each place; bytes after the record do not matter.
     """
     whole = [record for place in places if (record := _decode(place)) is not None]
     return max(whole, default=None)

@@ -1,11 +1,12 @@
 """Host memory of one node as a budget: extents handed out, and idle ones kept for reuse.
 
-Invariant: the bytes of all extents, idle ones included, never exceed the budget. Idle extents are
-kept because the first touch of fresh memory costs ten times a copy into touched memory; they are
-given up, oldest first, before anything is refused. An extent is only ever reused within its pool,
-so that no deployment is handed memory that another one may still have mapped. A vacated extent
-keeps its number and its mappings, but has no memory until it is occupied again. One with several
-holders is there, and counted, once, and stays until the last of them gives it up.
+Invariant: the bytes of all extents, idle ones included, never exceed the budget.
+
+Idle extents are kept because the first touch of fresh memory costs ten times a copy into touched
+memory; they are given up, oldest first, before anything is refused. An extent is only ever reused
+within its pool, so that no deployment is handed memory that another one may still have mapped. A
+vacated extent keeps its number and its mappings, but has no memory until it is occupied again. An
+extent with several holders is counted once, and stays until the last holder gives it up.
 """
 
 from __future__ import annotations
@@ -16,27 +17,32 @@ from phaseloom.common.contract.errors import Code, ResourceError
 
 PAGE_BYTES = 4096
 MAX_IDLE_PER_POOL = 2
+"""Idle extents kept in one pool; older ones are given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
+    """The answer to a reservation: an extent, and what the shell has to do for it."""
+
     extent: int
     is_new: bool
-    """False: an idle extent of the pool; the shell has its memory already."""
+    """Whether the shell has to make the extent's memory; False: it is an idle one of the pool."""
     evicted: list[int]
     """Idle extents given up for this one: the shell frees their memory first."""
 
 
 def rounded(num_bytes: int) -> int:
-    """What `num_bytes` take in whole pages; at least one."""
+    """`num_bytes` rounded up to whole pages, in bytes; at least one page."""
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 @dataclass(slots=True)
 class Arena:
+    """The record of all extents; the memory itself is in `HostMemory`."""
+
     budget_bytes: int
     used_bytes: int = 0
-    """Idle extents included."""
+    """Bytes of all extents that have memory, idle ones included."""
     _last: int = 0
     _sizes: dict[int, int] = field(default_factory=dict)
     _idle: dict[int, str] = field(default_factory=dict)
@@ -46,11 +52,11 @@ class Arena:
     """extent → holders beside the first"""
 
     def reserve(self, num_bytes: int, what: str, pool: str = "") -> Grant:
-        """An extent of at least `num_bytes`.
+        """Reserve an extent of at least `num_bytes`.
 
-        Args:   what: for the message of a refusal.
-                pool: reuse an idle extent of this pool where one of the size is there.
-        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing changed then.
+        Args:   what: the name of the memory in a refusal.
+                pool: an idle extent of this pool is reused where one of the size is there.
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing has changed then.
         """
         size = rounded(num_bytes)
         for extent, owner in self._idle.items():
@@ -64,16 +70,16 @@ class Arena:
         return Grant(self._last, is_new=True, evicted=evicted)
 
     def vacate(self, extent: int) -> None:
-        """What was in it is elsewhere: its memory is free."""
+        """Count the memory of an extent as free; its content is elsewhere."""
         assert extent not in self._idle
         assert extent not in self._vacated
         self._vacated.add(extent)
         self.used_bytes -= self._sizes[extent]
 
     def occupy(self, extent: int, what: str) -> list[int]:
-        """Take memory for a vacated extent again; returns the idle ones given up for it.
+        """Take memory for a vacated extent again; returns the idle extents given up for it.
 
-        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing changed then.
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers; nothing has changed then.
         """
         evicted = self._make_room(self._sizes[extent], what)
         self._vacated.remove(extent)
@@ -81,7 +87,10 @@ class Arena:
         return evicted
 
     def adopt(self, extent: int, num_bytes: int, *, is_vacated: bool = False) -> None:
-        """An extent of the daemon before. Raises: ResourceError: above the budget."""
+        """Record an extent of the daemon before under its number.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED: it does not fit the budget.
+        """
         size = rounded(num_bytes)
         assert extent not in self._sizes
         if is_vacated:
@@ -100,13 +109,16 @@ class Arena:
         self.used_bytes += size
 
     def hold(self, extent: int) -> None:
-        """One holder more: it takes one `let_go` more until it can be freed or parked."""
+        """Count one more holder, and so one more `let_go` before the extent is freed or parked."""
         assert extent in self._sizes
         assert extent not in self._idle
         self._more_holders[extent] = self._more_holders.get(extent, 0) + 1
 
     def let_go(self, extent: int) -> bool:
-        """One holder less, unless it is the last one. Returns: whether others hold it still."""
+        """Count one holder less, unless it is the last one.
+
+        Returns: whether others still hold the extent; False: the caller frees or parks it.
+        """
         others = self._more_holders.pop(extent, 0)
         if others > 1:
             self._more_holders[extent] = others - 1
@@ -116,12 +128,12 @@ class Arena:
         return 1 + self._more_holders.get(extent, 0)
 
     def size_of(self, extent: int) -> int:
-        """Bytes, in whole pages."""
+        """The size of an extent in bytes, whole pages."""
         return self._sizes[extent]
 
     @property
     def free_bytes(self) -> int:
-        """Idle extents included."""
+        """Bytes of the budget that can be had at once, those of idle extents included."""
         idle_bytes = sum(self._sizes[extent] for extent in self._idle)
         return self.budget_bytes - self.used_bytes + idle_bytes
 
@@ -158,7 +170,7 @@ class Arena:
         return extent
 
     def park(self, extent: int, pool: str) -> list[int]:
-        """Keep an extent for reuse in `pool`; returns those that were given up instead."""
+        """Keep an extent for reuse in `pool`; returns the extents that were given up for it."""
         assert extent in self._sizes
         assert extent not in self._idle
         self._idle[extent] = pool
@@ -166,14 +178,15 @@ class Arena:
         return [self.free(e) for e in same[:-MAX_IDLE_PER_POOL]]
 
     def drop_pool(self, pool: str) -> list[int]:
-        """Give up what is idle in `pool`: its extents may no longer be reused."""
+        """Give up all idle extents of `pool`, which may no longer be reused; returns them."""
         return [self.free(e) for e in [e for e, owner in self._idle.items() if owner == pool]]
 
     def pools(self) -> set[str]:
-        """Those in which something is idle."""
+        """The pools that have an idle extent."""
         return set(self._idle.values())
 
     def extents_in_use(self) -> set[int]:
+        """The extents that have a holder, vacated ones included; idle ones have none."""
         return self._sizes.keys() - self._idle.keys()
 
     def validate(self) -> None:

@@ -1,9 +1,9 @@
 """The host arena's memory: one memfd an extent, mapped once and kept.
 
-The sizes are sealed, so that no rank can shrink what this daemon has mapped (reading it would be a
-SIGBUS). Readers get a descriptor that was opened read-only; what several jobs may read is sealed
-against writing too, whatever descriptors of it there are. The mapping counts as shared memory of
-this process, not as anonymous memory.
+The sizes are sealed, so that no rank can shrink memory that this daemon has mapped (reading it
+would be a SIGBUS). Readers get a descriptor that was opened read-only. Memory that several jobs may
+read is also sealed against writing, through whatever descriptor. The mapping counts as shared
+memory of this process, not as anonymous memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from phaseloom.statemgr.memory.arena import Arena, rounded
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAX_NAME = 200
-"""The kernel takes 249 bytes; names are only shown in /proc."""
+"""Longest name of a memfd; the kernel takes 249 bytes. Names are only shown in /proc."""
 
 
 class Extent:
-    """Zeroes until written."""
+    """The memory of one extent: a memfd, which holds zeroes until it is written."""
 
     def __init__(self, num_bytes: int, name: str, *, may_freeze: bool = False) -> None:
-        """Raises: OSError: the system has no descriptor or no memory to give."""
+        """Args:   may_freeze: whether `freeze` can make the memory immutable later.
+        Raises: OSError: the system has no descriptor or no memory to give.
+        """
         fd = os.memfd_create(name[:_MAX_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rounded(num_bytes))
@@ -39,9 +41,9 @@ class Extent:
 
     @classmethod
     def adopt(cls, fd: int, num_bytes: int) -> Extent:
-        """One that another process made; takes `fd`, except where it raises.
+        """An extent that another process made; owns `fd` from here on, except where it raises.
 
-        Raises: OSError: it is none. ValueError: its size is another, or can change.
+        Raises: OSError: the descriptor is no memfd. ValueError: its size is another, or can change.
         """
         if os.fstat(fd).st_size != rounded(num_bytes):
             raise ValueError(f"it has {os.fstat(fd).st_size} bytes, not {rounded(num_bytes)}")
@@ -60,11 +62,14 @@ class Extent:
 
     @property
     def is_frozen(self) -> bool:
+        """Whether the memory is sealed against writing."""
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def freeze(self) -> bool:
-        """Nobody can write it from now on. Returns: False where somebody may have it mapped
-        writable, or it was made for writing."""
+        """Seal the memory against writing, for good.
+
+        Returns: False: somebody may have it mapped writable, or it was made without `may_freeze`.
+        """
         self._map = None
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
@@ -73,7 +78,7 @@ class Extent:
         return True
 
     def readable(self, num_bytes: int) -> memoryview:
-        """The first `num_bytes`, to read only: what is written there, nobody else sees."""
+        """The first `num_bytes`, to read only: nobody else sees what is written to this view."""
         if self._read_only_map is None:
             # Private: ctypes takes the address of writable mappings only, as `copy` does.
             fd, flags = self.read_only_fd, mmap.MAP_PRIVATE
@@ -91,27 +96,31 @@ class Extent:
         return self._map
 
     def vacate(self) -> None:
-        """Free the memory under this and every other process's mapping; it reads as zeroes."""
+        """Give the extent's pages back to the system under all mappings, of every process.
+
+        The extent reads as zeroes afterwards.
+        """
         whole, start = self._mapped()
         whole.madvise(mmap.MADV_REMOVE, start, self._num_bytes)
 
     def close(self) -> None:
-        """Give the memory up, once the last view on it is gone."""
+        """Close the descriptors; the memory goes once the last view on it is gone."""
         os.close(self.fd)
         os.close(self.read_only_fd)
-        # Not closed by force: a thread may be reading a view. The last reference unmaps it.
+        # The maps are not closed by force: a thread may be reading a view. The last reference
+        # unmaps them.
         self._map = self._read_only_map = None
 
 
 class HostMemory:
-    """The arena's book-keeping together with its memory."""
+    """The arena's records together with the memory of its extents, by extent number."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.arena = Arena(budget_bytes)
         self._extents: dict[int, Extent] = {}
 
     def __contains__(self, extent: object) -> bool:
-        """From any thread."""
+        """Whether the extent has memory here. May be called from any thread."""
         return extent in self._extents
 
     def __getitem__(self, extent: int) -> Extent:
@@ -120,7 +129,13 @@ class HostMemory:
     def reserve(
         self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
     ) -> int:
-        """Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers."""
+        """Reserve an extent and make its memory; returns its number.
+
+        Args:   what: the name of the memory in /proc and in a refusal.
+                pool: an idle extent of this pool is reused where one of the size is there.
+                may_freeze: whether a new extent can be made immutable later.
+        Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers.
+        """
         grant = self.arena.reserve(num_bytes, what, pool)
         self._close(grant.evicted)
         if grant.is_new:
@@ -137,20 +152,23 @@ class HostMemory:
         return grant.extent
 
     def vacate(self, extent: int) -> None:
-        """What was in it is elsewhere."""
+        """Give back the memory of an extent whose content is elsewhere."""
         self._extents[extent].vacate()
         self.arena.vacate(extent)
 
     def occupy(self, extent: int, what: str) -> None:
-        """Memory for a vacated one again. Raises: ResourceError: RESOURCE_EXHAUSTED."""
+        """Take memory for a vacated extent again.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
+        """
         self._close(self.arena.occupy(extent, what))
 
     def adopt(
         self, extent: int, fd: int, num_bytes: int, what: str, *, is_vacated: bool = False
     ) -> None:
-        """Take an extent of the daemon before over, and `fd` with it, except where it raises.
+        """Take over an extent of the daemon before; owns `fd` from here on, except where it raises.
 
-        Raises: ResourceError: above the budget, or it is not such an extent.
+        Raises: ResourceError: the extent does not fit the budget, or `fd` is not such an extent.
         """
         self.arena.adopt(extent, num_bytes, is_vacated=is_vacated)
         try:
@@ -162,20 +180,21 @@ class HostMemory:
             raise ResourceError(f"the memory for {what} cannot be taken over: {error}") from error
 
     def handles(self) -> dict[int, int]:
-        """extent → descriptor, the idle ones included."""
+        """The descriptor of each extent, by number; idle extents are included."""
         return {number: extent.fd for number, extent in self._extents.items()}
 
     def hold(self, extent: int) -> None:
-        """One holder more, who `free`s or `park`s it too."""
+        """Count one more holder of an extent; each holder calls `free` or `park` once."""
         self.arena.hold(extent)
 
     def free(self, extent: int) -> None:
-        """One holder gives it up; the last one frees it."""
+        """Give up one holder's share of an extent; the last holder's call frees it."""
         if not self.arena.let_go(extent):
             self._close([self.arena.free(extent)])
 
     def park(self, extent: int, pool: str) -> None:
-        """Keep it, touched as it is, for the next one of `pool`, unless somebody else holds it."""
+        """Give up one holder's share of an extent; the last holder's call keeps it, touched as it
+        is, for the next reservation in `pool`."""
         if not self.arena.let_go(extent):
             self._close(self.arena.park(extent, pool))
 
@@ -191,14 +210,14 @@ class HostMemory:
 
 
 def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -> memoryview:
-    """The beginning of one extent and that of another as one piece of memory, copying nothing.
+    """The beginning of one extent followed by that of another, as one view; copies nothing.
 
-    Args:   first_bytes: whole pages.
+    Args:   first_bytes: bytes of the first extent, whole pages.
     Raises: OSError: the system maps no more.
     """
     assert first_bytes % mmap.PAGESIZE == 0
     num_bytes = first_bytes + rounded(second_bytes)
-    # Whoever drops it last unmaps what is placed into it too.
+    # The mapping owns what is placed into it: the last reference to it unmaps both.
     whole = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(whole))
     place_file(address, first.fd, first_bytes)
@@ -207,7 +226,11 @@ def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Long: run it in a thread; it releases the interpreter, which slice assignment does not."""
+    """Copy bytes between two views of the same length.
+
+    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
+    not.
+    """
     assert len(target) == len(source)
     ctypes.memmove(_address(target), _address(source), len(source))
 

@@ -1,4 +1,5 @@
-"""What ranks say about their memory: a bad layout is refused before anything happens."""
+"""Layouts that ranks send of their memory: decoded once, and refused where they are bad, before
+anything happens."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from phaseloom.statemgr.residency.incarnations import Wpg
 _OFFSET = attrgetter("offset")
 _MAX_KNOWN_BYTES = 256 * 1024 * 1024
 _MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
-"""What it registers and what it publishes, each with as many tensors as there may be."""
+"""Limit of the layouts of one rank, in bytes when decoded: room for the one that it registers and
+the one that it publishes, each with as many tensors as there may be."""
 
 
 class Layouts:
-    """What ranks have sent: the same bytes are decoded, and checked, once.
+    """The layouts that ranks have sent; equal bytes are decoded, and checked, once.
 
-    What is kept for when it comes again is bounded, by what it takes when it is decoded. So is
-    what a life's ranks have sent and somebody uses: who sends others without end is refused.
+    Two sizes are bounded, both counted in decoded bytes: the layouts kept in case they come again,
+    and the layouts in use that the ranks of one incarnation have sent. A rank that sends new
+    layouts without end is refused.
     """
 
     def __init__(
@@ -33,12 +36,15 @@ class Layouts:
         self._max_bytes_of_a_rank = max_bytes_of_a_rank
         self._known: OrderedDict[bytes, TensorTable] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
-        """Those that are known, and those that fell out and somebody uses still."""
+        """The kept layouts, and those no longer kept that are still in use."""
         self.known_bytes = 0
 
     def read(self, packed: bytes, wpg: Wpg) -> TensorTable:
-        """Raises: CallerError: it is no table of tensors. ResourceError: RESOURCE_EXHAUSTED: with
-        it, what this life has sent takes too much."""
+        """The decoded layout, which is new or kept from before.
+
+        Raises: CallerError: the bytes are no table of tensors. ResourceError: RESOURCE_EXHAUSTED:
+                the incarnation's layouts in use would take too much.
+        """
         table = self._alive.get(packed)
         if table is None:
             table = TensorTable.read(packed)
@@ -67,7 +73,7 @@ class Layouts:
             )
 
     def _keep(self, table: TensorTable) -> None:
-        """It came last; what came longest ago goes."""
+        """Keep a layout in case it comes again; the layouts used longest ago are dropped."""
         if table.packed in self._known:
             self._known.move_to_end(table.packed)
             return
@@ -83,9 +89,12 @@ def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:
 
 
 def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> None:
-    """Raises: CallerError: names twice, misaligned, overlapping or out of bounds; names the slot.
+    """Check that the tensors of a layout fit `num_bytes`.
 
-    Cost: O(n log n) in tensors, of a table once.
+    Raises: CallerError: a name comes twice, or a tensor is misaligned, overlaps another or is out
+            of bounds; the error names the tensor.
+    Cost:   O(n log n) in tensors; a good `TensorTable` is gone through once, however often it is
+            checked.
     """
     if isinstance(tensors, TensorTable):
         if tensors.end is not None and tensors.end <= num_bytes:
@@ -111,7 +120,10 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
 
 
 def check_host_bytes(num_bytes: int) -> None:
-    """Raises: CallerError."""
+    """Check the size of the state that lives in host memory alone.
+
+    Raises: CallerError: it is negative.
+    """
     if num_bytes < 0:
         raise CallerError(f"{num_bytes} bytes", field="host_bytes", remedy="use zero or more")
 
@@ -120,7 +132,11 @@ _MODEL = re.compile(r"([0-9a-f]{64})?")
 
 
 def check_identity(request: RegisterHeap) -> None:
-    """Raises: CallerError: what it says of its model, or of how it is written, cannot be."""
+    """Check the model's hash and the frozen flag of a rank that registers its heap.
+
+    Raises: CallerError: the hash is no BLAKE3 in hex, or a frozen heap has state in host memory
+            alone.
+    """
     if not _MODEL.fullmatch(request.model):
         raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
     if request.frozen and request.host_bytes:

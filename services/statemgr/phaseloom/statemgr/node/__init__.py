@@ -1,1 +1,1 @@
-"""What all parts of one state manager share: records, memory, moves, handles, digests."""
+"""Things that all parts of one state manager share: records, memory, moves, handles, digests."""

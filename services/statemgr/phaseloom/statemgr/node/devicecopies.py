@@ -1,10 +1,12 @@
 """Weights versions in device memory, so that ranks on one GPU sync without the host.
 
-The rank that publishes a version hands over a descriptor of device memory with the same bytes; who
-opens the version there is given it. This daemon only holds descriptors: it uses no GPU.
+The rank that publishes a version hands over a descriptor of device memory with the same bytes, and
+a rank that opens the version on that device is given it. The daemon only holds descriptors: it
+uses no GPU.
 
-Invariant: device memory held here never keeps a deployment out, whose heap has the first right to
-the budget. It is a cache: the version itself is in host memory, and a kill of the daemon drops it.
+Invariant: device memory held here never keeps a deployment out, because heaps have the first right
+to the budget. It is a cache: the version itself is in host memory, and a kill of the daemon drops
+the device copies.
 """
 
 from __future__ import annotations
@@ -24,22 +26,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
+    """The device memory of one version, held by its descriptor."""
+
     device: int
     num_bytes: int
     fd: int
 
 
 class DeviceCopies:
+    """The device copies that this node holds, at most one a version."""
+
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._copies: dict[VersionKey, DeviceCopy] = {}
-        """The oldest first."""
+        """The copies by version, the oldest first."""
 
     def keep(self, rank: Rank, key: VersionKey, num_bytes: int, fds: list[int]) -> bool:
-        """Hold it where it has room beside what is there; the descriptors are this one's now.
+        """Hold a version's device memory where it fits beside the heaps on the device.
 
-        Returns: whether it has.
-        Raises: CallerError: not one descriptor, or not this policy's version.
+        Older device copies are dropped to make room. The descriptors are owned from here on: they
+        are closed where the copy is refused.
+
+        Returns: whether the copy is held.
+        Raises:  CallerError: PERMISSION_DENIED: there is not exactly one descriptor, or the rank is
+                 not the first one here of the version's policy.
         """
         if len(fds) != 1 or key.policy != rank.wpg.key or rank.index:
             close_fds(fds)
@@ -59,17 +69,19 @@ class DeviceCopies:
         return True
 
     def find(self, rank: Rank, key: VersionKey) -> int | None:
-        """The descriptor, for one on the same device.
+        """The descriptor of a version's device memory; None: there is none on the rank's device.
 
-        Raises: CallerError: PERMISSION_DENIED: of another job.
+        Raises: CallerError: PERMISSION_DENIED: the version belongs to another job.
         """
         check_reader(rank.wpg, key, None)
         copy = self._copies.get(key)
         return copy.fd if copy is not None and copy.device == rank.device else None
 
     def make_way(self, rank: Rank) -> None:
-        """It is about to be loaded, and all that it displaces has left: what would not fit beside
-        it goes."""
+        """Drop the device copies, oldest first, that would not fit beside a rank's heap.
+
+        Called before the rank is loaded, when all that it displaces has left the device.
+        """
         budget = self._residency.device_budget_bytes[rank.device]
         taken = self._residency.device_used_bytes(rank.device) + rank.heap_bytes
         while taken + self.used_bytes(rank.device) > budget:
@@ -89,7 +101,7 @@ class DeviceCopies:
             self.drop(key)
 
     def _drop_oldest(self, device: int) -> bool:
-        """Returns: False: there is none."""
+        """Drop the oldest copy on a device; False: there is none."""
         for key, copy in self._copies.items():
             if copy.device == device:
                 self.drop(key)

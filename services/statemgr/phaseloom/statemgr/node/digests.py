@@ -1,10 +1,11 @@
-"""Digests of host copies, taken beside what the device does next.
+"""Digests of host copies, taken in the background while the device goes on.
 
-An offload ends when the bytes are in host memory and the device's are given back. The copy is
-*dirty* then: whole, with no digest, which is taken here, after the switch. Who needs it (a load)
-waits for it; who reads the copy anyhow, to write it to disk, takes it there. After a kill of the
-daemon the next one takes it. Invariant: no rank runs on its copy before the digest is in, so the
-bytes stand still.
+An offload ends when the bytes are in host memory and the device memory is given back. The host copy
+is *dirty* then: whole, but without a digest, which is taken here after the switch. A load waits for
+the digest. A write to disk reads all bytes anyway, and takes the digest itself. After a kill of the
+daemon the next one takes it.
+
+Invariant: no rank is loaded from its copy before the digest is in, so the bytes stand still.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from phaseloom.statemgr.residency.residency import Rank, Residency, State
 
 
 class Digests:
-    """`start` it in a task group; `stop` ends what is under way."""
+    """The digests being taken: call `start` with a task group, `stop` to end them."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class Digests:
         memory: HostMemory,
         change: Callable[[], AbstractAsyncContextManager[object]],
     ) -> None:
-        """Args: change: `Node.change`, which brings the index up to date."""
+        """Args: change: `Node.change`, which brings the manifest up to date."""
         self._residency = residency
         self._memory = memory
         self._change = change
@@ -44,28 +45,33 @@ class Digests:
         self._stopped.set()
 
     def begin(self, ranks: Iterable[Rank]) -> None:
-        """Take the digests of those that are offloaded and dirty, in the background."""
+        """Begin to take the digests of the ranks that are offloaded and dirty."""
         for rank in ranks:
             is_open = rank.is_dirty and rank not in self._under_way
             if is_open and rank.state is State.HOST and not self._stopped.is_set():
                 self._begin(rank)
 
     async def taken(self, rank: Rank) -> None:
-        """Wait until its host copy has its digest. Raises: ResourceError: it is lost."""
+        """Wait until the rank's host copy has its digest.
+
+        Raises: ResourceError: the rank is lost, or the daemon stops.
+        """
         while rank.is_dirty:
             if rank.state is State.LOST or self._stopped.is_set():
                 raise ResourceError(f"{rank} was lost before the digest of its host copy was taken")
             await asyncio.shield(self._under_way.get(rank) or self._begin(rank))
 
     async def ended(self, rank: Rank) -> None:
-        """Nothing reads its host copy for that any more: to read memory that was given back takes
-        it again."""
+        """Wait until nothing reads the rank's host copy for its digest any more.
+
+        Called before the copy's memory is given back: a read after that would take memory again.
+        """
         while (ending := self._under_way.get(rank)) is not None:
             await asyncio.shield(ending)
 
     def _begin(self, rank: Rank) -> asyncio.Future[None]:
         assert rank.extent is not None
-        # Now: by the time that the task runs, the rank may be lost and its extent freed.
+        # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         memory = self._memory[rank.extent].view(rank.extent_bytes)
         ended = self._under_way[rank] = asyncio.get_running_loop().create_future()
         self._tasks.create_task(self._run(rank, memory, ended))
@@ -75,10 +81,10 @@ class Digests:
         copy = rank.num_copies
         try:
             checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
-            # What it returns when stopped is not all of them.
+            # When it was stopped, some checksums are missing.
             digest = "" if self._stopped.is_set() else combined(checksums)
-            # Of a lost one there is nothing to say; one that was written meanwhile has its own,
-            # and may have been loaded and copied out again since.
+            # The digest is dropped where the rank is lost, or its copy has got a digest elsewhere
+            # meanwhile, after which it may have been loaded and copied out again.
             is_same = rank.is_dirty and rank.num_copies == copy
             if digest and is_same and rank.state is not State.LOST:
                 async with self._change():
@@ -90,7 +96,10 @@ class Digests:
 
 
 def checksums_of(memory: memoryview, stopped: threading.Event) -> bytes:
-    """Of its blocks; once it is stopped, of no more of them. Long: run it in a thread."""
+    """The checksums of the memory's blocks, joined; incomplete once `stopped` is set.
+
+    Blocking and long: run it in a thread.
+    """
     checksums = []
     for start in range(0, len(memory), BLOCK_BYTES):
         if stopped.is_set():

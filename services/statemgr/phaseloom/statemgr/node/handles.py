@@ -1,10 +1,13 @@
-"""Keeps the index and the handles of all memory where they outlive this process: with the agent.
+"""The handle registry: the manifest and the handles of all memory, kept by the agent, where they
+outlive this process.
 
-Invariant: whatever leaves this process (an answer, an order to a rank) was preceded by `record`, so
-that the next daemon finds every promise in the index. A handle is with the agent before the index
-names its extent, and is dropped only after it no longer does. `Node.change` alone calls `record`.
-The index is two memfds, written in turn. An agent that does not take handles within its time is cut
-off.
+A handle is the number under which the agent keeps a duplicate of a descriptor. The manifest is in
+two memfds that are written in turn, the *index*.
+
+Invariants: whatever leaves this process (an answer, an order to a rank) was preceded by `record`,
+so that the next daemon finds every promise in the manifest. A handle is with the agent before the
+manifest names its extent, and is dropped only after the manifest no longer does. `Node.change`
+alone calls `record`. An agent that does not take handles within its time is cut off.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ from phaseloom.statemgr.memory.extents import HostMemory
 log = logging.getLogger(__name__)
 
 INDEX_HANDLES = (-1, -2)
-"""Extents have numbers from 1."""
+"""The handles of the index's two memfds; extents, whose numbers begin at 1, have positive ones."""
 _KEEP_TIMEOUT_S = 10.0
+"""Time for the agent to answer that it keeps handles, in seconds."""
 
 
 class HandleRegistry:
+    """The handles that the agent keeps, and the manifest, brought up to date by `record`."""
+
     def __init__(self, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
         self.index = secrets.token_hex(8)
-        """Names the handles: an agent that keeps those of another index has none of this."""
+        """The name of this set of handles; an agent with handles of another name has none of
+        these."""
         self._memory = memory
         self._describe = describe
         self._fds = [os.memfd_create("phaseloom: index", os.MFD_CLOEXEC) for _ in INDEX_HANDLES]
@@ -46,19 +53,24 @@ class HandleRegistry:
         self._encoder = msgspec.msgpack.Encoder()
 
     def attach(self, agent: Peer[StateMessage]) -> None:
-        """This agent keeps the handles from now on; whatever it has kept so far is void."""
+        """Let this agent keep the handles from now on; the handles that it kept so far are void."""
         self._agent, self._held = agent, set()
         self.index = secrets.token_hex(8)
 
     def take_over(
         self, agent: Peer[StateMessage], index: str, fds: list[int], generation: int, held: set[int]
     ) -> None:
-        """Go on with the index of the daemon before, whose handles this agent holds."""
+        """Go on with the index of the daemon before, whose handles this agent keeps.
+
+        Args: fds: the two memfds of the index. generation: that of the newest record in them.
+              held: the handles that the agent keeps.
+        """
         close_fds(self._fds)
         self._fds, self._generation, self._written = fds, generation, b""
         self.index, self._agent, self._held = index, agent, held
 
     def detach(self, agent: Peer[StateMessage]) -> None:
+        """Forget the agent, if it is the attached one; nothing is recorded until another comes."""
         if self._agent is agent:
             self._agent, self._held = None, set()
 
@@ -67,9 +79,9 @@ class HandleRegistry:
         self._fds = []
 
     async def record(self) -> None:
-        """Bring the agent's handles and the index up to date. Raises nothing.
+        """Bring the agent's handles and the manifest up to date. Raises nothing.
 
-        What one has kept, another that has come meanwhile has not: it is told all from the start.
+        Where another agent comes meanwhile, it has none of the handles, and is told all of them.
         """
         async with self._lock:
             while (agent := self._agent) is not None:
@@ -78,14 +90,14 @@ class HandleRegistry:
                     return
 
     async def _bring_up_to_date(self, agent: Peer[StateMessage]) -> None:
-        # The index last: it names the others.
+        # The index's memfds go last (their handles are negative): the manifest names the others.
         missing = sorted(self._handles().keys() - self._held, reverse=True)
         await self._tell(agent, keep=missing, drop=[])
         self._write()
         await self._tell(agent, keep=[], drop=sorted(self._held - self._handles().keys()))
 
     async def recorded(self) -> None:
-        """Wait for those who record now; what they record for goes on before the caller does."""
+        """Wait for the `record` calls under way; their callers go on before this caller does."""
         async with self._lock:
             pass
 
@@ -93,7 +105,7 @@ class HandleRegistry:
         return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))
 
     async def _tell(self, agent: Peer[StateMessage], keep: list[int], drop: list[int]) -> None:
-        """As long as it is the agent."""
+        """Have the agent keep and drop handles, as long as it is the attached one."""
         for start in range(0, max(len(keep), bool(drop)), MAX_FDS):
             if self._agent is not agent:
                 return
@@ -125,7 +137,7 @@ class HandleRegistry:
             while offset < len(record):
                 offset += os.pwrite(fd, record[offset:], offset)
         except OSError as error:
-            # The record before stands. What it says is verified before it is believed.
+            # The record before stands. The next daemon verifies what it says before believing it.
             log.error("the index cannot be brought up to date: %s", error)
             return
         self._generation += 1

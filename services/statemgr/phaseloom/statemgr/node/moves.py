@@ -1,8 +1,9 @@
 """The moves between host memory and NVMe that are under way.
 
-Invariant: at most one move of a host copy is under way. Who needs the copy in host memory cancels
-its move down, and joins its move up. A move goes on where who asked for it is gone, and tells its
-failure to all who wait. `Tiering` begins the moves, `Node` cancels those of what is lost.
+Invariant: at most one move of a host copy is under way. A caller that needs the copy in host memory
+cancels a demotion and joins a promotion. A move goes on where the caller that asked for it is gone,
+and tells its failure to all who wait. `Tiering` begins the moves; `Node` cancels the moves of lost
+copies.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, S
 log = logging.getLogger(__name__)
 
 HostCopy = Rank | SharedCopy
-"""What moves: a rank's own host copy, or one that ranks share."""
+"""A host copy that can move: a rank's own (named by the rank), or a shared copy."""
 
 
 class Direction(StrEnum):
+    """The direction of a move; the value is its label in metrics and logs."""
+
     PROMOTE = "lift"
     DEMOTE = "spill"
     WRITE_BACK = "drain"
-    """Down, and in host memory all the same."""
+    """Down to NVMe, while the copy stays in host memory too."""
 
 
 def _future() -> asyncio.Future[None]:
@@ -42,12 +45,16 @@ def _future() -> asyncio.Future[None]:
 
 @dataclass(slots=True, eq=False)
 class Move:
+    """One move of a host copy that is under way."""
+
     what: HostCopy
     direction: Direction
     is_hint: bool = False
-    """Nobody waits for it: a withdrawn hint, or need of its memory, cancels it."""
+    """Whether the move follows a hint, and nobody waits for it; withdrawing the hint cancels it."""
     cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(default_factory=_future)
+    """The end of the move, with its failure."""
 
     @property
     def is_up(self) -> bool:
@@ -55,12 +62,14 @@ class Move:
 
 
 Work = Callable[[Move], Awaitable[None]]
-"""Moves the bytes and records where they are. Raises: PhaseloomError: the copy is where it was, or
-is lost."""
+"""Moves the bytes and records where they are.
+
+Raises: PhaseloomError: the copy is where it was, or is lost.
+"""
 
 
 class Moves:
-    """`start` it in a task group; `stop` lets what is under way end."""
+    """The moves under way, by host copy: call `start` with a task group, `stop` to cancel them."""
 
     def __init__(
         self,
@@ -69,8 +78,10 @@ class Moves:
         left_behind: Callable[[HostCopy], Path | None],
         announce: Callable[[], None],
     ) -> None:
-        """Args: left_behind: asked after a move: the file of what nobody needs any more; None: it
-        is needed. announce: called as a move has ended."""
+        """Args: left_behind: asked after a move for the copy's file, to be removed; None: the copy
+        is needed.
+        announce: called when a move has ended.
+        """
         self._name = name
         self._directory = directory
         self._left_behind = left_behind
@@ -86,26 +97,33 @@ class Moves:
             move.cancelled.set()
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """The number of moves under way."""
         return len(self._moves)
 
     def __contains__(self, what: object) -> bool:
-        """Whether a move of it is under way."""
+        """Whether a move of the host copy is under way."""
         return what in self._moves
 
     def making_room(self, demotable: Iterable[HostCopy]) -> dict[HostCopy, asyncio.Future[None]]:
-        """What is on its way down, and when it is there; and of those that may go down, what has
-        come up a moment ago, and when it can."""
+        """The host copies that will make room by themselves, each with its move's end.
+
+        These are the copies on their way down, and those of `demotable` whose move has not ended
+        yet, so that they can be demoted only then.
+        """
         moves = self._moves
         going = {what: move.done for what, move in moves.items() if not move.is_up}
         return going | {what: moves[what].done for what in demotable if what in moves}
 
     async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
-        """Begin a move and wait for its end. Raises: PhaseloomError: what it failed by."""
+        """Begin a move and wait for its end; it goes on where the caller is cancelled.
+
+        Raises: PhaseloomError: the move's failure.
+        """
         await asyncio.shield(self._begin(Move(what, direction), work).done)
 
     async def settled(self, what: HostCopy) -> None:
-        """Nothing moves it any more: a move up is joined, one down cancelled."""
+        """Wait until no move of the host copy is under way: a promotion is joined, a demotion or
+        write-back cancelled."""
         while (move := self._moves.get(what)) is not None:
             if move.is_up:
                 move.is_hint = False
@@ -115,18 +133,21 @@ class Moves:
                 await asyncio.shield(move.done)
 
     def hint(self, what: HostCopy, work: Work) -> None:
-        """It will be needed above: it begins to come up, unless it is on its way somewhere."""
+        """Begin to promote a host copy that will be needed, unless a move of it is under way."""
         if what not in self._moves:
             self._begin(Move(what, Direction.PROMOTE, is_hint=True), work)
 
     def withdraw(self, what: HostCopy) -> None:
-        """The hint was wrong: who waits for it by now gets it all the same."""
+        """Cancel the promotion that a hint began, unless somebody waits for it by now."""
         move = self._moves.get(what)
         if move is not None and move.is_hint:
             move.cancelled.set()
 
     def give_up(self, what: HostCopy, file: Path) -> None:
-        """Nobody needs it any more: its move ends now, or its file goes where it is not moving."""
+        """Give up a host copy that nobody needs: cancel its move, or else remove its file.
+
+        A cancelled move removes the file as it ends.
+        """
         move = self._moves.get(what)
         if move is not None:
             move.cancelled.set()
@@ -134,7 +155,7 @@ class Moves:
             self._directory.discard(file)
 
     async def discard(self, file: Path) -> None:
-        """Remove what nobody needs any more. Raises nothing: a file that stays is swept later."""
+        """Remove a file that nobody needs. Raises nothing: a file that stays is swept later."""
         with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
@@ -145,8 +166,11 @@ class Moves:
         return move
 
     async def _run(self, move: Move, work: Work) -> None:
-        """A step that the table of transitions does not have ends this process: nobody knows where
-        the copy is, and the next daemon verifies both places."""
+        """Do the work of a move, and tell its end to all who wait.
+
+        A step that the transition table does not have ends this process: nobody knows where the
+        copy is, and the next daemon verifies both places.
+        """
         labels = {"node": self._name, "direction": move.direction}
         failure: PhaseloomError | None = None
         try:
@@ -167,6 +191,6 @@ class Moves:
             move.done.set_result(None)
         else:
             move.done.set_exception(failure)
-            # Of a hint nobody waits for it.
+            # Marks the failure as seen: nobody may be waiting for a hint's move.
             move.done.exception()
         self._announce()

@@ -1,5 +1,8 @@
-"""What all parts of the daemon share: the records of what is held, its memory, and the ranks'
-connections."""
+"""The node's state, which all parts of the daemon share: the records of what is held, its memory,
+and the ranks' connections.
+
+Invariant (`validate`): every extent in use has as many holders as records refer to it.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,11 @@ from phaseloom.statemgr.versions.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 _LET_GO_TIMEOUT_S = 5.0
+"""Time for a rank to answer that it has unmapped memory, in seconds."""
 
 
 class Node:
-    """One node's state: pure records in `residency` and `versions`, bytes in `memory`."""
+    """One node's state: pure records, such as `residency` and `versions`, and bytes in `memory`."""
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class Node:
         *,
         frozen_bases: Mapping[str, str] | None = None,
     ) -> None:
-        """Args: frozen_bases: BLAKE3 → name, of what tenants may share."""
+        """Args: transfer_timeout_s: a rank that takes longer for one copy is lost.
+        frozen_bases: the frozen bases that tenants may share, as BLAKE3 → name.
+        """
         self.name = name
         self.directory = directory
         self.residency = Residency(device_budget_bytes)
@@ -88,9 +94,10 @@ class Node:
         self.moves = Moves(name, directory, self._left_behind, self.announce)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
-        """One switch at a time a device."""
+        """One lock a device: only one switch at a time changes what is there."""
         self.settled = asyncio.Event()
-        """What a killed daemon held is taken over or given up: the records may be used."""
+        """Set once all that a killed daemon held is taken over or given up; the records may be used
+        from then on."""
         self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
         """Shared copies that may be equal to others; `Sharing` takes them from here."""
         self._transfer_timeout_s = transfer_timeout_s
@@ -102,17 +109,17 @@ class Node:
         message: CopyIn | CopyOut | StageState | LoadStaged,
         fds: Sequence[int] = (),
     ) -> Copied:
-        """Let a rank copy. A rank that is gone, or does not answer in time, is lost.
+        """Have a rank copy. A rank that is gone, or does not answer in time, is lost.
 
-        Args:   fds: where it is not its own extent: the memory to copy to or from.
-        Raises: ResourceError: it is lost, or it failed and rolled back.
+        Args:   fds: descriptors of the memory to copy to or from; empty: the rank's own extent.
+        Raises: ResourceError: the rank is lost, or its copy failed and was rolled back.
         """
         kept: list[int] = []
         try:
             with contained(metrics.UNFORESEEN, "request"):
                 async with self.change():
-                    # Now: while the index is written, the memory may be given up, and its number
-                    # be another's.
+                    # Duplicated now: while the manifest is written, the memory may be given up,
+                    # and the descriptor's number become another's.
                     for fd in fds:
                         kept.append(os.dup(fd))
                 return await self._ask(rank, message, kept)
@@ -146,14 +153,15 @@ class Node:
             self.retire(rank.wpg, f"it answered {type(message).__name__} with {answered}")
             raise ResourceError(f"{rank} broke the protocol and was cut off")
         if not (isinstance(message, CopyOut) and message.whole_at >= 0):
-            # Else it was asked whether there is anything to copy.
+            # With `whole_at` the rank was only asked whether there is anything to copy.
             metrics.count(metrics.TRANSFER_MOVED, rank.heap_bytes, **labels)
         return answer
 
     async def unpin(self, rank: Rank) -> None:
-        """Let a rank's device let go of its extent's pages, which are about to be given back.
+        """Have a rank unpin its extent's pages, which are about to be given back; no-op for a rank
+        that does not pin them.
 
-        Raises: ResourceError: it does not, or not in time.
+        Raises: ResourceError: the rank is gone, or does not unpin them in time.
         """
         if not rank.pins:
             return
@@ -169,9 +177,11 @@ class Node:
             ) from None
 
     async def unmap(self, rank: Rank) -> list[VersionKey] | None:
-        """Let a rank unmap what it only keeps for reuse: pages stay while somebody maps them.
+        """Have a rank unmap the memory that it only keeps for reuse.
 
-        Returns: the versions that it uses; None: it is gone, or does not say.
+        Pages are given back to the system only once nobody has them mapped.
+
+        Returns: the versions that the rank still uses; None: the rank is gone, or does not say.
         """
         peer = self.ranks.get(rank)
         if peer is None:
@@ -186,11 +196,12 @@ class Node:
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[AsyncExitStack]:
-        """What changed before or within is in the index as this ends, however it ends.
+        """Bring the manifest up to date with all changes so far when the block ends, however it
+        ends.
 
-        This is the one place where the index is written. What must outlast the older index, such
-        as memory or a file that it names, is given up by what the caller pushes on the stack: that
-        is called once the new index stands.
+        This is the one place where the manifest is written. Memory and files that the older
+        manifest names must outlast it: the caller gives them up by callbacks that it pushes on the
+        stack, which are called once the new manifest stands.
         """
         async with AsyncExitStack() as afterwards:
             try:
@@ -200,9 +211,13 @@ class Node:
 
     @asynccontextmanager
     async def holding(self, devices: Callable[[], set[int]]) -> AsyncIterator[None]:
-        """Keep other switches away from these devices; what they are may change while waiting.
+        """Keep other switches away from these devices within the block.
 
-        Taken in the order of their numbers, so that two never wait for each other.
+        The locks are taken in the order of the devices' numbers, so that no two switches wait for
+        each other.
+
+        Args: devices: called again once the locks are held, because the answer may change while
+              waiting; where it has grown, all is tried again.
         """
         try:
             while True:
@@ -217,7 +232,7 @@ class Node:
             self.announce()
 
     def retire(self, wpg: Wpg, reason: str) -> None:
-        """This incarnation is over: cut its ranks off and free what it held. Idempotent."""
+        """End an incarnation: cut its ranks off and free what it held. Idempotent."""
         for rank in wpg.ranks:
             self.moves.give_up(rank, self.file_of(rank))
         self.residency.lose(wpg)
@@ -232,7 +247,11 @@ class Node:
         self.settle(wpg)
 
     def settle(self, wpg: Wpg) -> None:
-        """Free the extents of a lost one as soon as no seal needs them; wake those who wait."""
+        """Free what an incarnation no longer needs, and wake those who wait for a change.
+
+        This is the memory of a lost incarnation once no seal needs it, and the snapshots of a seal
+        that is over.
+        """
         for extent in self.residency.reap(wpg):
             self.memory.free(extent)
         if wpg.is_lost and wpg.prepared is None:
@@ -241,38 +260,43 @@ class Node:
         self.announce()
 
     def copy_of(self, rank: Rank) -> memoryview:
-        """Its host copy, which is in host memory; to read only."""
+        """The bytes of a rank's host copy, which must be in host memory; to read only."""
         if rank.content is not None:
             return self.shared_memory(rank.content)
         assert rank.extent is not None
         return self.memory[rank.extent].view(rank.extent_bytes)
 
     def shared_memory(self, copy: SharedCopy) -> memoryview:
-        """The bytes of one that is in host memory; to read only."""
+        """The bytes of a shared copy, which must be in host memory; to read only."""
         assert copy.extent is not None
         return self.memory[copy.extent].readable(copy.num_bytes)
 
     def file_of(self, copy: HostCopy) -> Path:
-        """Where it lies while it is on NVMe."""
+        """The file of a host copy while it is on NVMe."""
         if isinstance(copy, SharedCopy):
             return self.directory.content(copy.number)
         return self.directory.spill(copy.wpg.key, copy.wpg.incarnation, copy.index)
 
     def is_needed(self, copy: HostCopy) -> bool:
-        """Whether somebody alive refers to it."""
+        """Whether a host copy is still needed: a shared copy while it has users, a rank's own while
+        the rank is not lost."""
         if isinstance(copy, SharedCopy):
             return self.contents.is_known(copy)
         return copy.state is not State.LOST
 
     def step(self, copy: HostCopy, step: Step) -> None:
-        """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
+        """Take a step of the transition table with a rank or a shared copy.
+
+        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the
+                step from the copy's state.
+        """
         if isinstance(copy, SharedCopy):
             self.contents.step(copy, step)
         else:
             self.residency.step(copy, step)
 
     def lose(self, copy: HostCopy, why: str) -> None:
-        """What nobody has whole any more takes all who refer to it with it."""
+        """End all incarnations that refer to a host copy whose bytes are lost."""
         for wpg in copy.wpgs if isinstance(copy, SharedCopy) else [copy.wpg]:
             self.retire(wpg, why)
 
@@ -280,34 +304,37 @@ class Node:
         return None if self.is_needed(copy) else self.file_of(copy)
 
     def leave_shared(self, rank: Rank) -> None:
-        """It refers to its shared copy no more; with its last user the copy goes."""
+        """Detach a rank from its shared copy; a copy without users is freed."""
         copy = self.contents.detach(rank)
         if copy is not None:
             self.free_shared(copy)
 
     def free_shared(self, copy: SharedCopy) -> None:
-        """Give up what it held, now that nobody refers to it."""
+        """Free the memory and the file of a shared copy that nobody refers to."""
         self.vacate_shared(copy)
         self.moves.give_up(copy, self.file_of(copy))
 
     def vacate_shared(self, copy: SharedCopy) -> None:
-        """It is in host memory no more."""
+        """Free the memory of a shared copy."""
         if copy.extent is not None:
             extent, copy.extent = copy.extent, None
             self.memory.free(extent)
 
     def compare_later(self, copy: HostCopy) -> None:
-        """A shared copy is new, or in host memory again: there may be others of the same bytes."""
+        """Queue a shared copy that is new, or in host memory again, for comparison with others.
+
+        A rank's own host copy is ignored, and so is a copy that is a version's memory.
+        """
         if isinstance(copy, SharedCopy) and copy.version is None and copy.state is State.HOST:
             self.to_compare.put_nowait(copy)
 
     def announce(self) -> None:
-        """Something changed that somebody may wait for."""
+        """Wake all who wait in `until`: something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait for a change of the records after which `predicate` holds."""
+        """Wait until `predicate` holds; it is asked again at each `announce`."""
         while not predicate():
             await self._changed.wait()
 
@@ -320,17 +347,18 @@ class Node:
                 self._recycle(version, dropped[1])
 
     def release_version(self, version: Version) -> None:
-        """The counterpart of `versions.acquire`."""
+        """End a use of a version that `versions.acquire` began; after the last use a dropped
+        version's memory is parked or freed."""
         extent = self.versions.release(version)
         if extent is not None:
             self._recycle(version, extent)
 
     def _recycle(self, version: Version, extent: int) -> None:
-        """Park an extent where it may be reused, else free it.
+        """Park a version's extent where it may be reused, or else free it.
 
-        Whoever wrote it has it mapped. So it only goes back to the same incarnation of the
-        same policy, or, where this daemon wrote it, to versions of the same policy while its job is
-        here.
+        The writer of the extent still has it mapped. So it is reused only by the same incarnation
+        of the same policy. An extent that this daemon wrote is reused by versions of the same
+        policy, while its job is on this node.
         """
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
@@ -341,7 +369,7 @@ class Node:
             self.memory.park(extent, pool_of(writer) if writer else str(version.key.policy))
 
     def leave_job(self, job: JobKey) -> None:
-        """Where nothing of it lives here any more, nobody reuses the memory of its versions."""
+        """Free the parked memory of a job's versions, once the job has no deployment here."""
         if not self._has(job):
             for pool in self.memory.arena.pools():
                 if pool.startswith(f"{job}."):
@@ -370,11 +398,14 @@ class Node:
             assert number == self.memory.arena.num_holders(extent), "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
-        """By host copies that are on NVMe instead of in host memory."""
+        """Bytes of host copies on NVMe, with those being written there and those written back."""
         return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
 
     def owned_bytes(self) -> tuple[int, int]:
-        """Host copies and versions, in host memory and below: at each owner, and what they take."""
+        """Bytes of host copies and versions in both tiers, in two counts.
+
+        Returns: the bytes counted once for each owner; the bytes that they take in fact.
+        """
         owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
         twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
@@ -389,7 +420,8 @@ class Node:
 async def answer_of(
     peer: Peer[StateMessage], message: StateMessage, fds: Sequence[int] = ()
 ) -> StateMessage:
-    """What a rank answers. None has memory to give in an answer: what comes along is closed."""
+    """The answer of a rank to a message. Descriptors that come with the answer are closed, because
+    no answer gives memory."""
     answer, came = await peer.call(message, fds)
     close_fds(came)
     return answer
@@ -409,5 +441,5 @@ def _direction(message: CopyIn | CopyOut | StageState | LoadStaged) -> str:
 
 
 def pool_of(wpg: Wpg) -> str:
-    """Where extents come from that this rank may write."""
+    """The name of the arena's pool of extents that this incarnation's ranks may write."""
     return f"{wpg.key}#{wpg.incarnation}"

@@ -1,1 +1,2 @@
-"""Deployments on this node: their incarnations, their ranks, and where the state of each is."""
+"""Deployments on this node: their incarnations, their ranks, and where the state of each rank
+is."""

@@ -1,6 +1,7 @@
-"""A life of a deployment on this node: its ranks, where the state of each is, and what may follow.
+"""Incarnations of deployments on this node: their ranks, and where the state of each rank is.
 
-Records, and `TRANSITIONS`, the table of steps; `residency` has the books of all lives.
+This module has the records, and `TRANSITIONS`, the table of steps from state to state. `Residency`
+holds the incarnations of all deployments.
 """
 
 from __future__ import annotations
@@ -17,27 +18,33 @@ from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 
 
 class State(StrEnum):
+    """The place of a rank's state; for a shared copy, the place of its bytes."""
+
     AWAITING = "awaiting"
-    """The agent announced it; no rank has registered its heap."""
+    """The agent has announced the rank, which has not registered its heap yet."""
     FILLING = "filling"
     """The rank has its extent, which holds no state yet."""
     HOST = "host"
-    """Offloaded: the host copy is whole and verified."""
+    """The rank is offloaded: its host copy is whole, in host memory."""
     LOADING = "loading"
+    """The host copy is being copied into device memory."""
     RESIDENT = "resident"
-    """In device memory: the host copy, if any, is older."""
+    """The state is in device memory; the host copy, if there is one, may be older."""
     OFFLOADING = "offloading"
+    """The heap is being copied out of device memory."""
     DEMOTING = "demoting"
-    """In host memory, on its way to NVMe."""
+    """The host copy is in host memory, on its way to NVMe."""
     DEMOTED = "demoted"
-    """On NVMe only."""
+    """The host copy is on NVMe only."""
     PROMOTING = "promoting"
-    """On NVMe, on its way to host memory."""
+    """The host copy is on NVMe, on its way to host memory."""
     LOST = "lost"
-    """A rank of its life is gone, or it was fenced."""
+    """A rank of the incarnation is gone, or the incarnation was fenced or dropped."""
 
 
 class Step(StrEnum):
+    """A step that the shell reports of a rank or a shared copy; `TRANSITIONS` says what follows."""
+
     HEAP_REGISTERED = "heap registered"
     FILLED = "filled"
     LOAD_BEGUN = "load begun"
@@ -47,12 +54,12 @@ class Step(StrEnum):
     OFFLOAD_VERIFIED = "offload verified"
     OFFLOAD_FAILED = "offload failed"
     RELEASE_UNVERIFIED = "release unverified"
-    """Copied out, but the device memory was not given back: it is loaded again."""
+    """The heap was copied out, but its device memory was not given back: it is loaded again."""
     DEMOTE_BEGUN = "demote begun"
     DEMOTE_VERIFIED = "demote verified"
     DEMOTE_FAILED = "demote failed"
     WRITTEN_BACK = "written back"
-    """It is on NVMe now, and stays in host memory while nothing needs the room."""
+    """The host copy is on NVMe now, and in host memory too while nothing needs the room."""
     PROMOTE_BEGUN = "promote begun"
     PROMOTE_VERIFIED = "promote verified"
     PROMOTE_FAILED = "promote failed"
@@ -78,9 +85,9 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
 ON_NVME = frozenset({State.DEMOTED, State.PROMOTING})
-"""What the host copy is whole in."""
+"""The states in which the whole host copy is on NVMe, and not in host memory."""
 OFFLOADED = frozenset({State.HOST, State.DEMOTING, *ON_NVME})
-"""It is on no device; its host copy is whole, in whatever tier."""
+"""The states in which nothing is on a device and the host copy is whole, in either tier."""
 
 
 class InvalidTransition(InternalError):
@@ -89,7 +96,7 @@ class InvalidTransition(InternalError):
 
 @dataclass(slots=True)
 class PreparedSeal:
-    """Host copies kept whole until they are on disk."""
+    """A seal whose host copies are kept from being overwritten until they are on disk."""
 
     seq: int
     is_writing: bool = False
@@ -97,7 +104,7 @@ class PreparedSeal:
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """One process of a life: its heap on one device, and the host copy of it."""
+    """One process of an incarnation: its heap on one device, and the host copy of that heap."""
 
     wpg: Wpg
     index: int
@@ -106,33 +113,42 @@ class Rank:
     state: State = State.AWAITING
     heap_bytes: int = 0
     host_bytes: int = 0
-    """Of state that lives in host memory alone, behind the copy of the heap."""
+    """Bytes of state that lives in host memory alone, behind the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
     extent: int | None = None
+    """The extent of the host copy. A frozen rank has one only for a new copy, until that is whole
+    and becomes a shared copy."""
     snapshot: int | None = None
-    """While a seal is prepared: an extent with what lives in host memory alone, as it was then."""
+    """The extent that keeps the state of host memory alone as it was when a seal was prepared;
+    None: there is nothing to keep."""
     pins: bool = False
-    """It must be told before the extent's pages are given back."""
+    """Whether the rank's device pins the extent's pages: it is asked to unpin them before they are
+    given back."""
     applied: int = 0
-    """Of the newest host copy."""
+    """The seq of the newest host copy."""
     digest: str = ""
-    """Of the newest host copy; empty: it is dirty, or there is none that is whole."""
+    """The digest of the newest host copy; empty: the copy is dirty, or no copy is whole."""
     is_dirty: bool = False
-    """The newest host copy is whole, and its digest not taken yet."""
+    """Whether the newest host copy is whole, but its digest is not taken yet."""
     is_written_back: bool = False
-    """The newest host copy is in host memory, and on NVMe too."""
+    """Whether the newest host copy is on NVMe beside being in host memory."""
     num_copies: int = 0
-    """Of the heap that were begun: tells the newest host copy from those before."""
+    """Copies of the heap that were begun; tells the newest host copy from those before."""
     frozen: bool = False
-    """Its host copy is a content once it is whole; `extent` is only one that it is filling."""
+    """Whether the rank does not train: its host copy is a shared copy once it is whole."""
     model: str = ""
-    """See `RegisterHeap.model`."""
+    """The model's identity as the rank registered it; see `RegisterHeap.model`."""
     content: SharedCopy | None = None
+    """The shared copy that is a frozen rank's host copy; None: it has none yet, or is not
+    frozen."""
     held_version: tuple[VersionKey, int] | None = None
-    """What its heap is, and since which seq; to become its content once a seal is written."""
+    """The version that a frozen rank's heap equals, and the seq since which it does. The version's
+    memory becomes the host copy at once, or at a later copy-out where a seal or copy is in the
+    way."""
     is_copying: bool = False
-    """A frozen one is asked for a new host copy: its `extent` is where that goes."""
+    """Whether a frozen rank is asked for a new host copy, which goes to its `extent`."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
+    """The rank's last transitions, for the error of an invalid one."""
 
     @property
     def tensors(self) -> list[TensorSlot]:
@@ -140,52 +156,59 @@ class Rank:
 
     @property
     def copy_state(self) -> State:
-        """Where its host copy is, whoever else it belongs to."""
+        """The state of the host copy: that of the shared copy, where the rank refers to one."""
         return self.state if self.content is None else self.content.state
 
     @property
     def shares(self) -> bool:
-        """Others hold the same bytes."""
+        """Whether the host copy's bytes have another user, or are those of a weights version."""
         content = self.content
         return content is not None and (len(content.users) > 1 or content.version is not None)
 
     @property
     def bytes_above(self) -> int:
-        """Host memory taken for it: of a frozen rank that writes, that of two copies."""
+        """Bytes of host memory that the rank's host copy takes; a frozen rank has two copies while
+        a new one is made."""
         own = self.extent is not None and self.state not in ON_NVME
         shared = self.content is not None and self.content.state not in ON_NVME
         return self.extent_bytes * (own + shared)
 
     @property
     def has_memory(self) -> bool:
+        """Whether the rank has an extent, or refers to a shared copy."""
         return bool(self.extents) or self.content is not None
 
     @property
     def extent_bytes(self) -> int:
-        """Of its host copy: what seals, files and digests of it are of."""
+        """Size of the whole host copy, which seals, files and digests cover."""
         return extent_bytes(self.heap_bytes, self.host_bytes)
 
     @property
     def extents(self) -> list[int]:
+        """The rank's own extents: that of its host copy, and the snapshot for a seal."""
         return [extent for extent in (self.extent, self.snapshot) if extent is not None]
 
     @property
     def is_whole(self) -> bool:
-        """There is a host copy, whole as of `applied`."""
+        """Whether there is a whole host copy, at `applied`."""
         return self.is_dirty or self.digest != ""
 
     def copied(self, applied: int, digest: str) -> None:
-        """There is a new host copy. Args: digest: empty: it is yet to be taken."""
+        """Record a new host copy.
+
+        Args: digest: its digest; empty: the digest is yet to be taken.
+        """
         self.applied, self.digest, self.is_dirty = applied, digest, not digest
 
     def overwritten(self) -> None:
-        """What there was of a host copy is so no more."""
+        """Record that the host copy is being overwritten: no copy is whole until `copied`."""
         self.digest, self.is_dirty, self.is_written_back = "", False, False
         self.num_copies += 1
 
     @property
     def owner(self) -> str:
-        """As the name of its memory: without the incarnation, which is of no use to people."""
+        """The rank's name as people see it on its memory: without the incarnation, which is of no
+        use to them."""
         key = self.wpg.key
         return str(key) if len(self.wpg.ranks) == 1 else f"{key} rank {self.index}"
 
@@ -197,28 +220,30 @@ class Rank:
 
 @dataclass(slots=True, eq=False)
 class Wpg:
-    """One life of a deployment on this node: it lives and dies whole."""
+    """One incarnation of a deployment on this node; its ranks are lost together."""
 
     key: DeploymentKey
     incarnation: int
     seal_seq: int
+    """The seq of the seal that the incarnation begins from; 0: from none."""
     ranks: list[Rank] = field(default_factory=list)
     epoch: int = 0
     prepared: PreparedSeal | None = None
     sealed: set[int] = field(default_factory=set)
-    """Seals that this life has written."""
+    """The seqs of the seals that this incarnation has written."""
     layouts: WeakSet[TensorTable] = field(default_factory=WeakSet, repr=False)
-    """That its ranks have sent, and somebody uses or keeps."""
+    """The layouts that the ranks have sent and that are still in use or kept."""
     rank_offset: int = 0
-    """Of its first rank here; `Rank.index` counts from it."""
+    """The rank, among those of all nodes, of the first one on this node; `Rank.index` counts from
+    it."""
     num_ranks: int = 0
-    """On all nodes."""
+    """Ranks of the incarnation on all nodes."""
     num_users: int = 0
-    """Switches, seals and moves upward that need its host copies to stay where they are."""
+    """Switches, seals and promotions that need the host copies to stay in host memory."""
     last_used: int = 0
-    """Count of the uses of this node's deployments at its last one."""
+    """When the incarnation was used last, as a count of the uses of this node's deployments."""
     next_use_s: float | None = None
-    """When it is predicted to be used next, on the shell's clock; None: nobody said."""
+    """The predicted time of the next use, on the shell's clock; None: there is no prediction."""
 
     @property
     def is_lost(self) -> bool:
@@ -234,6 +259,7 @@ class Wpg:
 
     @property
     def on_device(self) -> list[Rank]:
+        """The ranks in device memory, or on their way in or out."""
         return [rank for rank in self.ranks if rank.state in ON_DEVICE]
 
     def __str__(self) -> str:
@@ -241,32 +267,34 @@ class Wpg:
 
 
 def is_demotable(wpg: Wpg) -> bool:
-    """Nothing needs its host copies to be in host memory."""
+    """Whether nothing needs the incarnation's host copies in host memory."""
     return not wpg.num_users and not wpg.on_device and wpg.prepared is None
 
 
 @dataclass(slots=True, eq=False)
 class SharedCopy:
+    """A host copy that is held once for all frozen ranks whose bytes are equal, its users."""
+
     number: int
     owner: DeploymentKey
-    """Who made it; it may have left since."""
+    """The deployment that made the copy; it may have left since."""
     applied: int
-    """seq of the maker's state that these bytes are."""
+    """The seq of the maker's state that the copy holds."""
     num_bytes: int
     table: TensorTable = field(repr=False)
     """The maker's layout."""
     digest: str
-    """xxh3-128 in hex: what every load is verified by."""
+    """The digest by which every load is verified: xxh3-128 in hex."""
     extent: int | None
-    """Where it lies in host memory; None: it is on NVMe."""
+    """The extent in host memory; None: the copy is on NVMe."""
     is_immutable: bool = False
-    """No process has it mapped writable, or can."""
+    """Whether the memory is sealed: no process has it mapped writable, or can."""
     version: VersionKey | None = None
-    """The weights version whose memory it is, or was."""
+    """The weights version whose memory the copy is, or was; None: it has memory of its own."""
     hash: str = ""
-    """BLAKE3 in hex; empty: not known."""
+    """The BLAKE3 of the bytes in hex; empty: not known yet."""
     is_base: bool = False
-    """Tenants share it: it was a registered base when they came to."""
+    """Whether tenants share the copy, which was a registered base when they came to share it."""
     state: State = State.HOST
     users: list[Rank] = field(default_factory=list)
 
@@ -292,7 +320,7 @@ class SharedCopy:
 
     @property
     def next_use_s(self) -> float | None:
-        """The earliest that is predicted of a user."""
+        """The earliest predicted use of all users; None: there is no prediction."""
         known = [wpg.next_use_s for wpg in self.wpgs if wpg.next_use_s is not None]
         return min(known, default=None)
 

@@ -1,10 +1,12 @@
-"""Which deployments are on this node, which of them is in device memory, and whether a switch fits.
+"""The deployments on this node, which of them are in device memory, and whether a switch fits.
 
-Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step; what may
-follow what is in `incarnations.py`. Invariants (`validate`): the heaps that are or are being moved
-in device memory never exceed its budget; of each deployment only the newest incarnation and epoch
-is obeyed; a host copy that is being sealed is neither overwritten nor demoted; a lost deployment
-has no memory; all ranks of an incarnation are lost together.
+Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step. The table of
+steps is in `incarnations.py`.
+
+Invariants (`validate`): the heaps that are in device memory, or on their way in or out, never
+exceed its budget; of each deployment only the newest incarnation and epoch is obeyed; a host copy
+that is being sealed is neither overwritten nor demoted; a lost incarnation keeps no memory but
+what a seal still needs; all ranks of an incarnation are lost together.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:
+    """The ranks to offload and the ranks to load so that `wpg` is switched in."""
+
     wpg: Wpg
     offload: list[Rank]
     load: list[Rank]
@@ -64,9 +68,9 @@ class Residency:
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._tokens: dict[str, Rank] = {}
         self._fences: dict[DeploymentKey, int] = {}
-        """Newest incarnation ever seen."""
+        """The newest incarnation ever seen of each deployment."""
         self._retired: set[Wpg] = set()
-        """Lost or replaced ones that still hold extents."""
+        """Lost or replaced incarnations that still hold memory."""
         self._num_uses = 0
 
     # --- who is here ---
@@ -82,12 +86,17 @@ class Residency:
         rank_offset: int = 0,
         num_ranks: int = 0,
     ) -> Wpg | None:
-        """Ranks with these tokens will come. Returns the older life, now lost, that it replaces.
+        """Register an incarnation, whose ranks will come with these tokens.
 
-        Registering the same life again changes nothing.
+        Registering the same incarnation again changes nothing.
 
-        Args:   rank_offset: of the first of them. num_ranks: on all nodes; 0: these are all.
-        Raises: CallerError: a bad name, device or token. ResourceError: ABORTED, fenced.
+        Args:    tokens: one for each rank, in the order of `devices`.
+                 seal_seq: the seq of the seal to begin from; 0: none.
+                 rank_offset: the rank, among those of all nodes, of the first one here.
+                 num_ranks: ranks on all nodes; 0: those here are all.
+        Returns: the older incarnation that it replaces, now lost; None: there was none.
+        Raises:  CallerError: a bad name, device or token. ResourceError: ABORTED: the incarnation
+                 is fenced.
         """
         for name in (key.tenant, key.job, key.deployment):
             check_name(name, "deployment")
@@ -128,7 +137,10 @@ class Residency:
         return replaced
 
     def authenticate(self, token: str) -> Rank:
-        """Raises: CallerError: PERMISSION_DENIED: no rank that is awaited has this token."""
+        """The awaited rank that has this token.
+
+        Raises: CallerError: PERMISSION_DENIED: no awaited rank has the token.
+        """
         rank = self._tokens.get(token)
         if rank is None or rank.state is not State.AWAITING:
             raise CallerError(
@@ -139,7 +151,11 @@ class Residency:
         return rank
 
     def current(self, key: DeploymentKey, incarnation: int) -> Wpg:
-        """Raises: CallerError: NOT_FOUND. ResourceError: ABORTED: another incarnation."""
+        """The deployment's current incarnation, which must be the given one.
+
+        Raises: CallerError: NOT_FOUND: it is not on this node. ResourceError: ABORTED: a newer
+                incarnation was seen.
+        """
         wpg = self._wpgs.get(key)
         if wpg is not None and wpg.incarnation == incarnation:
             return wpg
@@ -149,14 +165,18 @@ class Residency:
         raise CallerError(f"{key} (incarnation {incarnation}) is not here", code=Code.NOT_FOUND)
 
     def drop(self, key: DeploymentKey, incarnation: int) -> Wpg | None:
-        """This life and older ones are over. Returns it, now lost, if it was the current one."""
+        """End the deployment's current incarnation, unless it is newer than the given one.
+
+        Returns: the incarnation that was ended, now lost; None: there was none to end.
+        """
         wpg = self._wpgs.get(key)
         if wpg is None or wpg.incarnation > incarnation:
             return None
         return self._remove(wpg)
 
     def forget(self, key: DeploymentKey) -> None:
-        """The deployment will never come again: drop its fence, so that the table stays small."""
+        """Drop the fence of a deployment that will never come again, so that the table stays
+        small."""
         if key not in self._wpgs:
             self._fences.pop(key, None)
 
@@ -168,7 +188,10 @@ class Residency:
         return wpg
 
     def lose(self, wpg: Wpg) -> None:
-        """A rank is gone: all device memory with it, and host copies count no more. Idempotent."""
+        """Mark all ranks of an incarnation as lost. Idempotent.
+
+        Their device memory counts as free; their host memory is freed by `reap`.
+        """
         for rank in wpg.ranks:
             if rank.state is not State.LOST:
                 rank.history.append(f"{rank.state} → lost")
@@ -178,8 +201,13 @@ class Residency:
                 self._retired.add(wpg)
 
     def reap(self, wpg: Wpg) -> list[int]:
-        """What nothing needs any more, to be freed now: the extents of a lost one, snapshots of a
-        seal that is over; none while a seal needs them."""
+        """Take from an incarnation the extents that nothing needs any more.
+
+        These are all extents of a lost incarnation, or the snapshots of a seal that is over. While
+        a seal is prepared there are none.
+
+        Returns: the extents, which the caller frees.
+        """
         if wpg.prepared is not None:
             return []
         if not wpg.is_lost:
@@ -196,11 +224,11 @@ class Residency:
     # --- after a kill of the daemon before ---
 
     def fence(self, key: DeploymentKey, incarnation: int) -> None:
-        """Obey no older life than this."""
+        """Refuse all incarnations older than this one from now on."""
         self._fences[key] = max(incarnation, self._fences.get(key, 0))
 
     def adopt(self, wpg: Wpg) -> None:
-        """A life that the daemon before knew; `restore` each rank that had memory."""
+        """Take over an incarnation of the daemon before; `restore` each rank that had memory."""
         assert wpg.key not in self._wpgs
         self.fence(wpg.key, wpg.incarnation)
         self._wpgs[wpg.key] = wpg
@@ -214,20 +242,25 @@ class Residency:
         extent: int | None,
         host_bytes: int = 0,
     ) -> None:
-        """It had this heap and this extent; where its state is, is not known before `resume`."""
+        """Record the heap and the extent that a rank had; `resume` tells where its state is."""
         rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
         rank.host_bytes = host_bytes
 
     def resume(self, rank: Rank, state: State) -> None:
-        """Its rank is back and says where its state is. Raises: ResourceError: it is lost."""
+        """Record where the state of a rank is that has come back.
+
+        Raises: ResourceError: the rank is lost.
+        """
         if rank.state is State.LOST:
             raise _lost(rank.wpg)
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
 
     def reset(self, rank: Rank) -> int | None:
-        """It has not heard of its extent, and registers its heap again. Returns the extent, where
-        it has one of its own."""
+        """Await a rank afresh that never heard of its extent, and registers its heap again.
+
+        Returns: the extent that the rank had, which the caller frees; None: it had none.
+        """
         extent, rank.extent = rank.extent, None
         rank.history.append(f"{rank.state} → awaiting (begins again)")
         rank.state, rank.heap_bytes, rank.table, rank.host_bytes = State.AWAITING, 0, EMPTY, 0
@@ -235,7 +268,10 @@ class Residency:
         return extent
 
     def known(self, token: str) -> Rank:
-        """Raises: CallerError: PERMISSION_DENIED: no live deployment has this token."""
+        """The live rank that has this token.
+
+        Raises: CallerError: PERMISSION_DENIED: no live rank has the token.
+        """
         rank = self._tokens.get(token)
         if rank is None:
             raise CallerError(
@@ -244,9 +280,11 @@ class Residency:
         return rank
 
     def alive(self) -> list[Wpg]:
+        """The current incarnations that are not lost, ordered by deployment."""
         return [wpg for _, wpg in sorted(self._wpgs.items()) if not wpg.is_lost]
 
     def find(self, key: DeploymentKey) -> Wpg | None:
+        """The deployment's current incarnation, which may be lost; None: it is not here."""
         return self._wpgs.get(key)
 
     def is_alive(self, key: DeploymentKey, incarnation: int | None) -> bool:
@@ -254,10 +292,11 @@ class Residency:
         return wpg is not None and wpg.incarnation == incarnation and not wpg.is_lost
 
     def newest(self, key: DeploymentKey) -> int:
-        """The newest life of it that was ever here; 0: none was."""
+        """The newest incarnation of the deployment that was ever here; 0: none was."""
         return self._fences.get(key, 0)
 
     def fences(self) -> list[tuple[DeploymentKey, int]]:
+        """The newest incarnation ever seen of each deployment."""
         return sorted(self._fences.items())
 
     def holds_memory(self, wpg: Wpg) -> bool:
@@ -272,10 +311,11 @@ class Residency:
         tensors: TensorTable | list[TensorSlot],
         host_bytes: int = 0,
     ) -> None:
-        """Whether it can be registered.
+        """Check that a rank may register this heap.
 
-        Raises: CallerError: a bad layout, or registered already. ResourceError: RESOURCE_EXHAUSTED,
-                with the numbers: the heap cannot fit on its device even alone.
+        Raises: CallerError: the layout is bad, or the rank has registered already.
+                ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap does not fit on its
+                device even alone.
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
@@ -293,25 +333,27 @@ class Residency:
         extent: int,
         host_bytes: int = 0,
     ) -> None:
+        """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
         self.restore(rank, heap_bytes, tensors, extent, host_bytes)
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
-        """The extent holds the whole state: the rank's initial one, or a seal's."""
+        """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
         self.step(rank, Step.FILLED)
         rank.copied(applied, digest)
 
     def devices_of(self, keys: list[DeploymentKey]) -> set[int]:
-        """Where ranks of these deployments are in device memory."""
+        """The devices where ranks of these deployments are in device memory."""
         return {rank.device for wpg in self._named(keys) for rank in wpg.on_device}
 
     def plan_switch_in(
         self, key: DeploymentKey, incarnation: int, epoch: int, displaces: list[DeploymentKey]
     ) -> SwitchPlan:
-        """What to offload and whether the rest fits; decided before anything is moved.
+        """Plan a switch, which is decided before anything is moved.
 
-        Raises: ResourceError: ABORTED: stale epoch or incarnation; RESOURCE_EXHAUSTED, with the
-                numbers; UNAVAILABLE: a rank is gone. CallerError: it cannot be switched now.
+        Raises: ResourceError: ABORTED: the epoch or incarnation is stale; RESOURCE_EXHAUSTED, with
+                the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone.
+                CallerError: the deployment cannot be switched now.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
@@ -342,9 +384,9 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; none: all are offloaded already, wherever their host copies are.
+        """The ranks to offload; empty where all are offloaded already, in either tier.
 
-        Raises: as `plan_switch_in`.
+        Raises: the errors of `plan_switch_in`, but for those of room.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
@@ -352,14 +394,22 @@ class Residency:
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
-        """Raises: ResourceError: RESOURCE_EXHAUSTED: no room on the device."""
+        """Record that the load of a rank begins.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room on the device; or the rank is
+                lost.
+        """
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
             self._check_room(rank.wpg, rank.device, rank.heap_bytes, used_bytes)
         self.step(rank, Step.LOAD_BEGUN)
 
     def begin_offload(self, rank: Rank) -> None:
-        """Raises: InternalError: the host copy is being sealed and must not be overwritten."""
+        """Record that the offload of a rank begins, which overwrites its own host copy.
+
+        Raises: InternalError: the host copy is being sealed and must not be overwritten.
+                ResourceError: the rank is lost.
+        """
         prepared = rank.wpg.prepared
         if prepared is not None:
             raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
@@ -368,18 +418,26 @@ class Residency:
             rank.overwritten()
 
     def finish_offload(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Args: digest: empty: it is yet to be taken."""
+        """Record that a rank is offloaded, and its host copy whole.
+
+        Args:   digest: that of the host copy; empty: it is yet to be taken.
+        Raises: ResourceError: the rank is lost.
+        """
         self.step(rank, Step.OFFLOAD_VERIFIED)
         rank.copied(applied, digest)
 
     def digested(self, rank: Rank, digest: str) -> None:
-        """The digest of a dirty host copy is in."""
+        """Record the digest of a dirty host copy."""
         assert rank.is_dirty
         assert digest
         rank.copied(rank.applied, digest)
 
     def step(self, rank: Rank, step: Step) -> None:
-        """Raises: ResourceError: it is lost. InvalidTransition: the table does not have it."""
+        """Take a step of the transition table.
+
+        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the step
+                from the rank's state.
+        """
         if rank.state is State.LOST:
             raise _lost(rank.wpg)
         following = TRANSITIONS.get((rank.state, step))
@@ -390,10 +448,11 @@ class Residency:
         rank.history.append(f"{rank.state} → {following} ({step})")
         rank.state = following
 
-    # --- the tier below ---
+    # --- NVMe ---
 
     def begin_use(self, wpg: Wpg) -> None:
-        """Its host copies stay in host memory until `end_use`, once they are there."""
+        """Keep the incarnation's host copies from being demoted until `end_use`; counts as a use of
+        the deployment."""
         self._num_uses += 1
         wpg.num_users += 1
         wpg.last_used = self._num_uses
@@ -403,12 +462,13 @@ class Residency:
         wpg.num_users -= 1
 
     def demotable(self, after_s: float | None = None) -> list[Rank]:
-        """Whose host copies may go to NVMe, what is needed last first.
+        """The ranks whose own host copies may be demoted, the one that is needed last first.
 
-        What nobody said anything of goes before what is predicted to be used; of the first what
-        was used least recently, of the second what is used last.
+        Deployments without a prediction come first, the least recently used one before the others.
+        Then come those with a prediction, the latest predicted use first.
 
-        Args: after_s: only what is predicted to be used after this time, or not at all.
+        Args: after_s: only deployments that are predicted to be used after this time, or not at
+              all.
         """
         wpgs = [wpg for wpg in self.alive() if is_demotable(wpg)]
         if after_s is not None:
@@ -424,13 +484,17 @@ class Residency:
     # --- seals ---
 
     def check_sealable(self, wpg: Wpg) -> None:
-        """Raises: CallerError, ResourceError: it has no whole state, or a rank is gone."""
+        """Check that every rank of the incarnation has a whole state.
+
+        Raises: CallerError: a rank is neither resident nor offloaded to host memory.
+                ResourceError: a rank is gone.
+        """
         self._check_ready(wpg)
 
     def begin_copy(self, rank: Rank) -> None:
-        """The host copy of a resident rank is about to be renewed while it stays resident.
+        """Record that the host copy of a rank is about to be renewed while the rank stays resident.
 
-        Raises: ResourceError: it is gone.
+        Raises: ResourceError: the rank is lost.
         """
         if rank.state is State.LOST:
             raise _lost(rank.wpg)
@@ -440,15 +504,19 @@ class Residency:
             rank.overwritten()
 
     def finish_copy(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Raises: ResourceError: it is gone."""
+        """Record that the host copy of a resident rank is renewed.
+
+        Args:   digest: that of the host copy; empty: it is yet to be taken.
+        Raises: ResourceError: the rank is lost.
+        """
         if rank.state is State.LOST:
             raise _lost(rank.wpg)
         rank.copied(applied, digest)
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
-        """Keep the host copies, which hold `seq`, from being overwritten.
+        """Keep the host copies, which must be at `seq`, from being overwritten until `end_seal`.
 
-        Raises: CallerError: FAILED_PRECONDITION: one of them holds another seq, or none.
+        Raises: CallerError: FAILED_PRECONDITION: a host copy is at another seq, or not whole.
         """
         for rank in wpg.ranks:
             if rank.applied != seq or not rank.is_whole:
@@ -461,7 +529,11 @@ class Residency:
         wpg.prepared = PreparedSeal(seq)
 
     def begin_write(self, wpg: Wpg, seq: int) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION: no such copy was prepared."""
+        """Record that the prepared seal is being written.
+
+        Raises: CallerError: FAILED_PRECONDITION: no seal is prepared at `seq`, or it is being
+                written already.
+        """
         if wpg.prepared is None or wpg.prepared.seq != seq or wpg.prepared.is_writing:
             raise CallerError(
                 f"no copy of {wpg} at {seq} is prepared",
@@ -472,18 +544,20 @@ class Residency:
         wpg.prepared.is_writing = True
 
     def end_seal(self, wpg: Wpg) -> None:
-        """Written, failed or given up: the copies may be overwritten again."""
+        """End a seal that is written, has failed or was given up: its host copies may be
+        overwritten again."""
         wpg.prepared = None
 
     def unwritten_seals(self) -> list[Wpg]:
-        """Those prepared and not being written: nobody will, once the agent is gone."""
+        """The incarnations with a seal that is prepared and not being written; once the agent is
+        gone, nobody will write it."""
         every = [*self._wpgs.values(), *self._retired]
         return [w for w in every if w.prepared is not None and not w.prepared.is_writing]
 
     # --- looking ---
 
     def nvme_used_bytes(self) -> int:
-        """By ranks' own copies that are there in whole, or are being written there."""
+        """Bytes of ranks' own host copies that are on NVMe, or are being written there."""
         return sum(
             rank.extent_bytes
             for wpg in self.alive()
@@ -492,10 +566,11 @@ class Residency:
         )
 
     def written_back_bytes(self) -> int:
-        """Host memory that can be had at once, for its content is on NVMe too."""
+        """Bytes of host memory that can be had at once, because their content is on NVMe too."""
         return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
+        """Bytes of the heaps on a device, those on their way in or out included."""
         return sum(
             rank.heap_bytes
             for wpg in self._wpgs.values()
@@ -527,6 +602,7 @@ class Residency:
         ]
 
     def extents(self) -> list[int]:
+        """The extents of all ranks, those of lost incarnations included."""
         every = {*self._wpgs.values(), *self._retired}
         return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
 

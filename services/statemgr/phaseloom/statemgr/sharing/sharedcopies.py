@@ -1,13 +1,14 @@
-"""Bytes that are held once, whoever refers to them: the host copies of frozen ranks.
+"""The records of shared copies: host copies of frozen ranks, held once for all ranks with equal
+bytes.
 
-A *shared copy* is immutable. It is found by what it is (BLAKE3 and length), not by who made it:
-ranks whose state is equal refer to one copy, and a rank that writes goes to another one, which
-leaves the others' bytes untouched. It may also be the memory of a weights version.
+A *shared copy* is content-addressed: it is found by BLAKE3 and length, not by who made it. Ranks
+whose state is equal refer to one copy. A rank that writes moves to another copy, which leaves the
+others' bytes untouched. A shared copy may also be the memory of a weights version.
 
-Invariants (`validate`): every shared copy has a user, and dies with its last one; users of
-different tenants only share what the operator has registered as a frozen base; what users of
-different jobs share cannot be written by any of them; a shared copy is in host
-memory, on NVMe, or on its way between them, for all users alike.
+Invariants (`validate`): every shared copy has a user, and is dropped with its last one; users of
+different tenants only share what the operator has registered as a frozen base; a copy with users
+of different jobs is immutable; a shared copy is in host memory, on NVMe, or on its way between
+them, for all users alike.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
-    """BLAKE3 → name, of what tenants may share.
+    """The registered frozen bases, which tenants may share, as BLAKE3 → name.
 
-    Raises: CallerError: something that is no hash, or one with two names.
+    Args:   configured: name → hashes.
+    Raises: CallerError: an entry is no hash, or a hash has two names.
     """
     names: dict[str, str] = {}
     for name, hashes in configured.items():
@@ -56,10 +58,11 @@ def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 class SharedCopies:
-    """Every mutation goes through its methods; the shell moves the bytes."""
+    """All shared copies of the node. Every mutation goes through this class; the shell moves the
+    bytes."""
 
     def __init__(self, bases: Mapping[str, str]) -> None:
-        """Args: bases: BLAKE3 → name, of what tenants may share."""
+        """Args: bases: the frozen bases that tenants may share, as BLAKE3 → name."""
         self._bases = bases
         self._contents: dict[int, SharedCopy] = {}
         self._last = 0
@@ -70,7 +73,10 @@ class SharedCopies:
         extent: int,
         version: VersionKey | None = None,
     ) -> SharedCopy:
-        """What this rank's state is now, by its `applied` and `digest`; `attach` it."""
+        """Record a new shared copy of this rank's state at its `applied` and `digest`.
+
+        The copy has no user yet: `attach` the rank next.
+        """
         self._last += 1
         content = SharedCopy(
             number=self._last,
@@ -86,18 +92,22 @@ class SharedCopies:
         return content
 
     def adopt(self, content: SharedCopy) -> None:
-        """Take over one that the daemon before knew, without its users."""
+        """Take over a shared copy of the daemon before; its users are attached later."""
         self._contents[content.number] = content
         self._last = max(self._last, content.number)
 
     def attach(self, rank: Rank, content: SharedCopy) -> None:
+        """Make the rank a user of a shared copy; it must not be the user of another."""
         assert rank.content is None
         assert content.number in self._contents
         rank.content = content
         content.users.append(rank)
 
     def detach(self, rank: Rank) -> SharedCopy | None:
-        """Returns the content where this was its last user: it is gone, free what it holds."""
+        """Remove the rank from the users of its shared copy.
+
+        Returns: the copy, where the rank was its last user; the caller frees what it held.
+        """
         content = rank.content
         if content is None:
             return None
@@ -119,7 +129,7 @@ class SharedCopies:
         )
 
     def merge(self, content: SharedCopy, twin: SharedCopy) -> list[Rank]:
-        """The users of `content` are users of its twin from now on. Returns them."""
+        """Make the users of `content` users of its twin; returns them."""
         if len(content.tenants | twin.tenants) > 1:
             twin.is_base = True
         moved = list(content.users)
@@ -129,7 +139,7 @@ class SharedCopies:
         return moved
 
     def twin(self, content: SharedCopy) -> SharedCopy | None:
-        """Another content with the same bytes that its users may share, the oldest; None: none."""
+        """The oldest other copy with the same bytes that the users of `content` may share."""
         return next((c for c in self.all() if self._may_merge(c, content)), None)
 
     def _may_merge(self, first: SharedCopy, second: SharedCopy) -> bool:
@@ -141,18 +151,24 @@ class SharedCopies:
         return is_equal and is_shareable and is_allowed
 
     def all(self) -> list[SharedCopy]:
-        """Oldest first."""
+        """All shared copies, the oldest first."""
         return list(self._contents.values())
 
     def step(self, content: SharedCopy, step: Step) -> None:
-        """Raises: InvalidTransition: the table does not have it."""
+        """Take a step of the transition table.
+
+        Raises: InvalidTransition: the table does not have the step from the copy's state.
+        """
         following = TRANSITIONS.get((content.state, step))
         if following is None:
             raise InvalidTransition(f"{content} is {content.state}: no {step!r} from there")
         content.state = following
 
     def demotable(self, after_s: float | None = None) -> list[SharedCopy]:
-        """Those that nothing needs now, as `Residency.demotable`; unordered."""
+        """The shared copies that may be demoted now, in no order.
+
+        Args: after_s: only copies that are predicted to be used after this time, or not at all.
+        """
         return [
             content
             for content in self.all()
@@ -165,7 +181,7 @@ class SharedCopies:
         return [content.extent for content in self.all() if content.extent is not None]
 
     def nvme_used_bytes(self) -> int:
-        """What is there in whole, or is being written there."""
+        """Bytes of the shared copies that are on NVMe, or are being written there."""
         below = ON_NVME | {State.DEMOTING}
         return sum(content.num_bytes for content in self.all() if content.state in below)
 

@@ -1,10 +1,11 @@
-"""Host copies of frozen ranks: shared copies, which are copied only when they are written.
+"""Host copies of frozen ranks: shared copies, with copy on write.
 
-A frozen rank's heap changes by `load_state` and `sync_weights` only. As long as its seq is that of
-its host copy there is nothing to copy out; what it has written goes to memory of its own, which
-becomes another shared copy. Shared copies are hashed in the background; equal ones become one.
+A frozen rank's heap changes by `load_state` and `sync_weights` only. While its heap is at the seq
+of its host copy there is nothing to copy out. A heap that was written since is copied out to new
+memory, which becomes another shared copy. Shared copies are hashed in the background, and equal
+ones are merged.
 
-Nothing here overwrites a shared copy: whoever refers to it may be reading.
+Nothing here overwrites a shared copy: any of its users may be reading it.
 """
 
 from __future__ import annotations
@@ -34,22 +35,25 @@ from phaseloom.statemgr.versions.versions import Version
 log = logging.getLogger(__name__)
 
 Reserve = Callable[[int, str], Awaitable[int]]
-"""Gives so many bytes of memory that can be made immutable, named so in a refusal."""
+"""Reserves an extent that can be made immutable; takes its size in bytes and its name in a
+refusal, and returns its number."""
 _MOVING = frozenset({State.DEMOTING, State.PROMOTING})
 _HASHED_BYTES = 16 * 1024 * 1024
-"""Between looks at whether to stop."""
+"""Bytes hashed between two looks at whether to stop."""
 _FREEZE_TRIES = 20
 _FREEZE_PAUSE_S = 0.05
-"""A rank's thread may hold its mapping a moment longer than its answer is under way."""
+"""Pause between two tries, in seconds: a rank's thread may keep a mapping a moment longer than the
+rank's answer says."""
 
 
 async def make_room(
     node: Node, reserve: Reserve, rank: Rank, version: Version | None = None
 ) -> None:
-    """A frozen rank is about to write: what it will have to copy out has its place from now on.
+    """Reserve the memory for the next host copy of a frozen rank that is about to write its heap.
 
-    Args:   version: what its heap becomes; it needs no place where that is what it will refer to.
-    Raises: as `reserve_copy`, before anything is written.
+    Args:   version: the version that the heap becomes. Where the rank can take the version's
+                memory for its host copy, nothing is reserved.
+    Raises: the errors of `reserve_copy`, before anything is written.
     """
     if rank.content is None or (version is not None and _is_copy_of(version, rank)):
         return
@@ -57,9 +61,11 @@ async def make_room(
 
 
 async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
-    """Memory for a new host copy of a frozen rank, as its `extent` until `settle_copy`.
+    """Reserve memory for a new host copy of a frozen rank: its `extent` until `settle_copy`.
 
-    Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers; its incarnation is over.
+    Returns: the number of the extent; the one that the rank has, where it has one.
+    Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers; ABORTED: the rank's incarnation
+             is over, or another call was faster.
     """
     if rank.extent is not None:
         return rank.extent
@@ -73,16 +79,20 @@ async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
 
 
 def drop_copy(node: Node, rank: Rank) -> None:
-    """Give the memory up that `reserve_copy` has reserved, if it has."""
+    """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
     if rank.extent is not None:
         node.memory.free(rank.extent)
         rank.extent = None
 
 
 def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
-    """What its `extent` holds now is the rank's host copy, in place of the one before.
+    """Make the content of the rank's `extent` its host copy, in place of the one before.
 
-    Args: digest: of what is there. Where a process of a rank has it mapped still, it is not shared.
+    The new shared copy is compared with others later. While a process has the extent mapped
+    writable, it is not shared.
+
+    Args:   applied: the seq of the state in the extent.
+            digest: the digest of the bytes in the extent.
     """
     assert rank.extent is not None
     node.leave_shared(rank)
@@ -97,7 +107,10 @@ def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
 async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
     """Bring the host copy of a resident frozen rank up to date.
 
-    Raises: ResourceError: no memory for what it has written; as `Node.ask`.
+    The rank is first asked whether its heap has changed since its host copy; only then is memory
+    reserved, and the heap copied.
+
+    Raises: ResourceError: there is no memory for a new copy; or an error of `Node.ask`.
     """
     _take_held_version(node, rank)
     rank.is_copying = True
@@ -132,7 +145,8 @@ async def _copied_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool
 
 
 def source_of(node: Node, rank: Rank) -> list[int]:
-    """The descriptor that an order to copy in brings where the rank keeps nothing mapped."""
+    """The descriptors that go with an order to copy in: that of the shared copy for a frozen rank;
+    none for other ranks, which have their extent mapped."""
     if not rank.frozen:
         return []
     assert rank.content is not None
@@ -141,13 +155,13 @@ def source_of(node: Node, rank: Rank) -> list[int]:
 
 
 def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
-    """The heap of a frozen rank is what this version is: its memory becomes the host copy.
+    """Note that the heap of a frozen rank equals this version, whose memory becomes its host copy.
 
-    Not where the version has another layout, or is gone: then it is copied out as anything else.
-    While a seal is prepared, or a copy is under way, the host copy stays what it was; the version
-    is taken after that, if it is what the heap holds then.
+    Where the version has another layout, or is gone, the heap is copied out as any other. While a
+    seal is prepared or a copy is under way, the host copy stays as it was. The version is taken
+    when the next copy begins, if the heap still equals it.
 
-    Raises: CallerError: PERMISSION_DENIED: the version is of another job; no seq.
+    Raises: CallerError: PERMISSION_DENIED: the version belongs to another job; the seq is negative.
     """
     check_reader(rank.wpg, key, None)
     if applied < 0:
@@ -177,12 +191,16 @@ def _take_held_version(node: Node, rank: Rank) -> None:
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
-    """Whether a rank that has this version could have its bytes for its host copy."""
+    """Whether the version has the rank's size and layout, so that its bytes can be the rank's host
+    copy."""
     return (version.num_bytes, version.table) == (rank.extent_bytes, rank.table)
 
 
 class Sharing:
-    """Finds shared copies that are equal. `start` it in a task group."""
+    """The background worker that finds equal shared copies and merges them.
+
+    Call `start` with a task group, and `stop` to end it.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -198,12 +216,16 @@ class Sharing:
             self._worker.cancel()
 
     async def _run(self) -> None:
-        """One at a time: hashing is nobody's hurry, and takes one core at most."""
+        """Compare the queued copies one at a time: hashing is not urgent, so it takes one core at
+        most."""
         while True:
             await self._identify(await self._node.to_compare.get())
 
     async def _identify(self, content: SharedCopy) -> None:
-        """What of it is not done as it goes down begins again as it comes up."""
+        """Freeze and hash a shared copy, and merge it with its equals.
+
+        A copy that is demoted meanwhile is queued again when it is promoted.
+        """
         if not await self._freeze(content):
             log.warning("%s is mapped by somebody still: it is not shared", content)
             return
@@ -214,7 +236,10 @@ class Sharing:
                 await self._merge(content)
 
     async def _freeze(self, content: SharedCopy) -> bool:
-        """Only what can never change any more has a hash."""
+        """Make a shared copy immutable, which it must be before it is hashed.
+
+        Returns: False: a process has it mapped writable still.
+        """
         for _ in range(_FREEZE_TRIES):
             if not self._is_above(content) or content.is_immutable:
                 return True
@@ -228,7 +253,7 @@ class Sharing:
         if self._is_above(content) and content.is_immutable:
             memory = self._node.shared_memory(content)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
-            # What a rank said of it is verified before others come to depend on it.
+            # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and await asyncio.to_thread(digest_of, memory) != content.digest:
                 for wpg in content.wpgs:
                     self._node.retire(wpg, "its host copy is not what its digest says")
@@ -250,8 +275,8 @@ class Sharing:
                 kept, gone = twin, content
             moved = contents.merge(gone, kept)
             node.free_shared(gone)
-            # Ranks keep what they loaded last mapped, and with it its memory. One that does not
-            # answer keeps it until it loads again, or is gone.
+            # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
+            # does not answer keeps that memory until it loads again, or is gone.
             for rank in moved:
                 await node.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
@@ -264,7 +289,7 @@ def _is_moving(node: Node, contents: tuple[SharedCopy, ...]) -> bool:
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:
-    """Empty: stopped."""
+    """The BLAKE3 of the memory in hex; empty where it was stopped. Blocking: called in a thread."""
     taken = blake3()
     for start in range(0, len(memory), _HASHED_BYTES):
         if stopped.is_set():

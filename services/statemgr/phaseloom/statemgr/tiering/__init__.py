@@ -1,1 +1,1 @@
-"""State between device memory, host memory and NVMe."""
+"""Movement of state between the three tiers: device memory, host memory and NVMe."""

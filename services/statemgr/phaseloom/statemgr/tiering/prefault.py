@@ -1,9 +1,10 @@
-"""Memory of host copies made ready before a rank copies out for the first time.
+"""Prefault of host memory before a rank copies out for the first time.
 
-Memory that was never touched takes several times as long to write. While a rank fills its heap its
-extent is touched here, piece by piece, in the background. Each deployment starts offloaded, so all
-of that is written a moment later in any case: none is taken that would not be. It makes way for
-moves and switches, and ends as soon as the rank has filled its extent, or is lost.
+Memory that was never touched takes several times as long to write. While a rank fills its heap,
+its extent is touched here in the background, piece by piece. Each deployment starts offloaded, so
+the rank writes all of that extent a moment later: the prefault takes no memory that would not be
+taken anyway. It pauses while moves and switches are under way, and ends as soon as the rank has
+filled its extent or is lost.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from phaseloom.statemgr.residency.residency import Rank, State
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 32 * 1024 * 1024
-"""Touched at once; who waits for the end waits for no more."""
+"""Bytes touched in one step; a caller of `Prefault.end` waits for one step at most."""
 
 
 class Prefault:
-    """`start` it in a task group; `stop` ends what is under way."""
+    """Background prefault of ranks' extents: call `start` with a task group, `stop` to end it."""
 
     def __init__(self, node: Node, is_busy: Callable[[], bool]) -> None:
-        """Args: is_busy: something is moved, or switched; the node announces the end of it."""
+        """Args: is_busy: whether a move or a switch is under way; the node announces its end."""
         self._node = node
         self._is_busy = is_busy
         self._under_way: dict[Rank, asyncio.Future[None]] = {}
@@ -46,15 +47,15 @@ class Prefault:
         self._node.announce()
 
     def begin(self, rank: Rank) -> None:
-        """Touch its extent, which it is about to fill, in the background."""
+        """Begin to touch, in the background, the extent that the rank is about to fill."""
         assert rank.extent is not None
-        # Now: by the time that the task runs, the rank may be lost and its extent freed.
+        # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         views = [self._node.memory[rank.extent].view(rank.extent_bytes)]
         self._under_way[rank] = asyncio.get_running_loop().create_future()
         self._tasks.create_task(self._run(rank, views))
 
     async def end(self, rank: Rank) -> None:
-        """Nothing of it is touched, or mapped for that, any more."""
+        """Stop the prefault of the rank's extent; on return nothing has it mapped for that."""
         ended = self._under_way.get(rank)
         if ended is not None:
             self._ending.add(rank)
@@ -64,7 +65,7 @@ class Prefault:
     async def _run(self, rank: Rank, views: list[memoryview]) -> None:
         try:
             with contained(metrics.UNFORESEEN, "move"):
-                # The rank waits for the answer that brings its extent: that goes first.
+                # The rank waits for the answer that brings its extent: that answer goes first.
                 await self._node.handles.recorded()
                 for start in range(0, len(views[0]), _PIECE_BYTES):
                     await self._node.until(lambda: self._is_over(rank) or not self._is_busy())
@@ -75,7 +76,7 @@ class Prefault:
         except PhaseloomError as error:
             log.warning("the memory for %s is not touched ahead: %s", rank, error)
         finally:
-            # It can be made immutable only while nobody has it mapped writable.
+            # An extent can be made immutable only while nobody has it mapped writable.
             views.clear()
             self._ending.discard(rank)
             self._under_way.pop(rank).set_result(None)
@@ -85,13 +86,17 @@ class Prefault:
 
 
 def _touch(views: list[memoryview], start: int) -> bool:
-    """In a thread, which may forget late what it was given: not the memory itself."""
+    """Touch one piece; False ends the prefault. Blocking: called in a thread.
+
+    The list comes in place of the memory itself, because a thread may drop its arguments late,
+    and a view that lives on keeps the extent from being made immutable.
+    """
     (memory,) = views
     return touch(memory[start : start + _PIECE_BYTES])
 
 
 def _available_bytes() -> int:
-    """Of the machine's memory, without anybody having to give some up."""
+    """Bytes of the machine's memory that can be had without anybody giving some up."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,8 @@
-"""Context switches: offload what is displaced, load what comes in, verify both, undo on failure."""
+"""Context switches: offload the displaced deployments, load the new one, verify both, undo on
+failure.
+
+The session shell calls `switch_in` and `switch_out` for the scheduler's commands.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,24 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 Moved = dict[Rank, float]
-"""Seconds that each rank copied."""
+"""The ranks that were moved, each with the seconds that its copy took."""
 
 MAX_RESIDUE_BYTES = 64 * 1024
-"""What a rank may still hold of a released heap: nothing, give or take the pages at its edges."""
+"""Device memory that a rank may still hold after its heap was released, in bytes.
+
+All of the heap must be given back; the allowance is for the pages at its edges.
+"""
 
 
 async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched:
-    """Bring a deployment into device memory in place of what it displaces.
+    """Bring a deployment into device memory in place of the deployments that it displaces.
 
-    Its host copies come up from NVMe first, while the device goes on with what it does.
+    Its host copies are promoted from NVMe first, while the device goes on with its work.
 
-    Raises: ResourceError: stale (ABORTED), no room (RESOURCE_EXHAUSTED, with the numbers, before
-            anything moved), a rank lost, a transition not verified. What had been moved is moved
-            back then. CallerError: not known, or not ready.
+    Raises: ResourceError: the order is stale (ABORTED), there is no room (RESOURCE_EXHAUSTED, with
+            the numbers, before anything moved), a rank is lost, or a transition was not verified.
+            After a failure the ranks that had been moved are moved back.
+            CallerError: the deployment is not known, or not ready.
     """
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
@@ -73,9 +81,9 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
 
 
 async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switched:
-    """Offload a deployment without another coming in; one on NVMe stays there.
+    """Offload a deployment without loading another; a deployment on NVMe stays there.
 
-    Raises: as `switch_in`.
+    Raises: the errors of `switch_in`.
     """
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
@@ -124,7 +132,7 @@ async def _load(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved
 
 
 def _longest(moved: Moved) -> float:
-    """Seconds of copying on the device that had most of it."""
+    """Seconds of copying on the device that copied longest."""
     by_device: dict[int, float] = {}
     for rank, seconds in moved.items():
         by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds
@@ -132,7 +140,9 @@ def _longest(moved: Moved) -> float:
 
 
 async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
-    """All devices at the same time, the ranks of one in turn, until one of its fails.
+    """Do the work for every rank: all devices at the same time, the ranks of one device in turn.
+
+    A failure ends the work on its own device only.
 
     Raises: the first failure, once nothing is under way any more.
     """
@@ -152,7 +162,7 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
 
 
 async def _copy_out(tiering: Tiering, rank: Rank) -> float:
-    """Seconds that the rank copied."""
+    """Offload one rank and verify that it released its heap; returns the seconds of its copy."""
     node = tiering.node
     node.residency.begin_offload(rank)
     try:
@@ -179,13 +189,13 @@ async def _copy_out(tiering: Tiering, rank: Rank) -> float:
 
 
 async def _copy_in(node: Node, rank: Rank) -> float:
-    """Seconds that the rank copied."""
+    """Load one rank and verify the digest of its heap; returns the seconds of its copy."""
     digest = rank.digest
     assert digest, "nothing is loaded that cannot be verified"
     try:
         copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
         if copied.digest != digest:
-            # Its memory holds something else than was asked for, and it did not notice.
+            # The rank's heap holds something else than was asked for, and it did not notice.
             node.retire(rank.wpg, "it loaded another content than it was told to")
             raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
     except PhaseloomError as error:
@@ -199,8 +209,10 @@ async def _copy_in(node: Node, rank: Rank) -> float:
 
 
 def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
-    """No load of it can succeed any more, so the lives that have it are over: what follows them
-    begins from a seal."""
+    """End all incarnations that refer to the rank's host copy, and return the error to raise.
+
+    No load of a bad copy can succeed, so the next incarnations begin from their seals.
+    """
     why = f"its host copy is bad: {error.info.message}"
     node.lose(rank.content or rank, why)
     return ResourceError(
@@ -212,10 +224,11 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
 
 
 async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Context) -> None:
-    """Move back what was moved; what cannot be loaded back stays whole in host memory."""
+    """Move back the ranks that were moved; one that cannot be loaded back stays whole in host
+    memory."""
 
     async def back(rank: Rank) -> None:
-        # One of a life that was lost meanwhile has no memory any more.
+        # A rank whose incarnation was lost meanwhile has no memory any more.
         if rank.state is State.LOST:
             return
         move = _offload if rank in loaded else _load
@@ -224,7 +237,7 @@ async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Contex
         except PhaseloomError as error:
             log.error("%s could not be moved back: %s", rank, error)
 
-    # First what makes room for the rest.
+    # Offloading comes first: it makes room for the rest.
     await on_each_device(list(loaded), back)
     await on_each_device(list(offloaded), back)
 

@@ -1,15 +1,17 @@
-"""The tier below host memory: host copies that are not needed go to NVMe, and come back.
+"""The tier below host memory: host copies that nothing needs are demoted to NVMe, and promoted
+again later.
 
-A host copy goes down when something else needs its memory: its file is written, verified and
-fsynced, the index says so, and only then its memory is given back. It comes up before it is loaded
-or sealed, or on a hint. At each moment the file or the memory is whole, so a kill of the daemon
-finds one of them. What is on a device, being switched, sealed or moved stays where it is.
+A host copy is demoted when something else needs its memory: its file is written, verified and
+fsynced, the manifest says so, and only then its memory is given back. It is promoted before it is
+loaded or sealed, or on a hint. At each moment the file or the memory is whole, so the daemon after
+a kill finds one of them. A copy whose rank is on a device, being switched, sealed or moved stays
+where it is.
 
-So that nobody has to wait for a disk, what is needed last is written ahead in the background while
-less than the configured share of host memory is free or can be had at once (*write-back*): the
-copy stays, and its memory is given back when something needs it.
+*Write-back* saves others the wait for a disk. While less than the configured share of host memory
+is free or can be had at once, the copies that are needed last are written to NVMe in the
+background. Such a copy stays in host memory until something needs its room.
 
-`node.moves` says how moves meet one another.
+`node.moves` says what happens where two moves of one copy meet.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Victim = HostCopy | Version
-"""What may make room."""
+"""A host copy or weights version that may leave host memory to make room."""
 
 
 class Tiering:
-    """`start` it in a task group; `stop` lets what is under way end."""
+    """Promotion, demotion and write-back of host copies; memory for those who need some.
+
+    Call `start` with a task group. `stop` cancels the moves that are under way and returns at once.
+    """
 
     def __init__(
         self,
@@ -56,11 +61,13 @@ class Tiering:
         nvme_budget_bytes: int,
         spare_bytes: int = 0,
     ) -> None:
-        """Args: spare_bytes: of host memory, to be free or to be had at once."""
+        """Args: spare_bytes: host memory that should be free, or be had without waiting for a disk;
+        0: nothing is written back.
+        """
         self.nvme_budget_bytes = nvme_budget_bytes
         self._spare_bytes = spare_bytes
         self._used = asyncio.Event()
-        """Host memory was taken, or what had to stay there need not any more."""
+        """Set when host memory was taken, or when a copy no longer has to stay in it."""
         self._write_back: asyncio.Task[None] | None = None
         self.node = node
         self._directory = node.directory
@@ -96,10 +103,13 @@ class Tiering:
         may_freeze: bool = False,
         after_s: float | None = None,
     ) -> int:
-        """An extent, for which what is not needed goes down a tier.
+        """Reserve an extent; copies and versions that nothing needs leave memory to make room.
 
-        Args:   may_freeze: it can be made immutable.
-                after_s: only what is predicted to be used after this time goes down for it.
+        Args:   what: the name of the memory in a refusal.
+                pool: an idle extent of this pool is reused where one of the size is there.
+                may_freeze: whether the extent can be made immutable later.
+                after_s: only copies whose predicted use is after this time are demoted for it.
+        Returns: the number of the extent.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
         memory = self.node.memory
@@ -108,15 +118,17 @@ class Tiering:
         )
 
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
-        """As `reserve`; what can be made immutable."""
+        """Reserve an extent, as `reserve` does, that can be made immutable later."""
         return await self.reserve(num_bytes, what, may_freeze=True)
 
     @asynccontextmanager
     async def in_host(self, wpg: Wpg, *others: Wpg) -> AsyncIterator[None]:
-        """Its host copies are in host memory, or newer on a device; none of these go down within.
+        """Promote the incarnation's host copies and keep them in host memory within the block.
 
-        Raises: ResourceError: RESOURCE_EXHAUSTED: no room for them; DATA_LOSS: what was on NVMe is
-                bad and nowhere else, its incarnation is over.
+        Those of `others` are not promoted; where they are in host memory, they stay there too.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room for the copies; DATA_LOSS: the
+                file of one is bad and no seal has its bytes: the incarnation is over.
         """
         with self.using(wpg, *others):
             await self._promote_all(wpg)
@@ -127,7 +139,7 @@ class Tiering:
 
     @contextmanager
     def using(self, *wpgs: Wpg) -> Iterator[None]:
-        """What of them is in host memory stays there within."""
+        """Keep the host copies that are in host memory from being demoted within the block."""
         for wpg in wpgs:
             self.node.residency.begin_use(wpg)
         try:
@@ -138,7 +150,7 @@ class Tiering:
             self._used.set()
 
     async def _forget_written_back(self, wpg: Wpg) -> None:
-        """Of what is on a device now, the host copy grows old, and what NVMe has of it."""
+        """Remove the written-back files of ranks on a device: the state there is newer."""
         for rank in wpg.ranks:
             if rank.is_written_back and rank.state in ON_DEVICE:
                 rank.is_written_back = False
@@ -155,11 +167,12 @@ class Tiering:
                     self._check_nvme(rank)
                     await self._down(rank, Direction.WRITE_BACK)
             except PhaseloomError as error:
-                # Tried again when somebody uses host memory next.
+                # Write-back tries again when somebody uses host memory next.
                 log.info("nothing more is written back: %s", error)
 
     def _to_write_back(self) -> Rank | None:
-        """What to write ahead: what is needed last; None: enough can be had at once."""
+        """The rank to write back next, the one that is needed last; None: enough is free already,
+        or no rank is left."""
         arena, residency = self.node.memory.arena, self.node.residency
         if arena.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
             return None
@@ -173,7 +186,11 @@ class Tiering:
             await self._promote(rank)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
-        """Take a prediction; moves begin in the background."""
+        """Take a prediction of the deployment's next use; promotions begin in the background.
+
+        A hint without a time withdraws the prediction, and with it the promotions that nobody
+        waits for.
+        """
         wpg.next_use_s = None if hint.in_s is None else time.monotonic() + hint.in_s
         shared = {rank.content for rank in wpg.ranks if rank.content is not None}
         copies: list[HostCopy] = [*shared, *wpg.ranks]
@@ -184,7 +201,10 @@ class Tiering:
                 self._moves.hint(copy, self._work_up(copy, wpg.next_use_s))
 
     def sweep(self) -> asyncio.Task[None]:
-        """Remove the files of host copies that nobody has any more, once the handover is done."""
+        """Begin to remove the files of host copies that nobody has any more; returns the task.
+
+        Called once, when the handover is done.
+        """
         node, directory = self.node, self._directory
         copies: list[HostCopy] = [*node.contents.all()]
         copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
@@ -193,7 +213,7 @@ class Tiering:
         return self._tasks.create_task(asyncio.to_thread(directory.discard, *stale))
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
-        """Whether a whole file of it is there; its blocks are verified when it is read.
+        """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
 
         Blocking: call it in a thread.
         """
@@ -225,7 +245,7 @@ class Tiering:
             if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
-                # Others have asked for these; what they free may be enough for both.
+                # Others have asked for these moves; the memory that they free may do for both.
                 await asyncio.wait(going.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             victim = below[0]
@@ -236,16 +256,22 @@ class Tiering:
                 failed.add(victim)
 
     def _victims(self, after_s: float | None) -> list[Victim]:
-        """What may go: first what goes at once, then what is needed last.
+        """The copies and versions that may leave host memory, in this order.
 
-        Versions for which ranks or a disk must be waited for go last, and for no hint.
+        1. Versions that can leave at once.
+        2. Host copies, the one that is needed last first.
+        3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
         """
         copies = sorted(self._demotable(after_s), key=_need)
         last = self.versions.unread(at_once=False) if after_s is None else []
         return [*self.versions.unread(at_once=True), *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
-        """What is on its way down, or has come up a moment ago and can go again; its end."""
+        """The copies and versions that will make room by themselves, each with its move's end.
+
+        These are the ones on their way down, and the copies that may be demoted as soon as their
+        promotion has ended.
+        """
         residency, shared = self.node.residency, self.node.contents
         copies = self._moves.making_room([*residency.demotable(), *shared.demotable()])
         going: dict[Victim, asyncio.Future[None]] = {}
@@ -254,8 +280,11 @@ class Tiering:
         return going
 
     def _demotable(self, after_s: float | None = None) -> list[HostCopy]:
-        """What can go: not before its last move has ended, and not from memory that is
-        somebody else's too: a version's goes with the version."""
+        """The host copies that can be demoted now.
+
+        A copy that is being moved is left out. So is one whose memory has another holder: where a
+        weights version shares the memory, it goes with the version.
+        """
         node = self.node
         num_holders = node.memory.arena.num_holders
         shared = node.contents.demotable(after_s)
@@ -264,7 +293,10 @@ class Tiering:
         return [copy for copy in copies if copy not in self._moves]
 
     async def _send_down(self, victim: Victim) -> None:
-        """Raises: PhaseloomError: it stays."""
+        """Demote a host copy, or free a version's memory.
+
+        Raises: PhaseloomError: the victim stays in host memory.
+        """
         if isinstance(victim, Version):
             await self.versions.leave(victim)
             return
@@ -284,7 +316,7 @@ class Tiering:
     def _check_nvme(self, copy: HostCopy) -> None:
         used = self.node.nvme_used_bytes()
         if isinstance(copy, Rank) and copy.is_written_back:
-            return  # it is there, and counted
+            return  # the file is on NVMe already, and counted
         if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.extent_bytes} bytes of NVMe: {used} of "
@@ -293,8 +325,11 @@ class Tiering:
             )
 
     async def _down(self, copy: HostCopy, direction: Direction) -> None:
-        """Raises: PhaseloomError: it stays."""
-        # Before the first await: no two that look for room choose the same one.
+        """Demote or write back a host copy.
+
+        Raises: PhaseloomError: the copy stays in host memory.
+        """
+        # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
         await self._moves.do(copy, direction, work)
@@ -327,7 +362,7 @@ class Tiering:
         self.node.memory.vacate(rank.extent)
 
     async def _demote_shared(self, move: Move) -> None:
-        """An immutable extent cannot be emptied: as its bytes go down, the extent goes."""
+        """Demote a shared copy: its extent is freed, because an immutable one cannot be emptied."""
         node, copy = self.node, move.what
         assert isinstance(copy, SharedCopy)
         if copy.extent is None:
@@ -340,7 +375,7 @@ class Tiering:
         async with node.change():
             node.contents.step(copy, Step.DEMOTE_VERIFIED)
             copy.version = None
-        # Its descriptor, which the agent has too, goes only after the index says where it is.
+        # The agent has the extent's descriptor too: it goes only after the manifest names NVMe.
         async with node.change():
             for rank in [*copy.users]:
                 await node.unmap(rank)
@@ -353,7 +388,10 @@ class Tiering:
         )
 
     async def _promote(self, copy: HostCopy) -> None:
-        """Raises: as `in_host`."""
+        """Wait until no move of the copy is under way; promote it where it is on NVMe.
+
+        Raises: the errors of `in_host`.
+        """
         await self._moves.settled(copy)
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
             await self._moves.do(copy, Direction.PROMOTE, self._work_up(copy))
@@ -388,8 +426,10 @@ class Tiering:
         self.node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
 
     async def _promote_shared(self, after_s: float | None, move: Move) -> None:
-        """It comes up in another extent than it had. Ranks notice nothing, for each order to copy
-        brings the extent to use."""
+        """Promote a shared copy into a new extent.
+
+        Ranks do not notice that it is another extent: each order to copy brings the descriptor.
+        """
         node, copy = self.node, move.what
         assert isinstance(copy, SharedCopy)
         what = f"the host copy of {copy.owner}"
@@ -424,7 +464,10 @@ class Tiering:
 
     @contextmanager
     def _failing(self, copy: HostCopy, back: Step, why: str) -> Iterator[None]:
-        """Where a move fails within, the copy is where it was; or, bad in all places, lost."""
+        """Handle a move that fails within the block: the copy is recorded where it was.
+
+        Where the error is DATA_LOSS, no good bytes are left, and all who refer to it are lost.
+        """
         try:
             with contained(metrics.UNFORESEEN, "move"):
                 yield
@@ -437,8 +480,13 @@ class Tiering:
             raise
 
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
-        """From its file, or from a seal of the same bytes. No view on the memory outlives it, so
-        that it can be frozen. Raises: the first refusal."""
+        """Read a host copy from its file, or else from a seal of the same bytes. Blocking.
+
+        No view on the memory outlives the call, so that the extent can be frozen afterwards.
+
+        Raises: ResourceError: DATA_LOSS: no source is good (the error of the first one); any other
+                failure of a read.
+        """
         memory = extent.view(copy.extent_bytes)
         users = copy.users if isinstance(copy, SharedCopy) else [copy]
         sources = [(self.node.file_of(copy), 0)]
@@ -455,7 +503,7 @@ class Tiering:
                     raise
                 more = path != sources[-1][0]
                 log.error("%s%s", error, f"; trying its seal at {copy.applied}" if more else "")
-                # Its frames have views on the memory.
+                # The traceback's frames have views on the memory.
                 refusal = refusal or error.with_traceback(None)
             else:
                 return
@@ -468,14 +516,18 @@ def _num_bytes(victim: Victim) -> int:
 
 
 def _need(copy: HostCopy) -> tuple[float, int]:
-    """Sorts what nobody said anything of before what is used latest, then the least recent."""
+    """Sort key by which the copy that is needed last comes first.
+
+    Copies without a prediction come before all others, then the latest predicted use comes first;
+    equals are ordered by least recent use.
+    """
     user = copy if isinstance(copy, SharedCopy) else copy.wpg
     next_use_s = math.inf if user.next_use_s is None else user.next_use_s
     return -next_use_s, user.last_used
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:
-    """What has to go for it; nothing where the refusal is not the arena's."""
+    """Bytes that the arena lacked when it refused; 0 where the refusal is not the arena's."""
     details = refusal.info.details
     if "needed_bytes" not in details:
         return 0

@@ -1,8 +1,9 @@
 """Weights versions that nobody reads give their host memory back when it is short.
 
-Those on disk are dropped from memory, and read again when somebody asks; others are written before.
-A rank that has a version mapped keeps its pages whatever is done here, so the ranks are asked to
-let go first. A version stays where one of them uses it, or where its memory is somebody else's too.
+A version is written to disk, unless it is there already, and dropped from memory; it is read again
+when somebody asks for it. A rank that has a version mapped keeps its pages whatever is done here,
+so the ranks are asked to unmap it first. A version stays in memory where a rank uses it, or where
+its extent has another holder.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ log = logging.getLogger(__name__)
 
 
 class VersionMoves:
+    """The way of weights versions out of host memory and onto disk."""
+
     def __init__(self, node: Node) -> None:
         self._node = node
         self._directory = node.directory
         self._under_way: dict[Version, asyncio.Future[None]] = {}
         self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
-        """A seal and the lack of memory may want the same one on disk at once."""
+        """One lock a version: a seal and a lack of memory may want it on disk at once."""
 
     @property
     def under_way(self) -> dict[Version, asyncio.Future[None]]:
-        """Those that are leaving, and when they have, or stay after all."""
+        """The versions that are leaving memory, each with a future that is done when its move has
+        ended, whether it left or stays after all."""
         return self._under_way
 
     def unread(self, *, at_once: bool) -> list[Version]:
-        """What may leave host memory, as far as is known here; the oldest first.
+        """The versions that may leave host memory, as far as is known here; the oldest first.
 
-        Args: at_once: those for which no disk and no rank has to be waited for; else the others.
+        Args: at_once: True: those for which neither a disk nor a rank has to be waited for; False:
+              the others.
         """
         arena = self._node.memory.arena
         return [
@@ -50,7 +55,10 @@ class VersionMoves:
         ]
 
     async def leave(self, version: Version) -> None:
-        """Free its memory. Raises: ResourceError: it stays."""
+        """Put a version on disk and free its memory.
+
+        Raises: ResourceError: the version stays in memory.
+        """
         ended = self._under_way[version] = asyncio.get_running_loop().create_future()
         self._node.versions.acquire(version)
         try:
@@ -69,9 +77,9 @@ class VersionMoves:
         log.info("version %s is on disk only: host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
-        """Put it on disk, unless it is there.
+        """Write a version to disk, unless it is there already.
 
-        Raises: ResourceError: the disk is full; DATA_LOSS: its memory is bad.
+        Raises: ResourceError: the disk is full; DATA_LOSS: the version's memory is bad.
         """
         lock = self._writing.setdefault(version.key, asyncio.Lock())
         async with lock:
@@ -95,7 +103,10 @@ class VersionMoves:
             await asyncio.to_thread(self._directory.remove, path)
 
     async def _until_unmapped(self, version: Version) -> None:
-        """Raises: ResourceError: somebody uses it."""
+        """Ask all readers to unmap the version, and forget them.
+
+        Raises: ResourceError: a rank uses the version, or opened it meanwhile.
+        """
         readers, openings = _alive(version), version.num_openings
         still = [wpg for wpg in readers if not await self._lets_go(wpg, version)]
         if still or version.num_openings != openings:
