@@ -151,7 +151,7 @@ class FileDescription(msgspec.Struct, frozen=True, tag=True):
     header: StateHeader
     parts: list[str]
     """The parts of a weights version that are on the server's disk; empty: the version was written
-    whole, or the file is another part of one or a seal."""
+    whole, or the file is a part or a seal."""
 
 
 class FilesKept(msgspec.Struct, frozen=True, tag=True):
