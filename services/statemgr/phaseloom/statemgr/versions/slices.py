@@ -1,4 +1,4 @@
-"""Tensor slices of weights versions: the boxes that a reader needs, whichever ranks wrote the parts.
+"""Tensor slices of weights versions: the boxes that a reader needs, from parts of several ranks.
 
 A copy of slices is kept beside versions, under the version's key and a name made from the slices:
 ranks that ask for the same slices share one copy. The copy is dropped with its version. Until then,

@@ -34,7 +34,7 @@ class Version:
     or read from disk."""
     is_on_disk: bool = False
     users: int = 0
-    """The number of tasks that read, send or write the memory now."""
+    """The number of tasks that use the memory now."""
     is_dropped: bool = False
     is_bad: bool = False
     """Whether the memory is not what was committed; nobody uses that memory again."""

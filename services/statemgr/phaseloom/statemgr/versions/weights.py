@@ -247,7 +247,7 @@ class Weights:
         self._check_readable(key)
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
-            # It may be on its way here: waiting could deadlock, where its fetch is what asks.
+            # It may be on its way here, and the one that asks may be the one that fetches it.
             self.fetcher.suspects.check(key)
             raise not_here(key)
         await self.fetcher.get(key, [], None)
