@@ -23,7 +23,7 @@ class Gate:
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._readers: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The newest incarnation seen of each reader of versions, in the order of the last check."""
+        """The newest incarnation seen of each reader of versions, in order of the last check."""
         self._owners: OrderedDict[DeploymentKey, int] = OrderedDict()
         """The newest incarnation seen of each deployment whose files were asked for, in the order
         of the last check."""

@@ -148,7 +148,7 @@ class Replicator:
             version.is_on_disk = True
 
     async def _bring_held(self, request: FetchState) -> None:
-        """Fetch a version into host memory ahead of its sync; if that fails, the sync fetches it."""
+        """Fetch a version into host memory ahead of its sync, which fetches it if this fails."""
         assert request.holds is not None
         try:
             await self._weights.get(request.holds, request.sources)

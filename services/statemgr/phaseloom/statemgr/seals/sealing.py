@@ -216,7 +216,7 @@ class Sealer:
             self._node.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Delete the seals and all state files of a deployment, whichever incarnation wrote them."""
+        """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
         for kept in self._node.seals.of(key):
             self._drop_kept(key, kept.seq)
