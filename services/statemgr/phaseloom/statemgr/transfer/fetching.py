@@ -64,8 +64,8 @@ _MAX_FAILURES = 3
 _BACKOFF_S = 0.05
 _FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
 _FEW_BYTES = 4096
-"""Where the runs of a batch are shorter than this on average, the batch is received in one piece
-and then put where its runs belong."""
+"""The average length in bytes of a batch's runs below which the batch is received in one piece, and
+then put where the runs belong."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Fetch:
         )
 
     async def _open(self, source: _Source) -> Stream:
-        """Raises: CallerError: the source refuses, or has another content."""
+        """Open a stream to a source. Raises: CallerError: it refuses, or has another content."""
         stream, opened = await self._opened(source.endpoint, source.parts)
         try:
             for part in source.parts:
@@ -462,7 +462,7 @@ class Fetch:
         return await ask(stream, message, answer, self.home.timeout_s)
 
     async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
-        """Raises: as `Sink.receive`."""
+        """Receive a batch and verify its checksum. Raises: as `Sink.receive`."""
         if await self.sink.receive(stream, batch, self.home.timeout_s) != expected:
             raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 

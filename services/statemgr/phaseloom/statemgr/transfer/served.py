@@ -33,7 +33,7 @@ class Found(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Raises: CallerError: there is no such box."""
+        """The number of bytes of the box. Raises: CallerError: there is no such box."""
 
     def of(self, box: Box) -> Found:
         """A box inside this one."""

@@ -203,7 +203,7 @@ def box_of(of: Slice) -> Box:
 
 
 def inside(of: Slice, box: Box) -> Box:
-    """The same box in coordinates of a slice, given one in coordinates of the part's tensor."""
+    """A box of a part's tensor, with its coordinates turned into those of a slice of the tensor."""
     start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
     return Box(of.name, start, box.size)
 

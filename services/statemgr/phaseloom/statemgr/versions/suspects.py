@@ -81,7 +81,10 @@ class Suspects:
         await asyncio.to_thread(self._directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
-        """Raises: ResourceError: UNAVAILABLE: the version's policy is about to make it again."""
+        """Check that a version is not one that its policy is about to make again.
+
+        Raises: ResourceError: UNAVAILABLE: it is.
+        """
         incarnation = self._lost.get(key.whole)
         if incarnation is None:
             return

@@ -256,7 +256,7 @@ class Versions:
         return [version.extent for version in every if version.extent is not None]
 
     def validate(self) -> None:
-        """Raises: AssertionError: an invariant does not hold."""
+        """Check the invariants. Raises: AssertionError: one does not hold."""
         for key, version in self._versions.items():
             assert version.key == key
             assert not version.is_dropped
