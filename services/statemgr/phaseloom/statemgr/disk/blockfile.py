@@ -190,7 +190,7 @@ def _why_not_kvikio(scratch: Path) -> str:
         return f"kvikio needs the CUDA driver: {error}"
     try:
         return "" if _comes_back(KvikioFile, scratch / "kvikio") else "kvikio lost bytes"
-    except Exception as error:  # Whatever a foreign library raises: no.
+    except Exception as error:  # Any error of a foreign library is a no.
         return f"kvikio fails: {error}"
 
 

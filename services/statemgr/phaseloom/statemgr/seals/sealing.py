@@ -46,10 +46,12 @@ class Sealer:
         verify_version: Callable[[VersionKey], Awaitable[None]],
         fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
     ) -> None:
-        """Args:   verify_version: drops the copy of a version here if it is bad, and fetches it
-        again; raises PhaseloomError where the version is lost.
-        fetch_again: replaces a seal that is bad here by another node's copy; raises
-        PhaseloomError where there is none.
+        """A sealer for the state directory of this node.
+
+        Args: verify_version: drops the copy of a version here if it is bad; raises PhaseloomError
+              where the version is lost.
+              fetch_again: replaces a seal that is bad here by another node's copy; raises
+              PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
