@@ -1,1 +1,1 @@
-"""Checkpoints: cut from ranks, written and read as safetensors of whole tensors."""
+"""Checkpoints: snapshots of ranks' states, written and read as safetensors of whole tensors."""

@@ -1,6 +1,6 @@
-"""Whole tensors from the slices that ranks hold, and the bytes that they share.
+"""Assembles whole tensors from the slices that ranks hold, as runs of bytes.
 
-A slice is a box of the whole tensor, a replica the same box again. Pure.
+A slice is a box of the whole tensor; a replica is the same box on another rank. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.checkpoints.safetensors import item_bytes, tensor_bytes
 
 Box = tuple[tuple[int, int], ...]
-"""(from, up to) along each axis"""
+"""A box of a tensor: (first index, index after the last) along each axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +24,30 @@ class Run:
     """Bytes that lie together in the whole tensor and in a rank's memory."""
 
     whole_offset: int
-    """From the tensor's first byte."""
+    """The offset from the tensor's first byte."""
     rank: int
     offset: int
-    """In the rank's memory."""
+    """The offset in the rank's memory."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor, and one holder of each of its slices."""
+    """A whole tensor, and one holder of each of its slices."""
 
     name: str
     role: Role
     dtype: str
     shape: tuple[int, ...]
     slices: list[tuple[int, TensorSlot]]
-    """(rank, slot)"""
+    """The slices, each as (rank that holds it, its slot there)."""
 
     @property
     def num_bytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 
     def runs(self) -> Iterator[Run]:
-        """From its first byte to its last."""
+        """The runs of the tensor, from its first byte to its last."""
         if len(self.slices) == 1:
             return slot_runs(*self.slices[0])
         each = [slot_runs(rank, slot) for rank, slot in self.slices]
@@ -59,9 +59,10 @@ def global_shape(slot: TensorSlot) -> tuple[int, ...]:
 
 
 def wholes(ranks: Sequence[Sequence[TensorSlot]]) -> list[Whole]:
-    """Args:   ranks: what each rank holds.
-    Returns: all tensors, sorted by name.
-    Raises:  CallerError: some tensor is not there in whole, or its slices contradict one another.
+    """All whole tensors of a deployment, sorted by name.
+
+    Args:   ranks: the slots that each rank holds.
+    Raises: CallerError: the slices of a tensor do not make a whole, or contradict one another.
     """
     held: dict[str, list[tuple[int, TensorSlot]]] = {}
     for rank, slots in enumerate(ranks):
@@ -88,8 +89,8 @@ def _whole(name: str, held: list[tuple[int, TensorSlot]]) -> Whole:
 
 
 def is_sound(slot: TensorSlot) -> bool:
-    """Whether it is a box of the whole tensor, in as many bytes as that has: what follows from it
-    decides which memory is read and written."""
+    """Whether a slot is a box inside the whole tensor, and has as many bytes as that box: which
+    memory is read and written follows from the slot."""
     if bool(slot.global_shape) != bool(slot.start):
         return False
     shape = global_shape(slot)
@@ -110,7 +111,7 @@ def _box(slot: TensorSlot) -> Box:
 
 
 def _some_overlap(boxes: list[Box]) -> bool:
-    """Cost: O(n log n) where they are cut along one axis."""
+    """Whether two of the boxes overlap. Cost: O(n log n) where they are split along one axis."""
     if len(boxes) < 2:
         return False
     axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
@@ -138,7 +139,7 @@ def slot_runs(rank: int, slot: TensorSlot) -> Iterator[Run]:
         return
     shape = global_shape(slot)
     start = slot.start or [0] * len(shape)
-    # Behind `inner`, the slice has every index of the tensor: those lie together.
+    # From axis `inner` on, the slice has every index of the tensor: these bytes lie together.
     inner = len(shape)
     while inner and slot.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

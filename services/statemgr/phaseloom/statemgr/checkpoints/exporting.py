@@ -1,8 +1,9 @@
 """Checkpoints made while work goes on: a snapshot of the state, then its files in the background.
 
-Whatever happens to the ranks after the snapshot does not change it, and neither their death nor a
-kill of this daemon loses it: it is in the manifest of what is held. The operation that asked for it
-is told once its files are on disk; if it comes again, it joins what is under way, or finds it done.
+A snapshot does not change, whatever happens to the ranks later, and neither their death nor a kill
+of this daemon loses it: it is in this node's manifest. The operation that asked for the checkpoint
+is answered once the files are on disk; if the operation comes again, it waits for the write that is
+under way, or finds it done.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 MAX_OPERATION_CHARS = 200
-"""The longest id of an operation: it stands in the manifest of what is held, and in a file."""
+"""The longest id of an operation, in characters: the id is in the node's manifest and in a file."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class _Write:
 
 
 class Exporter:
-    """`start` it in a task group; `stop` ends what is under way."""
+    """Takes snapshots and writes them to disk. `start` runs it in a task group; `stop` ends the
+    writes that are under way."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class Exporter:
         *,
         file_bytes: int,
     ) -> None:
-        """Args: directory: the checkpoint root's. file_bytes: no file of a checkpoint is larger,
-        unless one tensor is."""
+        """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
+        of a file of a checkpoint, unless one tensor is larger."""
         self._node = node
         self._checkpoints = checkpoints
         self._staging = staging
@@ -74,7 +76,7 @@ class Exporter:
         )
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """One snapshot, or one begin of a write, at a time."""
+        """The lock of each deployment: one snapshot, or one begin of a write, at a time."""
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -87,10 +89,12 @@ class Exporter:
             write.cancelled.set()
 
     async def cut(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
-        """Copy every rank's state. Nothing to do where it was copied, or is written.
+        """Copy every rank's state into a snapshot. Do nothing where this operation's snapshot is
+        taken, or its checkpoint is written.
 
-        Raises: CallerError: ALREADY_EXISTS, another operation's; FAILED_PRECONDITION: another seq
-                was applied last. ResourceError: no host memory, with the numbers; a rank is lost.
+        Raises: CallerError: ALREADY_EXISTS: the checkpoint is another operation's;
+                FAILED_PRECONDITION: another seq was applied last. ResourceError: no host memory,
+                with the numbers; a rank is lost.
         """
         key, operation = rank.wpg.key, request.operation
         if not 0 < len(operation) <= MAX_OPERATION_CHARS:
@@ -116,26 +120,29 @@ class Exporter:
         return SnapshotTaken()
 
     def _is_cut(self, wpg: Wpg, operation: str) -> bool:
-        """Whether it need not be copied again. Where a deployment is on several nodes, each
-        incarnation has a snapshot of its own on all of them: two incarnations may differ in bits,
-        and only some nodes may have copied the first."""
+        """Whether the operation's snapshot need not be taken again. Where a deployment is on
+        several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
+        may differ in bits, and only some nodes may have the snapshot of the first."""
         snapshot = self._node.cuts.find(wpg.key, operation)
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
 
     async def _until_other_lives_end(self, wpg: Wpg, operation: str) -> None:
-        """Wait for the write of another incarnation's snapshot that would be copied again."""
+        """Wait until another incarnation's snapshot for this operation is written, where the
+        snapshot must be taken again."""
         write = self._writes.get((wpg.key, operation))
         if write is not None and not self._is_cut(wpg, operation):
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
 
     async def write(self, rank: Rank, request: WriteCheckpoint) -> CheckpointWritten:
-        """Put the snapshot on disk; goes on where the caller is gone. Idempotent.
+        """Write the operation's snapshot to disk; the write goes on where the caller is gone.
+        Idempotent.
 
-        Raises: CallerError: FAILED_PRECONDITION: there is no such snapshot; ALREADY_EXISTS.
-                ResourceError: RESOURCE_EXHAUSTED, the disk is full; nothing is left behind then.
+        Raises: CallerError: FAILED_PRECONDITION: there is no such snapshot; ALREADY_EXISTS: the
+                name is another operation's. ResourceError: RESOURCE_EXHAUSTED: the disk is full,
+                and nothing of the checkpoint is left behind.
         """
         key, operation = rank.wpg.key, request.operation
         async with self._locks[key]:
@@ -150,7 +157,7 @@ class Exporter:
         return await asyncio.shield(write.done)
 
     async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
-        """Whether this node's part of another's checkpoint is on disk already."""
+        """Whether this node's part of a checkpoint that another node writes is on disk already."""
         if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
@@ -193,11 +200,14 @@ class Exporter:
             write.done.set_result(CheckpointWritten(sha256))
         else:
             write.done.set_exception(failure)
-            # Whoever asked for it may be gone.
+            # The caller may be gone: the exception counts as retrieved.
             write.done.exception()
 
     async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
-        """Raises: CallerError, ResourceError: the disk fails."""
+        """Remove the old checkpoints of a deployment.
+
+        Raises: CallerError: `keep` is less than one. ResourceError: the disk fails.
+        """
         key = rank.wpg.key
         if request.keep < 1:
             raise CallerError(
@@ -212,13 +222,14 @@ class Exporter:
             log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
 
     def abandon(self) -> None:
-        """The agent is gone: nobody will ask for snapshots that are not being written."""
+        """Free the snapshots that are not being written: the agent that would ask is gone."""
         for snapshot in self._node.cuts.every():
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Its job has ended: what is not durable is dropped. Returns when nothing is written."""
+        """Cancel the writes of a deployment whose job has ended, and free its snapshots. Returns
+        once nothing is being written."""
         for write in [write for write in self._writes.values() if write.snapshot.key == key]:
             write.cancelled.set()
             with contextlib.suppress(PhaseloomError):

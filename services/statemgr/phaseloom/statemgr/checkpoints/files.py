@@ -1,11 +1,12 @@
 """Checkpoints on disk: a directory appears whole, and says which operation wrote it.
 
-`<root>/<tenant>/<job>/<deployment>/<name>`. The daemon may die after the rename and before anybody
-is told; the operation then comes again, finds its own work done and is answered the same. What is
-being written is a draft, `.<name>.<node>.draft`: other nodes may have the same root.
+A checkpoint is the directory `<root>/<tenant>/<job>/<deployment>/<name>`. While it is being written
+it is a draft, `.<name>.<node>.draft`: other nodes may have the same root. The daemon may die after
+the rename and before it answers; the operation then comes again, finds its own work done and gets
+the same answer.
 
-What only reads is asynchronous. What writes is blocking, to be called in a thread: between a file,
-its fsync and the rename nothing else comes.
+Methods that only read are asynchronous. Methods that write are blocking, to be called in a thread,
+so that nothing else comes between a file, its fsync and the rename.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     root: Path | None
-    """None: no directory is configured."""
+    """The directory of all checkpoints; None: no directory is configured."""
     node: NodeId
 
     def directory(self, key: DeploymentKey, name: str) -> Path:
-        """Raises: CallerError: no name; or there is no root."""
+        """The directory of a checkpoint. Raises: CallerError: a bad name, or there is no root."""
         if self.root is None:
             raise CallerError(
                 "this node has no directory for checkpoints",
@@ -53,7 +54,7 @@ class Checkpoints:
         return path / check_name(name, "args.name")
 
     async def existing(self, key: DeploymentKey, name: str) -> Path:
-        """Raises: CallerError: NOT_FOUND, or no name."""
+        """The directory of a checkpoint that exists. Raises: CallerError: NOT_FOUND, a bad name."""
         directory = self.directory(key, name)
         if not await aiofiles.os.path.isdir(directory):
             raise CallerError(
@@ -65,9 +66,9 @@ class Checkpoints:
         return directory
 
     async def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
-        """The marker of the checkpoint, where this operation wrote it; None: it has yet to.
+        """The marker of a checkpoint that this operation wrote; None: no checkpoint has the name.
 
-        Raises: CallerError: ALREADY_EXISTS, another wrote it; or no name.
+        Raises: CallerError: ALREADY_EXISTS: another operation wrote the checkpoint; a bad name.
         """
         directory = self.directory(key, name)
         if not await aiofiles.os.path.exists(directory):
@@ -78,7 +79,7 @@ class Checkpoints:
         return marker
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """Make an empty draft; what is left of an earlier one goes. Raises: ResourceError."""
+        """Make an empty draft, and remove an earlier one. Raises: ResourceError: the disk fails."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)
@@ -89,9 +90,10 @@ class Checkpoints:
         return draft
 
     def commit(self, key: DeploymentKey, name: str, marker: Marker) -> None:
-        """Give the draft its name. Its files are on disk already, each fsynced.
+        """Give a draft the name of its checkpoint. The files are on disk already, each fsynced.
 
-        Raises: CallerError: ALREADY_EXISTS. ResourceError: the disk is full, or fails.
+        Raises: CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError: the disk is
+                full, or fails.
         """
         draft, directory = self._draft(key, name), self.directory(key, name)
         with writing():
@@ -106,22 +108,26 @@ class Checkpoints:
             sync_directory(directory.parent)
 
     def drop(self, key: DeploymentKey, name: str) -> None:
-        """Forget a draft."""
+        """Remove the draft of a checkpoint."""
         shutil.rmtree(self._draft(key, name), ignore_errors=True)
 
     async def next_number(self, key: DeploymentKey) -> int:
-        """Raises: OSError."""
+        """The number of the deployment's next checkpoint. Raises: OSError."""
         return 1 + max((marker.number for _, marker in await self._markers(key)), default=0)
 
     async def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
-        """Remove all that may go but the newest `keep`; returns what is gone. Raises: OSError."""
+        """Remove old checkpoints: of those that may go, the newest `keep` stay, and so do those
+        that are needed.
+
+        Returns: the names that were removed. Raises: OSError.
+        """
         gone = superseded(await self._markers(key), keep, needed)
         for name in gone:
             await asyncio.to_thread(self._remove, key, name)
         return gone
 
     def _remove(self, key: DeploymentKey, name: str) -> None:
-        """It loses its name first, so that it cannot be loaded in part."""
+        """Remove a checkpoint: it loses its name first, so that it is never loaded in part."""
         nameless = self._draft(key, name)
         shutil.rmtree(nameless, ignore_errors=True)
         self.directory(key, name).rename(nameless)
@@ -134,19 +140,20 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def part(self, key: DeploymentKey, name: str, operation: str, rank: int) -> Path:
-        """The file for the states of this node's ranks, from this one on, of a checkpoint that
-        another node writes for this operation."""
+        """The path of the file with the states of this node's ranks, from `rank` on, for a
+        checkpoint that another node writes for this operation."""
         left = f".{name}.{_digits(operation)}-{rank:d}.{self.node}.part"
         return self.directory(key, name).with_name(left)
 
     def parts_of(self, key: DeploymentKey, name: str, operation: str, rank: int) -> list[Path]:
-        """The files that nodes have left, the newest first: several where the ranks moved."""
+        """The files with the states of the ranks from `rank` on that nodes have left for an
+        operation's checkpoint, newest first: there are several where the ranks moved."""
         place = self.directory(key, name).parent
         found = place.glob(f".{name}.{_digits(operation)}-{rank:d}.*.part")
         return sorted(found, key=_written_ns, reverse=True)
 
     def parts_left(self, key: DeploymentKey) -> list[Path]:
-        """The files that this node has left for checkpoints of other nodes."""
+        """The files that this node has left for checkpoints that other nodes write."""
         if self.root is None:
             return []
         return sorted(self.directory(key, "any").parent.glob(f".*.{self.node}.part"))
@@ -155,7 +162,7 @@ class Checkpoints:
         return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
 
     async def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
-        """The markers that can be read, by name."""
+        """The readable markers of a deployment's checkpoints: (name, marker), sorted by name."""
         place = self.directory(key, "any").parent
         if not await aiofiles.os.path.isdir(place):
             return []
@@ -168,7 +175,7 @@ class Checkpoints:
 
 
 async def marker_of(directory: Path) -> Marker | None:
-    """None: it has none. Raises: OSError; ValueError: it is bad."""
+    """The marker of a checkpoint; None: it has none. Raises: OSError; ValueError: a bad marker."""
     try:
         async with aiofiles.open(directory / MARKER_FILE, "rb") as file:
             return decode_marker(await file.read())
@@ -184,7 +191,7 @@ async def _readable_marker(directory: Path) -> Marker | None:
 
 
 def _written_ns(path: Path) -> int:
-    """0: it has gone meanwhile."""
+    """The time of a file's last change, in ns; 0: the file has gone meanwhile."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -206,7 +213,10 @@ def name_taken(name: str) -> CallerError:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Raises: ResourceError: RESOURCE_EXHAUSTED, the disk is full; UNAVAILABLE, it fails."""
+    """Turn an OSError of a write into a typed error.
+
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails.
+    """
     try:
         yield
     except OSError as error:
@@ -228,7 +238,7 @@ def _in_words(error: OSError) -> str:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Raises: OSError."""
+    """Write a small file and fsync it. Raises: OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

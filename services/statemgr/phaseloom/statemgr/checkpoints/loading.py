@@ -1,6 +1,7 @@
-"""A checkpoint's files into ranks' memory.
+"""Loads a checkpoint's files into ranks' memory.
 
-All ranks' parts are read and verified into memory of their own before the first rank is touched.
+The states of all ranks are read into staging buffers and verified before the first rank is changed.
+A rank without state is filled directly.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Loader:
     def __init__(
         self, node: Node, tiering: Tiering, disk: Disk, checkpoints: Checkpoints, staging: Staging
     ) -> None:
-        """Args: disk: the checkpoint root's."""
+        """Args: disk: the disk of the checkpoint root."""
         self._node = node
         self._tiering = tiering
         self._disk = disk
@@ -37,7 +38,8 @@ class Loader:
         self._staging = staging
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
-        """Raises: as `ReadCheckpoint` says."""
+        """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
+        leader, into all ranks. Raises: as `ReadCheckpoint` says."""
         wpg = rank.wpg
         directory = await self._checkpoints.existing(wpg.key, request.name)
         saved = await SavedState.open(self._disk, directory)
@@ -59,7 +61,7 @@ class Loader:
         return CheckpointRead(sha256)
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
-        """A rank that has no state yet: straight into its extent."""
+        """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
@@ -68,7 +70,8 @@ class Loader:
         return digest
 
     async def _load(self, wpg: Wpg, extents: list[int], digests: list[str]) -> None:
-        """All ranks or none: where one fails, nobody knows what the others hold."""
+        """Have all ranks load their staged states. Where one fails, the incarnation is over: nobody
+        knows what the other ranks hold."""
         node = self._node
         sources = dict(zip(wpg.ranks, zip(extents, digests, strict=True), strict=True))
 
@@ -89,7 +92,7 @@ class Loader:
 
 
 async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[str]:
-    """Fill ranks' memories. Returns their digests.
+    """Fill the memories of ranks from a checkpoint. Returns: the digest of each.
 
     Raises: ResourceError: the first failure, once no thread fills memory any more.
     """
@@ -103,6 +106,6 @@ async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[s
 
 
 def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
-    """Returns the memory's digest. In a thread."""
+    """Fill the memory of a rank. Returns: the memory's digest. Blocking: call it in a thread."""
     saved.fill(rank.tensors, memory, NEVER)
     return digest_of(memory)

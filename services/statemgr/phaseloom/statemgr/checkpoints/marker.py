@@ -1,4 +1,4 @@
-"""What lies beside the tensors of a checkpoint: who wrote it, and the checksums of its files."""
+"""The marker beside a checkpoint's tensors: which operation wrote it, and its files' checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileSums(msgspec.Struct, frozen=True):
     num_bytes: int
     block_bytes: int
     blocks: str
-    """xxh3-64 of each block of the file, in hex, one after the other."""
+    """The xxh3-64 of each block of the file, in hex, one after the other."""
 
     def of_block(self, number: int) -> bytes:
         digits = 2 * CHECKSUM_BYTES
@@ -34,17 +34,17 @@ class FileSums(msgspec.Struct, frozen=True):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """`operation.json`."""
+    """The content of a checkpoint's `operation.json`."""
 
     operation_id: str
     result: SaveStateResult
     """The answer to the operation."""
     seq: int
-    """The last mutating operation in it."""
+    """The seq of the last mutating operation in the checkpoint."""
     number: int
-    """Counts the deployment's checkpoints: a later one has a higher number."""
+    """The number of the checkpoint: a later one of the deployment has a higher number."""
     keep: int
-    """The `keep` of the `save_state`; 0: it stays, whatever is saved after it."""
+    """The `keep` of the `save_state`; 0: the checkpoint stays, whatever is saved after it."""
     files: dict[str, FileSums]
 
     def encode(self) -> bytes:
@@ -54,7 +54,10 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def decode_marker(text: bytes) -> Marker:
-    """Raises: ValueError: it is none, or its checksum does not match."""
+    """The marker in the text of a file.
+
+    Raises: ValueError: the text is no marker, or its checksum does not match.
+    """
     body = text[: -len(_signature(b""))] + b"}"
     if not text.endswith(_signature(body)):
         raise ValueError("its checksum does not match")
@@ -68,14 +71,15 @@ def decode_marker(text: bytes) -> Marker:
 
 
 def _signature(body: bytes) -> bytes:
-    """xxh3-128, in hex, as the field that ends the JSON."""
+    """The field that ends the JSON: the xxh3-128 of the body, in hex."""
     return _FIELD + xxhash.xxh3_128_hexdigest(body).encode() + b'"}'
 
 
 def superseded(markers: Iterable[tuple[str, Marker]], keep: int, needed: set[str]) -> list[str]:
-    """Names of the checkpoints to remove, so that of those that may go the newest `keep` stay.
+    """The names of the checkpoints to remove, so that of those that may go the newest `keep` stay.
 
-    Args: markers: of each checkpoint, by name. needed: names that stay in any case, and count.
+    Args: markers: (name, marker) of each checkpoint; those with a `keep` of 0 may not go.
+          needed: names that stay in any case; they count among the newest.
     """
     may_go = [(marker.number, name) for name, marker in markers if marker.keep]
     newest = sorted(may_go, reverse=True)

@@ -1,7 +1,7 @@
 """The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes, end to end.
 
-The header is filled up with spaces so that the data begins at a multiple of 4096: that is allowed,
-and lets disks take blocks past the page cache. Pure; knows no tensor library.
+The header is padded with spaces so that the data begins at a multiple of 4096: the format allows
+that, and disks can take blocks past the page cache then. Pure; knows no tensor library.
 Source: https://github.com/huggingface/safetensors, section Format.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 ALIGNMENT_BYTES = 4096
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own readers bound it."""
+"""The longest header that the format's own readers accept."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 
@@ -48,10 +48,10 @@ class Entry:
 
     name: str
     dtype: str
-    """As numpy spells it."""
+    """The dtype, as numpy spells it."""
     shape: tuple[int, ...]
     offset: int
-    """In the file."""
+    """The offset of the tensor's first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Entry:
 
 
 def item_bytes(dtype: str) -> int:
-    """Raises: ValueError: a dtype that the format does not have."""
+    """The bytes of one element. Raises: ValueError: the format does not have the dtype."""
     try:
         return _ITEMS[dtype][1]
     except KeyError:
@@ -77,10 +77,10 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
 def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Entry]]:
-    """Everything before the data, and where each tensor goes.
+    """The bytes of a file before the data, and the place of each tensor.
 
-    Args:   tensors: name, dtype and shape of each, in the order of their bytes.
-    Raises: ValueError: a dtype that the format does not have.
+    Args:   tensors: the name, dtype and shape of each, in the order of their bytes.
+    Raises: ValueError: the format does not have a dtype.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     listed = list(tensors)
@@ -103,7 +103,10 @@ def lay_out(
 
 
 def header_bytes(prefix: bytes) -> int:
-    """How long the JSON behind the first 8 bytes is. Raises: ValueError."""
+    """The length of the JSON that follows the first 8 bytes of a file.
+
+    Raises: ValueError: the file is cut short, or the length is above the limit.
+    """
     if len(prefix) < LENGTH_BYTES:
         raise ValueError("it is cut short")
     length: int = _LENGTH.unpack(prefix[:LENGTH_BYTES])[0]
@@ -119,10 +122,10 @@ class _Described(msgspec.Struct, frozen=True):
 
 
 def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
-    """The tensors of a file, by their place.
+    """The tensors of a file, in the order of their bytes.
 
-    Args:   text: the JSON. file_bytes: of the whole file.
-    Raises: ValueError: no such header, or tensors that overlap, have gaps or lie outside.
+    Args:   text: the JSON. file_bytes: the number of bytes of the whole file.
+    Raises: ValueError: the text is no header, or tensors overlap, have gaps or lie outside.
     """
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -151,14 +154,15 @@ def decode_header(text: bytes, file_bytes: int) -> list[Entry]:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """As Hugging Face names the shards of a model; one alone has no number."""
+    """The names of `count` files, as Hugging Face names the shards of a model; a single file has no
+    number."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def index_name(stem: str) -> str:
-    """Of the file that says which shard has which tensor, where there are several."""
+    """The name of the index, the file that says which of several shards has which tensor."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -168,7 +172,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def split(sizes: Iterable[int], max_bytes: int) -> list[int]:
-    """How many tensors go in each file, in order: as many as fit, one at least."""
+    """The number of tensors in each file, in order: as many as fit, one at least."""
     counts: list[int] = []
     room = 0
     for size in sizes:

@@ -1,6 +1,7 @@
-"""A checkpoint that `shards.py` wrote, or another program: into the memory of any layout.
+"""Reads a checkpoint that `shards.py` or another program wrote, into the memory of any layout.
 
-Of each file only the blocks are read that hold something of what is wanted; each is verified.
+Only the blocks of a file that hold bytes of the wanted tensors are read. Each block is verified,
+where `shards.py` wrote the file.
 """
 
 from __future__ import annotations
@@ -52,19 +53,22 @@ class _File:
     path: Path
     num_bytes: int
     sums: FileSums | None
-    """None: another program wrote it."""
+    """The checksums of the file's blocks; None: another program wrote the file."""
     entries: list[Entry] = field(default_factory=list)
 
 
 class SavedState:
-    """A checkpoint that was opened: its index and headers are read and verified.
+    """An open checkpoint, whose index and headers are read and verified.
 
-    Blocking, but for `open`: call it in a thread.
+    All methods but `open` are blocking: call them in a thread.
     """
 
     @classmethod
     async def open(cls, disk: Disk, directory: Path) -> SavedState:
-        """Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model."""
+        """Open a checkpoint.
+
+        Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model.
+        """
         try:
             marker = await marker_of(directory)
         except (OSError, ValueError) as error:
@@ -72,7 +76,7 @@ class SavedState:
         return await asyncio.to_thread(cls, disk, directory, marker)
 
     def __init__(self, disk: Disk, directory: Path, marker: Marker | None) -> None:
-        """Args: marker: None: it has none. Raises: as `open`."""
+        """Args: marker: the checkpoint's marker; None: it has none. Raises: as `open`."""
         self._disk = disk
         self._directory = directory
         self.marker = marker
@@ -88,9 +92,9 @@ class SavedState:
             )
 
     def check_fits(self, slots: Iterable[TensorSlot]) -> None:
-        """Whether it is of the model whose state this is; args: of all ranks.
+        """Check that the checkpoint is of the model whose tensors these are.
 
-        Raises: CallerError: FAILED_PRECONDITION.
+        Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """
         held = list(slots)
         if unsound := next((slot.name for slot in held if not is_sound(slot)), None):
@@ -107,9 +111,9 @@ class SavedState:
     def fill(
         self, slots: Iterable[TensorSlot], memory: memoryview, cancelled: threading.Event
     ) -> None:
-        """Put a rank's slices where they belong; all else of its memory becomes zeroes.
+        """Put a rank's slices where they belong in its memory; all other memory becomes zeroes.
 
-        So does training state where the checkpoint has none.
+        Training state becomes zeroes, too, where the checkpoint has none.
         Raises: ResourceError: DATA_LOSS, naming file and tensor; ABORTED: cancelled.
         """
         wanted: dict[str, list[Piece]] = {}
@@ -170,7 +174,10 @@ class SavedState:
         blocks: tuple[int, int],
         buffer: memoryview,
     ) -> None:
-        """Fill the buffer, which begins at `start` of the file, with these blocks, verified."""
+        """Fill a buffer with verified blocks. The buffer begins at offset `start` of the file.
+
+        Args: blocks: (offset of the first block, offset after the last), in the file.
+        """
         begin, end = blocks[0], min(blocks[1], file.num_bytes)
         chunk = buffer[begin - start : end - start]
         try:
@@ -196,7 +203,8 @@ class SavedState:
             yield opened
 
     def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
-        """By name: its file, and its place there; none: there are no such files."""
+        """The file of each tensor and its entry there, by the tensor's name; empty: the checkpoint
+        has no files with this stem."""
         single = f"{stem}.safetensors"
         index = self._directory / index_name(stem)
         if self._has(single):
@@ -222,7 +230,10 @@ class SavedState:
         return name in self.marker.files
 
     def _sums(self, name: str) -> FileSums | None:
-        """None: another program wrote the checkpoint. Raises: ResourceError: DATA_LOSS."""
+        """The checksums of a file; None: another program wrote the checkpoint.
+
+        Raises: ResourceError: DATA_LOSS: the marker does not name the file.
+        """
         if self.marker is None:
             return None
         if name not in self.marker.files:
@@ -259,7 +270,8 @@ class SavedState:
         return file.entries
 
     def _verify(self, file: _File, end: int) -> None:
-        """The blocks up to there; now that it is known which tensors they hold."""
+        """Verify the blocks up to `end`, which hold the header. The entries are known by now, so
+        that an error can name the tensors."""
         last = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, file.num_bytes)
         with self._opened(file) as opened:
             for start in range(0, last, CHUNK_BYTES):
@@ -277,7 +289,7 @@ class SavedState:
 
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
-"""dtype and whole shape of each tensor"""
+"""The dtype and whole shape of each tensor, by name."""
 
 
 def _described(slots: Iterable[TensorSlot]) -> tuple[Expected, Expected]:
@@ -308,7 +320,7 @@ def _check_same(
 
 
 def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:
-    """The blocks that the pieces of a chunk are in."""
+    """The blocks that hold the pieces of a chunk: (offset of the first, offset after the last)."""
     first = pieces[0].file_offset // BLOCK_BYTES * BLOCK_BYTES
     last = max(piece.end for piece in pieces)
     return first, min(-(-last // BLOCK_BYTES) * BLOCK_BYTES, start + CHUNK_BYTES)

@@ -1,12 +1,12 @@
-"""A deployment's whole state as safetensors files; `savedstate.py` reads them back.
+"""Writes a deployment's whole state as safetensors files; `savedstate.py` reads them back.
 
 `model*.safetensors`, their index where there are several, and `config.json` are what `transformers`
 loads. `training*.safetensors` hold gradients (`<parameter>.grad`), AdamW's moments and its step,
 where the deployment is trainable. Tensors are whole, whatever layout wrote them, sorted by name.
 Blocking: call it in a thread.
 
-Blocks of files are put together from the ranks' memory and moved by several threads; each has its
-checksums, of `marker.BLOCK_BYTES`, which are verified when it is read.
+Several threads put chunks of files together from the ranks' memory and write them. Each block of
+`marker.BLOCK_BYTES` has a checksum, which is verified when the block is read.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from phaseloom.statemgr.disk.disk import Cancelled, Disk
 MODEL, TRAINING = "model", "training"
 """The beginnings of files' names."""
 CHUNK_BYTES = 8 * BLOCK_BYTES
-"""Moved at once."""
+"""The size of a chunk, which is read or written at once."""
 DEPTH = 4
-"""Chunks under way."""
+"""The number of chunks that are read or written at a time."""
 CONFIG_FILE = "config.json"
 _HASHED_BYTES = 4 * BLOCK_BYTES
 
@@ -69,10 +69,10 @@ def write_state(
 ) -> Written:
     """Write a whole state into an empty directory; every file is fsynced.
 
-    Args:   ranks: what each holds, and its memory. file_bytes: no file is larger, unless one tensor
-            is.
-    Raises: CallerError: the slices do not make whole tensors. ResourceError: RESOURCE_EXHAUSTED,
-            the disk is full; UNAVAILABLE; ABORTED: cancelled.
+    Args:   ranks: the slots that each rank holds, and the rank's memory. file_bytes: the most bytes
+            of a file, unless one tensor is larger.
+    Raises: CallerError: the slices do not make whole tensors. ResourceError: RESOURCE_EXHAUSTED:
+            the disk is full; UNAVAILABLE: the disk fails; ABORTED: cancelled.
     """
     tensors = wholes([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]
@@ -135,7 +135,7 @@ class _Writer:
                 for start, chunk in chunks_of(pieces):
                     if self.cancelled.is_set():
                         raise Cancelled
-                    # Waits for one that is free: bounds what is under way.
+                    # Waits for a free buffer, which bounds the number of chunks under way.
                     buffer = self.buffers.get()
                     moves.append(self.threads.submit(self._write_chunk, file, start, chunk, buffer))
                 blocks = b"".join(move.result() for move in moves)
@@ -169,7 +169,8 @@ class _Writer:
 def _weights_sha256(
     weights: list[Whole], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
-    """As a worker takes it: SHA-256 over (name, dtype, shape, bytes) of each, sorted by name."""
+    """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, which is the
+    same as a worker computes."""
     digest = hashlib.sha256()
     for tensor in weights:
         shape = ",".join(str(size) for size in tensor.shape)
@@ -206,7 +207,7 @@ def checksums(chunk: memoryview) -> Iterator[bytes]:
 
 @contextmanager
 def buffers_for_chunks() -> Iterator[queue.SimpleQueue[memoryview]]:
-    """Aligned memory for chunks, freed with the last reference to it."""
+    """Page-aligned buffers for `DEPTH` chunks; each is freed with the last reference to it."""
     buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(DEPTH):
         buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
@@ -218,8 +219,10 @@ def address(view: memoryview) -> int:
 
 
 def chunks_of(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """The pieces, which are in the order of the file, cut at multiples of a chunk: the start of
-    each chunk, and the pieces in it."""
+    """The chunks of a file: the start of each, and the pieces in it.
+
+    Args: pieces: in the order of the file; a piece is split at multiples of a chunk.
+    """
     start, chunk = 0, list[Piece]()
     for piece in pieces:
         offset, memory = piece.file_offset, piece.memory

@@ -1,11 +1,11 @@
 """The files that a snapshot becomes: those of a checkpoint, or this node's part of one.
 
-Where the ranks of a deployment are on several nodes, each node but rank 0's puts its ranks' states
-as a state file under the checkpoint root, beside where the checkpoint will be; rank 0's node reads
-these and makes whole tensors of all of it. So the nodes of a deployment must share the file system
-of that root. Such a file carries the operation's name, so that a file of another attempt to write a
-checkpoint of the same name is never taken for this one's; and it says which incarnation was copied,
-because two incarnations may differ in bits.
+Where the ranks of a deployment are on several nodes, each node but rank 0's writes its ranks'
+states as a state file under the checkpoint root, beside the place of the checkpoint. Rank 0's node
+reads these files and makes whole tensors of all states. So the nodes of a deployment must share the
+file system of that root. The name of such a file has a hash of the operation's id, so that a file
+for another operation's checkpoint of the same name is never taken for it. The file says which
+incarnation was copied, because two incarnations may differ in bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SnapshotFiles:
         *,
         file_bytes: int,
     ) -> None:
-        """Args: directory, file_bytes: as `Exporter`."""
+        """Args: directory, file_bytes: as in `Exporter`."""
         self._node = node
         self._tiering = tiering
         self._disk = directory.disk
@@ -59,15 +59,18 @@ class SnapshotFiles:
         self._staging = staging
         self._file_bytes = file_bytes
         self._numbering = asyncio.Lock()
-        """From a checkpoint's number to its commit: no two have the same."""
+        """Held from the choice of a checkpoint's number to its commit, so that no two checkpoints
+        have the same number."""
 
     async def write(
         self, snapshot: Snapshot, request: WriteCheckpoint, cancelled: threading.Event
     ) -> str:
-        """Returns the SHA-256 of the weights; empty: this was a part.
+        """Write the files of a snapshot.
 
-        Raises: CallerError: ALREADY_EXISTS. ResourceError: RESOURCE_EXHAUSTED, the disk or host
-                memory is full; DATA_LOSS; ABORTED: cancelled. Nothing of it is left then.
+        Returns: the SHA-256 of the weights; empty: this node wrote only its part.
+        Raises:  CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError:
+                 RESOURCE_EXHAUSTED: the disk or host memory is full; DATA_LOSS; ABORTED: cancelled.
+                 After an error no half-written file is left.
         """
         async with self._of_other_nodes(snapshot) as others:
             await self._staging.until_proved(snapshot)
@@ -79,9 +82,10 @@ class SnapshotFiles:
 
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
-        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors.
+        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
+        on other nodes.
 
-        Raises: PhaseloomError: it is not there, or there is no host memory for it.
+        Raises: PhaseloomError: a state is not there, or there is no host memory for it.
         """
         extents: list[int] = []
         held: list[StagedState] = []
@@ -119,7 +123,7 @@ class SnapshotFiles:
         held: list[StagedState],
         cancelled: threading.Event,
     ) -> str:
-        """Returns the SHA-256 of the weights."""
+        """Write a checkpoint from all ranks' states. Returns: the SHA-256 of the weights."""
         path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
         try:
             written = await asyncio.to_thread(
@@ -148,7 +152,8 @@ class SnapshotFiles:
     def _draft(
         self, snapshot: Snapshot, held: list[StagedState], config: str, cancelled: threading.Event
     ) -> Written:
-        """In a thread."""
+        """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
+        it in a thread."""
         written = write_state(
             self._disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
@@ -157,12 +162,12 @@ class SnapshotFiles:
             file_bytes=self._file_bytes,
             cancelled=cancelled,
         )
-        # All that was written was read by now: what is still whole was whole then.
+        # All states were read by now: a state that is still whole was whole when it was read.
         check(snapshot.key, held)
         return written
 
     def _staged(self, snapshot: Snapshot) -> list[StagedState]:
-        """Its checksums are in."""
+        """The staged states of this node's ranks in a snapshot, whose checksums are taken."""
         held = []
         for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
             assert part.checksums is not None
@@ -172,16 +177,18 @@ class SnapshotFiles:
 
 
 class NodeParts:
-    """Blocking: call it in a thread."""
+    """The files with nodes' parts of checkpoints that rank 0's node writes. Blocking: call it in a
+    thread."""
 
     def __init__(self, checkpoints: Checkpoints, directory: StateDirectory) -> None:
         self._checkpoints = checkpoints
         self._directory = directory
 
     def is_written(self, snapshot: Snapshot) -> bool:
-        """Whether this node's part of another's checkpoint is on disk, of the same incarnation.
+        """Whether this node's part of another node's checkpoint is on disk, and of the snapshot's
+        incarnation.
 
-        Args: snapshot: it may have no parts any more.
+        Args: snapshot: its `parts` may be empty.
         """
         header = _header_of(self._own(snapshot))
         return header is not None and header.incarnation == snapshot.incarnation
@@ -189,7 +196,7 @@ class NodeParts:
     def write(
         self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
     ) -> None:
-        """Write this node's part.
+        """Write this node's part of a checkpoint.
 
         Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
         """
@@ -206,10 +213,10 @@ class NodeParts:
         self._directory.write(self._own(snapshot), header, memories, cancelled)
 
     def find(self, snapshot: Snapshot) -> list[Place]:
-        """The states of the ranks of the other nodes.
+        """The places of the states of the other nodes' ranks.
 
         Raises: CallerError: FAILED_PRECONDITION: a node's part is not under this root.
-                ResourceError: DATA_LOSS: it is bad, or of another snapshot.
+                ResourceError: DATA_LOSS: a part is bad, or of another snapshot.
         """
         places = []
         for rank, paths in self._others(snapshot):
@@ -230,7 +237,7 @@ class NodeParts:
         return places
 
     def read(self, place: Place, memory: memoryview) -> None:
-        """Verified. Raises: ResourceError: DATA_LOSS."""
+        """Fill the memory with a rank's state, verified. Raises: ResourceError: DATA_LOSS."""
         self._directory.read(place, memory)
 
     def discard(self, snapshot: Snapshot) -> None:
@@ -238,7 +245,7 @@ class NodeParts:
         self._directory.discard(*(path for _, paths in self._others(snapshot) for path in paths))
 
     def forget(self, key: DeploymentKey) -> None:
-        """Remove what this node has left of a deployment that is gone, if nobody took it."""
+        """Remove the parts that this node has left for checkpoints of a deployment that is gone."""
         self._directory.discard(*self._checkpoints.parts_left(key))
 
     def _own(self, snapshot: Snapshot) -> Path:
@@ -259,7 +266,8 @@ class NodeParts:
 
 
 def _of_incarnation(paths: list[Path], incarnation: int) -> Path:
-    """The newest file of this incarnation; where there is none, the newest of any."""
+    """The newest file of an incarnation; where there is none, the newest of all. Args: paths: the
+    newest first."""
     for path in paths:
         header = _header_of(path)
         if header is not None and header.incarnation == incarnation:
@@ -268,7 +276,7 @@ def _of_incarnation(paths: list[Path], incarnation: int) -> Path:
 
 
 def _header_of(path: Path) -> StateHeader | None:
-    """The header of a state file; None: it is not there, or bad."""
+    """The header of a state file; None: the file is not there, or bad."""
     try:
         return find_parts(path)[0].header
     except PhaseloomError:
@@ -276,7 +284,7 @@ def _header_of(path: Path) -> StateHeader | None:
 
 
 def _is_of(header: StateHeader, snapshot: Snapshot, rank: int) -> bool:
-    """Whether it is the part from this rank on of the state that was snapshot."""
+    """Whether a file with this header is the part, from `rank` on, of the state in a snapshot."""
     is_at = (header.deployment, header.incarnation, header.seq) == (
         snapshot.key,
         snapshot.incarnation,

@@ -1,4 +1,4 @@
-"""Snapshots: states that were copied for a checkpoint, kept until that is on disk.
+"""Snapshots: copies of ranks' states for a checkpoint, kept until the checkpoint is on disk.
 
 Invariant: a deployment has at most one snapshot that nobody writes.
 """
@@ -15,13 +15,13 @@ from phaseloom.statemgr.residency.residency import Wpg
 
 @dataclass(slots=True)
 class SnapshotPart:
-    """The state of one rank."""
+    """The copied state of one rank."""
 
     extent: int
     num_bytes: int
     table: TensorTable = field(repr=False)
     checksums: bytes | None = field(default=None, repr=False)
-    """The checksums of its blocks (`blockhash`); None: they are yet to be taken."""
+    """The checksums of the state's blocks (`blockhash`); None: they are yet to be taken."""
 
     @property
     def tensors(self) -> list[TensorSlot]:
@@ -52,7 +52,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no other node has a part of it."""
+        """Whether the snapshot has all ranks: no other node has a part of it."""
         return self.num_ranks <= len(self.parts)
 
     @property
@@ -88,7 +88,7 @@ class Snapshots:
         return list(self._snapshots.values())
 
     def lend(self, extent: int) -> None:
-        """Keep an extent in which a copy is made that is no snapshot yet, or never will be."""
+        """Keep an extent that a copy is made in, which is not yet, or never will be, a snapshot."""
         self._lent.add(extent)
 
     def give_back(self, extent: int) -> None:

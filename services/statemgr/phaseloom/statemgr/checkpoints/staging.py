@@ -1,9 +1,9 @@
 """Staging buffers: copies of ranks' states in memory of their own, on the way to or from files.
 
-A snapshot is copied between two operations. Its checksums are taken right after that, beside what
-the ranks do next, and are in the manifest of what is held: so what is written is what was copied,
-also where the next daemon writes it. Memory that is no longer needed is parked while the
-incarnation lasts, so that the next snapshot finds it prefaulted.
+A snapshot is copied between two operations. Its checksums are taken right after that, while the
+ranks go on, and are in the node's manifest: so the files hold exactly the copied bytes, also where
+the next daemon writes them. Memory that is no longer needed is parked while the incarnation lasts,
+so that the next snapshot finds it prefaulted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 log = logging.getLogger(__name__)
 
 _STEP_BYTES = 4 * 1024 * 1024
-"""Copied at once: each step holds the interpreter."""
+"""The bytes that are copied in one step: each step holds the interpreter."""
 
 
 class Staging:
-    """`start` it in a task group; `stop` ends what is under way."""
+    """Copies ranks' states into staging buffers. `start` runs it in a task group; `stop` ends the
+    checksums that are under way."""
 
     def __init__(self, node: Node, tiering: Tiering) -> None:
         self._node = node
         self._tiering = tiering
         self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
-        """Snapshots whose checksums are being taken."""
+        """The snapshots whose checksums are being taken; each future ends with them."""
         self._stopped = threading.Event()
         self._tasks: asyncio.TaskGroup
 
@@ -56,7 +57,8 @@ class Staging:
 
     @asynccontextmanager
     async def room(self, wpg: Wpg) -> AsyncIterator[list[int]]:
-        """An extent for each rank's state; those that are in the list at the end are freed.
+        """A list with an extent for each rank's state. On leaving, the extents that are still in
+        the list are given up.
 
         Raises: ResourceError: no host memory, with the numbers.
         """
@@ -78,7 +80,7 @@ class Staging:
         return self._node.memory[extent].view(rank.extent_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
-        """Copy every rank's state; its checksums are taken in the background then.
+        """Copy every rank's state; the checksums are then taken in the background.
 
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: no
                 host memory, with the numbers; a rank is lost; DATA_LOSS: a host copy is bad.
@@ -147,7 +149,7 @@ class Staging:
             await asyncio.shield(under_way or self._begin_checksums(snapshot))
 
     def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
-        # Now: by the time that the task runs, the snapshot may be given up.
+        # The views are made now: by the time that the task runs, the snapshot may be freed.
         memories = [self._node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
         self._tasks.create_task(self._take_checksums(snapshot, memories, ended))
@@ -168,7 +170,7 @@ class Staging:
             ended.set_result(None)
         except PhaseloomError as error:
             ended.set_exception(error)
-            # Whoever writes it may never come.
+            # The write may never come: the exception counts as retrieved.
             ended.exception()
         finally:
             memories.clear()
@@ -176,7 +178,10 @@ class Staging:
 
 
 async def _check_copied(rank: Rank, target: memoryview) -> None:
-    """Raises: ResourceError: DATA_LOSS: what was copied is not what its digest says."""
+    """Verify a copy of a rank's host copy by the rank's digest, where it has one.
+
+    Raises: ResourceError: DATA_LOSS: the copied bytes do not match the digest.
+    """
     if rank.digest and await asyncio.to_thread(digest_of, target) != rank.digest:
         raise ResourceError(
             f"the host copy of {rank} is bad: it is not what its digest says",
@@ -200,7 +205,7 @@ class StagedState:
     tensors: list[TensorSlot]
     memory: memoryview
     checksums: bytes = field(repr=False)
-    """The checksums of its blocks, as it was when it came here."""
+    """The checksums of the state's blocks, taken when it came here."""
 
     @property
     def digest(self) -> str:
@@ -208,9 +213,10 @@ class StagedState:
 
 
 def check(key: DeploymentKey, states: Sequence[StagedState]) -> None:
-    """Verify that all states are as they were: so is what was read from them. In a thread.
+    """Verify that the staged states have not changed, so that all that was read from them is good.
+    Blocking: call it in a thread.
 
-    Raises: ResourceError: DATA_LOSS, with all names.
+    Raises: ResourceError: DATA_LOSS, naming the rank, the bytes and their tensors.
     """
     for each in states:
         found = checksums_of(each.memory, NEVER)

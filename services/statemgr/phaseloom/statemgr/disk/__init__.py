@@ -1,1 +1,1 @@
-"""The NVMe tier's bytes: how files are written and read as fast as their disk allows."""
+"""The NVMe tier: the format of state files, and how they are read and written at disk speed."""

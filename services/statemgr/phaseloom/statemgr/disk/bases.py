@@ -1,9 +1,9 @@
 """Blocks that a new seal need not write again, because an earlier seal has them on disk.
 
-A block counts as there if its checksum is the same; every load verifies the digest of the whole
-state besides. Files are referred to through hard links, which the file system counts. A file is
-referred to only while the seal before used at least half of what it holds, so that dead blocks
-never take more room than live ones for longer than one seal.
+A block counts as on disk if its checksum is the same; besides, every load verifies the digest of
+the whole state. Files are referred to through hard links, which the file system counts. A new seal
+refers to a file only if the seal before used at least half of the file, so that dead blocks never
+take more room than live ones for longer than one seal.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ log = logging.getLogger(__name__)
 
 BASE_SUFFIX = ".base"
 _NUM_SAMPLES = 4
-"""Blocks of a section that say whether any are worth looking at."""
+"""The number of blocks of a section that are sampled, to see whether any blocks are unchanged."""
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
 @dataclass(slots=True)
 class Base:
-    """Blocking: use it in a thread."""
+    """The blocks of an earlier seal that a new seal may refer to. Blocking: use it in a thread."""
 
     before: StateHeader
     """The header of the earlier seal."""
     files: Mapping[int, Path]
-    """The files that hold its blocks, by its own sources."""
+    """The files that hold the earlier seal's blocks, by that seal's source numbers."""
     names: list[str] = field(default_factory=list)
-    """Names of the new seal's links: its sources, from 1."""
+    """The names of the new seal's links, in the order of that seal's sources, from 1 on."""
     _numbers: dict[int, int] = field(default_factory=dict)
-    """Source of the earlier seal → source of the new one."""
+    """The source number in the new seal for each source number in the earlier one."""
 
     def is_like(self, header: StateHeader) -> bool:
         """Whether the earlier seal's blocks can be those of a new file with this header."""
@@ -46,20 +46,20 @@ class Base:
         return is_like and self.before.block_bytes == BLOCK_BYTES
 
     def has_some(self, header: StateHeader, memories: Sequence[memoryview]) -> bool:
-        """Whether some block seems to be unchanged, by a few samples."""
+        """Whether a few sampled blocks show that some blocks are unchanged."""
         return any(
             (part.digest and part.digest == before.digest) or _has_sample(before, memory)
             for part, before, memory in zip(header.parts, self.before.parts, memories, strict=True)
         )
 
     def link(self, path: Path) -> None:
-        """Give the new seal links of its own. Raises: OSError."""
+        """Make hard links for the new seal, at `path`, to the files. Raises: OSError."""
         for source, file in self.files.items():
             name = f"{path.stem}.{_identity(file)}{BASE_SUFFIX}"
             try:
                 os.link(file, path.with_name(name))
             except FileExistsError:
-                pass  # of a seal that is replaced, or was not finished
+                pass  # The link is of a seal that is replaced, or was not finished.
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -80,7 +80,7 @@ class Base:
         return self.before.parts[index].blocks
 
     def sources(self, index: int, blocks: bytes) -> bytes:
-        """The source of each of these blocks."""
+        """The source of each block of a part, a byte each, given the blocks' checksums."""
         return bytes(
             self._source(index, at // CHECKSUM_BYTES, blocks[at : at + CHECKSUM_BYTES])
             for at in range(0, len(blocks), CHECKSUM_BYTES)
@@ -94,7 +94,11 @@ class Base:
 
 
 def worth_referring(before: StateHeader, source: int, file: StateHeader) -> bool:
-    """Args: file: header of the file that this source of the seal before is."""
+    """Whether a new seal should refer to a file: the seal before used at least half of it.
+
+    Args: before: the header of the seal before. source: the number of the file among that seal's
+          sources. file: the header of the file.
+    """
     return 2 * before.bytes_from(source) >= file.bytes_from(0)
 
 
@@ -109,6 +113,6 @@ def _has_sample(before: Section, memory: memoryview) -> bool:
 
 
 def _identity(file: Path) -> str:
-    """The checksum of its header, which has those of all its blocks."""
+    """The checksum of a file's header, which has the checksums of all blocks of the file."""
     with file.open("rb") as opened:
         return opened.read(PREFIX_BYTES)[-16:].hex()

@@ -1,11 +1,12 @@
-"""One file, written and read in blocks at offsets, in the fastest way that its disk takes.
+"""One file, written and read in blocks at offsets, by the fastest method that its disk supports.
 
-Several threads may use a file at a time. Memory that is aligned goes straight between its pages and
-the disk; the last bytes of a file, which no disk takes alone, and whatever the kernel refuses to
-move so (EINVAL), go through the page cache. The two never share a page: blocks begin at multiples
-of the alignment. Which way works is found by a round trip, never by what is installed.
+Several threads may use a file at a time. Aligned memory goes straight between its pages and the
+disk. Two kinds of bytes go through the page cache: the last bytes of a file, which are no whole
+page, and bytes that the kernel refuses to move directly (EINVAL). Direct and cached bytes never
+share a page: blocks begin at multiples of the alignment. A round trip through the disk decides
+which method is used, never the list of what is installed.
 
-`python -m phaseloom.statemgr.disk.blockfile DIRECTORY` prints what was found as JSON.
+`python -m phaseloom.statemgr.disk.blockfile DIRECTORY` prints the method that works, as JSON.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ import msgspec
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 
 PAGE_BYTES = 4096
-"""The alignment of memory and offsets: no disk asks for more."""
+"""The alignment of memory and offsets in bytes: no disk asks for more."""
 PROBE_PREFIX = ".probe-"
 _PROBE_BYTES = 3 * PAGE_BYTES + 100
 
 Move = Callable[[int, list[memoryview], int], int]
-"""`os.preadv` or `os.pwritev`."""
+"""The type of `os.preadv` and `os.pwritev`."""
 
 
 class BlockFile:
-    """A file through the page cache. Every method raises OSError."""
+    """A file that is read and written through the page cache. Every method raises OSError."""
 
     def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
-        """Args: num_bytes: the room that is taken for a writable file, which is made or emptied."""
+        """Open a file; a writable one is made, or emptied.
+
+        Args: num_bytes: the room that is reserved on the disk for a writable file.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if writable else os.O_RDONLY
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         if num_bytes:
@@ -53,7 +57,7 @@ class BlockFile:
             block, offset = block[done:], offset + done
 
     def read(self, block: memoryview, offset: int) -> int:
-        """Returns: bytes read; fewer than asked for where the file ends."""
+        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
         done = 0
         while done < len(block):
             count = os.preadv(self._fd, [block[done:]], offset + done)
@@ -63,7 +67,7 @@ class BlockFile:
         return done
 
     def finish(self, num_bytes: int) -> None:
-        """What was written is on the disk for good, and the file this long."""
+        """Make the file `num_bytes` long, and wait until all that was written is on the disk."""
         os.ftruncate(self._fd, num_bytes)
         os.fsync(self._fd)
 
@@ -72,7 +76,7 @@ class BlockFile:
 
 
 class DirectFile(BlockFile):
-    """A file past the page cache, in multiples of a page."""
+    """A file that bypasses the page cache, in multiples of a page."""
 
     def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
         super().__init__(path, writable=writable, num_bytes=num_bytes)
@@ -96,7 +100,7 @@ class DirectFile(BlockFile):
         super().close()
 
     def _directly(self, move: Move, block: memoryview, offset: int) -> int:
-        """Moves as many bytes as can be moved so, a multiple of a page."""
+        """Move bytes past the page cache. Returns: the number moved, a multiple of a page."""
         whole = len(block) - len(block) % PAGE_BYTES
         if offset % PAGE_BYTES:
             return 0
@@ -115,10 +119,10 @@ class DirectFile(BlockFile):
 
 
 class KvikioFile(BlockFile):
-    """A file through kvikio, which splits a block over its own threads."""
+    """A file that is read and written by kvikio, which splits a block over its own threads."""
 
     def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
-        """Raises: OSError; whatever kvikio raises."""
+        """Open a file as `BlockFile` does. Raises: OSError; whatever kvikio raises."""
         from kvikio import CuFile
 
         super().__init__(path, writable=writable, num_bytes=num_bytes)
@@ -133,7 +137,7 @@ class KvikioFile(BlockFile):
         super().write(block[done:], offset + done)
 
     def read(self, block: memoryview, offset: int) -> int:
-        # It refuses to read across the end of a file.
+        # kvikio refuses to read across the end of a file.
         there = max(0, min(len(block), os.fstat(self._fd).st_size - offset))
         done: int = self._file.read(block[:there], size=there, file_offset=offset) if there else 0
         return done + super().read(block[done:], offset + done)
@@ -144,7 +148,8 @@ class KvikioFile(BlockFile):
 
 
 def probe(directory: Path) -> DiskPath:
-    """Raises nothing: where nothing can be written now, later writes say so one by one."""
+    """The fastest method that works in a directory. Raises nothing: where nothing can be written
+    now, each later write fails by itself."""
     try:
         return _probe(directory)
     except OSError as error:
@@ -175,7 +180,8 @@ def way_to(path: DiskPath) -> type[BlockFile]:
 
 
 def _why_not_kvikio(scratch: Path) -> str:
-    """Empty: kvikio works. It needs the CUDA driver also for host memory."""
+    """The reason why kvikio does not work here; empty: it works. kvikio needs the CUDA driver also
+    for host memory."""
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
     try:
@@ -184,7 +190,7 @@ def _why_not_kvikio(scratch: Path) -> str:
         return f"kvikio needs the CUDA driver: {error}"
     try:
         return "" if _comes_back(KvikioFile, scratch / "kvikio") else "kvikio lost bytes"
-    except Exception as error:  # Whatever a foreign library raises: no.
+    except Exception as error:  # Any error of a foreign library is a no.
         return f"kvikio fails: {error}"
 
 
@@ -211,7 +217,8 @@ def _comes_back(open_file: type[BlockFile], path: Path) -> bool:
 
 
 def _why_not_direct(path: Path) -> str:
-    """Empty: the disk takes a page of memory directly, at an offset of a page."""
+    """The reason why direct I/O does not work here; empty: the disk takes a page of memory
+    directly, at an offset of a page."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:

@@ -1,6 +1,6 @@
-"""Memory to a file and back, several blocks at a time, each with its checksum.
+"""Moves memory to a file and back, several blocks at a time, each with its checksum.
 
-Some threads do nothing but move blocks, so that the disk has its next one as soon as one is done;
+Some threads do nothing but move blocks, so that the disk has its next block as soon as one is done;
 others take checksums meanwhile. Neither holds the GIL. Blocking: call it in a thread.
 """
 
@@ -24,12 +24,12 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 Files = Mapping[int, tuple[BlockFile, int]]
-"""By source: what holds the blocks of a part, and where the part begins there."""
+"""The files that hold the blocks of a part, by source number: (file, offset of the part in it)."""
 
 DEPTH = 4
-"""Blocks between memory and disk at a time."""
+"""The number of blocks that move between memory and disk at a time."""
 _NUM_CHECKING = 2
-"""Threads that take checksums: each is faster than a disk."""
+"""The number of threads that take checksums: each is faster than a disk."""
 
 
 class Cancelled(ResourceError):
@@ -45,7 +45,7 @@ class Disk:
         self._open = way_to(self.path)
 
     def create(self, path: Path, num_bytes: int) -> BlockFile:
-        """An empty file with room for as many bytes. Raises: OSError: there is none."""
+        """An empty file with room for `num_bytes` bytes. Raises: OSError: the disk has none."""
         return self._open(path, writable=True, num_bytes=num_bytes)
 
     def open(self, path: Path) -> BlockFile:
@@ -61,9 +61,10 @@ class Disk:
         cancelled: threading.Event,
         has: Callable[[int, bytes], bool] | None = None,
     ) -> bytes:
-        """Write the beginning of `memory`, but for blocks that are on the disk already.
+        """Write the first `num_bytes` of `memory`, except blocks that are on the disk already.
 
-        Args:    has: whether a block, by number and checksum, is on the disk; None: none is.
+        Args:    has: says whether a block, by number and checksum, is on the disk already; None: no
+                 block is.
         Returns: the checksums of all blocks.
         Raises:  OSError. Cancelled.
         """
@@ -102,7 +103,10 @@ class Disk:
         _in_two_steps(part.num_bytes, block_bytes, moving, checking, cancelled)
 
     def read_block(self, files: Files, place: Place, number: int, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with one block; returns its size. Raises: as `read`."""
+        """Fill the beginning of `memory` with one verified block. Returns: the block's size.
+
+        Raises: as `read`.
+        """
         check_blocks(place)
         start = number * place.header.block_bytes
         size = min(place.header.block_bytes, place.part.num_bytes - start)
@@ -113,7 +117,10 @@ class Disk:
 
 
 def _check(place: Place, start: int, block: memoryview, count: int) -> None:
-    """Raises: ResourceError: DATA_LOSS: what was read is not the whole block that was written."""
+    """Verify a block of which `count` bytes were read.
+
+    Raises: ResourceError: DATA_LOSS: it is not the whole block that was written.
+    """
     part, end = place.part, start + len(block)
     if count < len(block):
         raise place.loss("the file ends before them", start + count, part.num_bytes)
@@ -129,10 +136,12 @@ def _in_two_steps(
     then: tuple[int, Callable[[int, int, S], T]],
     cancelled: threading.Event,
 ) -> list[T]:
-    """What `then` makes of each block's start, its end, and what `first` made of these.
+    """Run two steps over all blocks: `first(start, end)`, then `then(start, end, result of first)`.
 
-    Args:   first, then: with as many threads of their own, each of which takes the next block.
-    Raises: what the first block raised that failed, all at rest.
+    Args:    first, then: the number of threads for the step, and its function. Each thread takes
+             the next block.
+    Returns: the results of `then`, in the order of the blocks.
+    Raises:  the error of the first block that failed, once no thread works any more.
     """
 
     def begin(start: int) -> Future[T]:
@@ -155,7 +164,8 @@ def _in_two_steps(
 
 @contextmanager
 def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """At the end what has begun is over, and nothing else begins."""
+    """A pool of threads. On leaving, work that has begun is waited for and other work is
+    cancelled."""
     threads = ThreadPoolExecutor(number, "disk")
     try:
         yield threads

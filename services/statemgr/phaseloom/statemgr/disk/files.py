@@ -1,11 +1,11 @@
-"""Seals, persisted weights versions and spilled host copies on disk. Blocking: call it in a thread.
+"""Seals, persisted weights versions and demoted host copies on disk. Blocking: call it in a thread.
 
-The bytes go as `disk` finds that they go best.
+The module `disk` moves the bytes.
 
-`<directory>/<tenant>/<job>/<deployment>/seal-<seq>.state`, `version-<seq>.state` (of a part
-`version-<seq>-2of4.state`), and `spill-<incarnation>-<rank>.state`, the host copy of one rank. A
-file appears under its name whole and fsynced, or not at all; what a crash left half-written is a
-`.partial`, removed at the next start.
+Files are in `<directory>/<tenant>/<job>/<deployment>/`: `seal-<seq>.state`, `version-<seq>.state`
+(for a part `version-<seq>-2of4.state`), and `spill-<incarnation>-<rank>.state`, which is the host
+copy of one rank. A file appears under its name whole and fsynced, or not at all; a file that a
+crash left half-written is a `.partial`, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
 _CONTENTS = ".contents"
-"""No tenant's name: contents may be of several."""
+"""The directory of shared copies, which may belong to several tenants; no tenant has this name."""
 _BASE = re.compile(r"seal-[0-9]+\.[0-9a-f]+\.base\Z")
 _SPILL = re.compile(r"spill-[0-9]+-[0-9]+\.state\Z")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
-"""For a move that nobody cancels."""
+"""The event for a move that nobody cancels: it is never set."""
 
 
 class StateDirectory:
@@ -69,7 +69,7 @@ class StateDirectory:
         return self._path("version", key.policy, key.seq, part)
 
     def parts(self, key: VersionKey) -> list[str]:
-        """Names of the parts of a version that are here."""
+        """The names of the parts of a version that are on this disk."""
         pattern = f"version-{key.seq:d}-*of*.state"
         found = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
         return sorted(name[3].removeprefix("-") for name in found if name)
@@ -81,11 +81,11 @@ class StateDirectory:
         return self._root / _CONTENTS / f"content-{number:d}.state"
 
     def contents(self) -> set[Path]:
-        """The files of shared copies that are here, whole, whichever daemon wrote them."""
+        """The whole files of shared copies on this disk, whichever daemon wrote them."""
         return {p for p in (self._root / _CONTENTS).glob("content-*.state") if p.is_file()}
 
     def spilled(self) -> set[Path]:
-        """The files of host copies that are here, whole, of whichever incarnation."""
+        """The whole files of host copies on this disk, of whichever incarnation."""
         every = self._root.glob("*/*/*/*.state")
         return {path for path in every if _SPILL.match(path.name) and path.is_file()}
 
@@ -93,15 +93,15 @@ class StateDirectory:
         return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
 
     def _directory(self, key: DeploymentKey) -> Path:
-        """Raises: CallerError: a name that is no plain file name."""
+        """The directory of a deployment. Raises: CallerError: a name is no plain file name."""
         path = self._root
         for name in (key.tenant, key.job, key.deployment):
             path = path / check_name(name, "deployment")
         return path
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
-        """Every readable state file; what cannot be read, and what has the name of a file and is
-        none, is left alone and logged."""
+        """Every readable seal and version, with its header, after the leavings of a crash are
+        removed. Unreadable files, and paths that are no plain file, are left alone and logged."""
         self._clear_left_behind()
         for path in sorted(self._root.glob("*/*/*/*.state")):
             if not _NAME.match(path.name) or not _is_file(path):
@@ -116,7 +116,7 @@ class StateDirectory:
             yield path, header
 
     def _clear_left_behind(self) -> None:
-        """Remove what a crash left."""
+        """Remove half-written files, unused links, probes and empty directories of a crash."""
         for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
             for half_written in filter(_is_file, self._root.glob(pattern)):
                 half_written.unlink()
@@ -143,12 +143,12 @@ class StateDirectory:
     ) -> StateHeader:
         """Put a file in place, whole and fsynced.
 
-        Args:   header: where it has a digest, the memory must have that.
-                memories: of each of the header's parts.
-        Returns: the header as written, with the digests of what was.
-        Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory is not
-                what the header's digest says; UNAVAILABLE: anything else the disk refuses;
-                ABORTED: cancelled. What was there before stands.
+        Args:    header: where it has a digest for a part, the part's memory must have that digest.
+                 memories: the memory of each of the header's parts.
+        Returns: the header as written, with the digests of the written memory.
+        Raises:  ResourceError: RESOURCE_EXHAUSTED: the disk is full; DATA_LOSS: the memory is not
+                 what the header's digest says; UNAVAILABLE: the disk fails otherwise; ABORTED:
+                 cancelled. After an error the file that was there before stands.
         """
         return self._put(path, header, memories, cancelled, None)
 
@@ -164,9 +164,10 @@ class StateDirectory:
             raise data_loss(place.file, error.strerror or repr(error)) from error
 
     def read_block(self, place: Place, block: int, memory: memoryview) -> int:
-        """A block of a part, verified, into the beginning of `memory`; returns its size.
+        """Fill the beginning of `memory` with one verified block of a part.
 
-        Raises: ResourceError: DATA_LOSS, saying where.
+        Returns: the block's size.
+        Raises:  ResourceError: DATA_LOSS, saying where.
         """
         try:
             with self._opened(place, {place.part.source_of(block)}) as files:
@@ -176,7 +177,11 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def _opened(self, place: Place, sources: set[int] | None = None) -> Iterator[Files]:
-        """The file and those that it refers to. Raises: OSError. ResourceError: DATA_LOSS."""
+        """The open file of a part, and the open files that it refers to, by source number.
+
+        Args:   sources: the sources to open; None: all that the part has blocks in.
+        Raises: OSError. ResourceError: DATA_LOSS.
+        """
         check_blocks(place)
         if sources is None:
             sources = set(place.part.sources) or {0}
@@ -191,9 +196,9 @@ class StateDirectory:
     def write_seal(
         self, path: Path, header: StateHeader, memories: Sequence[memoryview], before: Path | None
     ) -> tuple[StateHeader, int]:
-        """Write a seal as `write` does, but for the blocks that the seal `before` has already.
+        """Write a seal as `write` does, except blocks that the seal `before` has already.
 
-        Returns: the header as written, and the bytes of memory that were.
+        Returns: the header as written, and the number of bytes of memory that were written.
         """
         base = None if before is None else self.base_before(header, before)
         if base is not None and not base.has_some(header, memories):
@@ -231,7 +236,8 @@ class StateDirectory:
             raise unwritable(path, header, error) from error
 
     def base_before(self, header: StateHeader, before: Path) -> Base | None:
-        """What a file with this header could refer to of the seal `before`; None: of nothing."""
+        """The blocks of the seal `before` that a file with this header can refer to; None: it can
+        refer to nothing."""
         try:
             found = find_parts(before)[0].header
             files = {0: before}
@@ -251,12 +257,13 @@ class StateDirectory:
                 link.unlink(missing_ok=True)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, and the links that belong to it."""
+        """Remove a file, and the hard links that belong to it."""
         path.unlink(missing_ok=True)
         self.unlink_bases(path, kept=set())
 
     def discard(self, *paths: Path) -> None:
-        """Remove files that nobody needs any more; one that the disk keeps is in nobody's way."""
+        """Remove files that nobody needs any more. A file that cannot be removed is logged, and
+        does no harm."""
         for path in paths:
             try:
                 self.remove(path)
@@ -280,7 +287,7 @@ class StateDirectory:
         base: Base | None,
     ) -> StateHeader:
         half_written = path.with_suffix(".partial")
-        # As long as the real one: what it will say of the blocks has the same length.
+        # As long as the final header: blank checksums take as many bytes as the real ones.
         blank = [
             bytes(CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)) for part in header.parts
         ]
@@ -289,7 +296,7 @@ class StateDirectory:
         start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
         offsets = part_offsets(header, len(start) - PREFIX_BYTES)
         end = offsets[-1] + header.parts[-1].num_bytes
-        # What is left out takes no room: how much that is, is not known yet.
+        # Blocks that are left out take no room, and how many these are is not known yet.
         with contextlib.closing(self.disk.create(half_written, end if base is None else 0)) as file:
             if base is not None:
                 # File systems write one block at a time where each makes the file longer.
@@ -346,12 +353,12 @@ def _is_file(path: Path) -> bool:
 
 
 def _sources(header: StateHeader) -> set[int]:
-    """The sources besides the file itself."""
+    """The numbers of the sources of a file besides the file itself."""
     return {source for part in header.parts for source in part.sources} - {0}
 
 
 def bases_named(path: Path) -> set[str]:
-    """The links that this seal refers to, if it is there and can be read."""
+    """The names of the links that the seal at `path` refers to; empty: it cannot be read."""
     try:
         return set(find_parts(path)[0].header.bases)
     except PhaseloomError:
@@ -359,7 +366,10 @@ def bases_named(path: Path) -> set[str]:
 
 
 def _base_of(place: Place, source: int) -> Place:
-    """The same part in the file that a part refers to. Raises: ResourceError: DATA_LOSS."""
+    """The place of the same part in a file that this part refers to, by source number.
+
+    Raises: ResourceError: DATA_LOSS: that file is bad, or another one.
+    """
     path = Path(place.file).with_name(place.header.bases[source - 1])
     places = find_parts(path)
     if place.index >= len(places) or places[place.index].part.num_bytes != place.part.num_bytes:
@@ -377,7 +387,7 @@ def unwritable(path: Path, header: StateHeader, error: OSError) -> ResourceError
 
 
 def find_parts(path: Path) -> list[Place]:
-    """The parts of a state file, whose header is checked. Raises: ResourceError: DATA_LOSS."""
+    """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS."""
     if path.exists() and not path.is_file():
         raise data_loss(str(path), "it is no file")
     try:

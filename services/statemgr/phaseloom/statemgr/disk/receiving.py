@@ -1,4 +1,4 @@
-"""A state file that comes from another node block by block, and gets its name once it is whole."""
+"""Writes a state file that is fetched block by block, and names the file once it is whole."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def page_buffer(num_bytes: int) -> memoryview:
 
 
 class Receiving:
-    """Write every block that is `missing`, then `finish`; or `abandon` it. Blocking: call it in a
-    thread.
+    """A state file that is being fetched. Blocking: call it in a thread.
 
-    Blocks are verified by the header before they are given to `write`. Where an earlier seal has
+    The caller writes every block that is `missing`, then calls `finish`; or calls `abandon`. The
+    caller verifies blocks by the header before it gives them to `write`. Where an earlier seal has
     blocks with the same checksums, the file refers to these through links of its own, as a file
     that is written here does.
     """
@@ -41,8 +41,11 @@ class Receiving:
         header: StateHeader,
         before: Path | None = None,
     ) -> None:
-        """Args:   before: a seal that is here; None: every block is missing.
-        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room; UNAVAILABLE.
+        """Begin the file, under a temporary name.
+
+        Args:   before: a seal that is here, whose blocks the file may refer to; None: every block
+                is missing.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails.
         """
         self._directory = directory
         self._path = path
@@ -57,7 +60,7 @@ class Receiving:
                 self._start = encode_header(self._header)
                 self._offsets = part_offsets(header, len(self._start) - PREFIX_BYTES)
                 self._end = self._offsets[-1] + header.parts[-1].num_bytes
-                # What is referred to takes no room.
+                # Blocks in other files take no room here.
                 is_whole = not self._header.bases
                 self._file = directory.disk.create(self._partial, self._end if is_whole else 0)
         except ResourceError:
@@ -76,7 +79,7 @@ class Receiving:
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """The (part, block) of each block that no file here has."""
+        """The blocks that no file here has, as (number of the part, number of the block)."""
         size = self._header.block_bytes
         return [
             (index, block)
@@ -94,13 +97,13 @@ class Receiving:
         return self._header.parts[part].blocks[block * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
 
     def write(self, part: int, block: int, memory: memoryview) -> None:
-        """Raises: ResourceError: the disk refuses."""
+        """Write one block of a part. Raises: ResourceError: the disk is full or fails."""
         assert self._file is not None
         with self._typed():
             self._file.write(memory, self._offsets[part] + block * self._header.block_bytes)
 
     def finish(self) -> None:
-        """Put the file on the disk for good, under its name; it replaces what was there before."""
+        """Put the whole file on the disk under its name; it replaces a file of that name."""
         assert self._file is not None
         with self._typed():
             self._file.write(memoryview(self._start), 0)

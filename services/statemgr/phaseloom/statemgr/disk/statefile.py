@@ -1,19 +1,20 @@
-"""The file format of seals, weights versions and spilled host copies.
+"""The file format of seals, weights versions and demoted host copies.
 
-It is a checksummed header, then raw memory:
+A file is a checksummed header, then raw memory:
 
     magic (8 bytes) | header length (uint32, little-endian) | xxh3-128 of the header (16 bytes)
     | header (MessagePack `StateHeader`) | zeroes up to a multiple of 4096 | `num_bytes` of memory
 
 The header carries a checksum of each block of the memory and the digest that follows from these
 (`blockhash`), so that one flipped bit anywhere is found and its place is known. The seal of a
-deployment with several ranks has one section of memory for each, the next one beginning at the next
-multiple of 4096. Blocks are counted from the beginning of their section; the last one may be
+deployment with several ranks has one section of memory for each rank; each section begins at the
+next multiple of 4096. Blocks are counted from the beginning of their section; the last one may be
 shorter.
 
-A seal may leave out blocks that a file before it holds: it names that file, by a hard link of its
-own beside it, and says for each block where it is; in its place is a hole. A link lives and dies
-with its seal, so no file goes while some seal needs it.
+A seal may leave out blocks that an earlier file holds. The seal then names that file, by a hard
+link of the seal's own beside it, and says for each block which file holds it; a block that is left
+out is a hole in the seal's file. A link is removed with its seal, so no file goes while some seal
+needs it.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int
     tensors: list[TensorSlot]
     digest: str
-    """The digest of the memory; empty: not known before it is written."""
+    """The digest of the memory; empty: it is not known before the section is written."""
     blocks: bytes = b""
     """The xxh3-64 of each block, 8 bytes each; empty: the section is not written yet."""
     sources: bytes = b""
-    """The place of each block, a byte each: 0: in this file; k: at the same place of the same
-    section in the file that `bases[k - 1]` names. Empty: all are in this file."""
+    """The file that holds each block, a byte each: 0: this file; k: the file that `bases[k - 1]`
+    names, at the same place of the same section. Empty: this file holds all blocks."""
 
     def source_of(self, block: int) -> int:
         return self.sources[block] if self.sources else 0
@@ -55,20 +56,22 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
-    """`seal`, `version`, `spill` or `content`"""
+    """The kind of the file: `seal`, `version`, `spill` (a demoted host copy) or `content` (a shared
+    copy)."""
     deployment: DeploymentKey
-    """The deployment of a seal or a spill; the policy of a version."""
+    """The deployment of a seal or a host copy; the policy of a version."""
     seq: int
-    """The last mutating operation in a seal or a spill; the publish of a version."""
+    """The seq of the last mutating operation in a seal or a host copy; the seq of the publish of a
+    version."""
     parts: list[Section]
-    """The memory of rank 0, 1, …: one part, except in seals of several ranks."""
+    """The sections, in the order of ranks: one, except in seals of several ranks."""
     block_bytes: int = 0
     bases: list[str] = []
-    """Names of the links to the files that hold what is not in this one."""
+    """The names of the links to the files that hold the blocks that are not in this file."""
     rank_offset: int = 0
-    """The first of the deployment's ranks that are in a seal."""
+    """The number of a seal's first rank, among the deployment's ranks on all nodes."""
     num_ranks: int = 0
-    """The number of the deployment's ranks on all nodes; 0: a seal has them all."""
+    """The number of the deployment's ranks on all nodes; 0: the seal has them all."""
     part: str = ""
     """The name of the part, where a version is written in parts; empty: the file holds all of the
     version, or its manifest."""
@@ -86,15 +89,15 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> str:
-        """The digest of the memory; of several sections, the xxh3-128 of their digests, in hex."""
+        """The digest of the memory; for several sections, the xxh3-128 of their digests, in hex."""
         if len(self.parts) == 1:
             return self.parts[0].digest
         return xxhash.xxh3_128("".join(part.digest for part in self.parts)).hexdigest()
 
     def is_of(self, rank_offset: int, num_ranks: int) -> bool:
-        """Whether the file holds the ranks from this one on, or does not say which it holds.
+        """Whether the file holds the ranks from `rank_offset` on, or does not say which it holds.
 
-        Args: num_ranks: on all nodes; 0: any ranks will do.
+        Args: num_ranks: the number of ranks on all nodes; 0: any ranks will do.
         """
         is_said = self.num_ranks and num_ranks
         return not is_said or (self.rank_offset, self.num_ranks) == (rank_offset, num_ranks)
@@ -104,13 +107,13 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.referring([], [b""] * len(self.parts))
 
     def referring(self, bases: list[str], sources: list[bytes]) -> StateHeader:
-        """The header of a file that refers to others. Args: sources: of each of the parts."""
+        """The header of a file that refers to others. Args: sources: the sources of each part."""
         both = zip(self.parts, sources, strict=True)
         parts = [msgspec.structs.replace(part, sources=own) for part, own in both]
         return msgspec.structs.replace(self, bases=bases, parts=parts)
 
     def bytes_from(self, source: int) -> int:
-        """The bytes of memory that lie in a source; 0: this file itself."""
+        """The number of bytes of memory that a source holds; source 0 is this file itself."""
         return sum(
             min(self.block_bytes, part.num_bytes - block * self.block_bytes)
             for part in self.parts
@@ -119,9 +122,9 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
-        """The header as it is written: the digests are those of the blocks.
+        """The header as it is written, with the digests that follow from the blocks' checksums.
 
-        Args: blocks: the checksums of each of the parts.
+        Args: blocks: the checksums of the blocks of each part.
         """
         parts = [
             msgspec.structs.replace(part, digest=combined(own), blocks=own)
@@ -138,8 +141,11 @@ def seal_header(
     rank_offset: int = 0,
     num_ranks: int = 0,
 ) -> StateHeader:
-    """Args: sections: of this node's ranks, in order. rank_offset: the first of them.
-    num_ranks: on all nodes; 0: these are all."""
+    """The header of a seal.
+
+    Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
+          ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
+    """
     if num_ranks <= len(sections):
         return StateHeader("seal", deployment, seq, sections)
     return StateHeader(
@@ -148,9 +154,9 @@ def seal_header(
 
 
 def encode_header(header: StateHeader) -> bytes:
-    """Everything before the memory, padding included.
+    """The bytes of a file before the memory, padding included.
 
-    Raises: ResourceError: RESOURCE_EXHAUSTED: it is longer than anybody would read again.
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the header is longer than a reader accepts.
     """
     payload = msgspec.msgpack.encode(header)
     if len(payload) > MAX_HEADER_BYTES:
@@ -165,7 +171,7 @@ def encode_header(header: StateHeader) -> bytes:
 
 
 def header_bytes(prefix: bytes, file: str) -> int:
-    """How long the header behind this prefix is. Raises: ResourceError: DATA_LOSS."""
+    """The length in bytes of the header that follows a prefix. Raises: ResourceError: DATA_LOSS."""
     if len(prefix) != _PREFIX.size or not prefix.startswith(MAGIC):
         raise data_loss(file, "it does not begin as a state file does")
     length: int = _PREFIX.unpack(prefix)[1]
@@ -175,7 +181,7 @@ def header_bytes(prefix: bytes, file: str) -> int:
 
 
 def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
-    """Raises: ResourceError: DATA_LOSS naming the file."""
+    """The header of a file, verified. Raises: ResourceError: DATA_LOSS, naming the file."""
     if header_bytes(prefix, file) != len(payload):
         raise data_loss(file, "its header is cut short")
     if xxhash.xxh3_128_digest(payload) != _PREFIX.unpack(prefix)[2]:
@@ -192,7 +198,7 @@ def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
 
 
 def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
-    """Where the memory of each part begins in the file."""
+    """The offset in the file at which the memory of each part begins."""
     offsets = []
     end = _PREFIX.size + header_num_bytes
     for part in header.parts:
@@ -202,7 +208,7 @@ def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
 
 
 def gap_bytes(offset: int) -> int:
-    """How many zeroes lie between this offset and the next part."""
+    """The number of zeroes between this offset and the next part."""
     return -offset % DATA_ALIGNMENT_BYTES
 
 
@@ -220,11 +226,10 @@ def check_restorable(
     rank_offset: int = 0,
     num_ranks_of_all: int = 0,
 ) -> Section:
-    """The part of the seal that this rank's heap is filled from.
+    """The part of a seal that a rank's heap is filled from.
 
-    Args:   rank: among the `num_ranks` of this node, of which the first is `rank_offset` among
-            those of all nodes.
-
+    Args:   rank: the number of the rank among the `num_ranks` ranks of this node.
+            rank_offset: the number of this node's first rank among the ranks of all nodes.
     Raises: ResourceError: DATA_LOSS: the file is of another node's ranks. CallerError:
             FAILED_PRECONDITION, with the numbers: the deployment has another layout than the
             sealed one.
@@ -257,9 +262,11 @@ def check_restorable(
 
 
 def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]:
-    """Seals that may be deleted once one was written: all but it, the one before, the committed.
+    """Seals that may be deleted once one was written: all but that one, the one before it, and the
+    committed one.
 
-    Those above it are of an abandoned course of events: this life has not come so far.
+    Seals above the written one are of an abandoned course of events: this incarnation has not come
+    so far.
     """
     before = max((seq for seq in seqs if seq < written), default=0)
     return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]
@@ -276,19 +283,22 @@ def data_loss(file: str, why: str, **details: str) -> ResourceError:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a state file, and where it begins."""
+    """The place of a part in a state file."""
 
     file: str
     header: StateHeader
     index: int
+    """The number of the part in the file."""
     offset: int
+    """The offset in the file at which the part begins."""
 
     @property
     def part(self) -> Section:
         return self.header.parts[self.index]
 
     def loss(self, why: str, start: int, end: int) -> ResourceError:
-        """DATA_LOSS of the bytes from `start` to `end` of the part, with all their names."""
+        """The DATA_LOSS error for the bytes from `start` to `end` of the part, with the names of
+        the tensors there."""
         named = names_within(self.part.tensors, start, end)
         return data_loss(
             self.file,
@@ -302,7 +312,7 @@ class Place:
 
 
 def names_within(tensors: list[TensorSlot], start: int, end: int) -> str:
-    """The tensors that have a part in these bytes, for people."""
+    """The names of the tensors that overlap these bytes, as text for people."""
     hit = [t for t in tensors if t.offset < end and start < t.offset + t.num_bytes]
     named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"
     return f"{named} and {len(hit) - _MAX_NAMED} more" if len(hit) > _MAX_NAMED else named
@@ -313,7 +323,10 @@ def num_blocks(num_bytes: int, block_bytes: int) -> int:
 
 
 def check_blocks(place: Place) -> None:
-    """Raises: ResourceError: DATA_LOSS: the header names no checksum for some block."""
+    """Check that the header has a checksum, and a source that it names, for each block of a part.
+
+    Raises: ResourceError: DATA_LOSS: it has not.
+    """
     header, part = place.header, place.part
     is_whole = header.block_bytes > 0 and len(part.blocks) == CHECKSUM_BYTES * num_blocks(
         part.num_bytes, header.block_bytes

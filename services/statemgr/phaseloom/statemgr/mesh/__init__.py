@@ -1,1 +1,1 @@
-"""State managers among themselves: who may talk (certificates) and who may have what (tickets)."""
+"""Trust between state managers: certificates say who may talk, tickets who may have which files."""

@@ -1,5 +1,5 @@
-"""Who of other nodes may have which weights version, and which state files: whoever a ticket of the
-scheduler names."""
+"""Permission to read weights versions and state files: other nodes may have those that a ticket of
+the scheduler grants them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ _FILES_REMEDY = "the scheduler's next command brings another one"
 
 
 class Gate:
-    """Checks tickets. One is good until a ticket of a later life of its deployment comes here."""
+    """Checks tickets. A ticket is good until one of a later incarnation of the same deployment is
+    seen here."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._readers: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The newest incarnation that was seen of each reader of versions, the latest seen last."""
+        """The newest incarnation seen of each reader of versions, in order of the last check."""
         self._owners: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The same of each deployment whose files were asked for."""
+        """The newest incarnation seen of each deployment whose files were asked for, in the order
+        of the last check."""
 
     def check(self, ticket: Ticket | None, version: VersionKey, node: str) -> None:
-        """Args:   node: of who asks, by its certificate.
+        """Check that a ticket lets a node read a version.
+
+        Args:   node: the node that asks, by its certificate.
         Raises: CallerError: PERMISSION_DENIED, and why.
         """
         if ticket is None:
@@ -41,7 +45,9 @@ class Gate:
         _check_life(self._readers, ticket.reader, ticket.incarnation, _REMEDY)
 
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
-        """Args:   node: that is to get the files.
+        """Check that a ticket lets a node have a deployment's state files.
+
+        Args:   node: the node that is to get the files.
         Raises: CallerError: PERMISSION_DENIED, and why.
         """
         self._check_genuine(ticket, node, _FILES_REMEDY)
@@ -58,10 +64,10 @@ class Gate:
 
 
 def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
-    """Whether a deployment on this node may read a version, and shows its own ticket or none.
+    """Check that a deployment on this node may read a version, and shows its own ticket or none.
 
     Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of another
-            deployment or life. INVALID_ARGUMENT: a bad name.
+            deployment or incarnation; INVALID_ARGUMENT: a bad name.
     """
     if version.policy.job_key != wpg.key.job_key:
         raise CallerError(

@@ -2,12 +2,12 @@
 
     client ⇄ server   TLS 1.3; both have certificates of the mesh's authority
     server → client   Welcome
-    client → server   Opening: which service it wants; the rest is between these two
+    client → server   Opening: the service that the client wants; the rest is up to that service
 
-Nothing is sent in the clear and nothing is answered to a peer without a certificate. A peer's node
-is the name in its certificate. Control messages are a little-endian uint32 length and MessagePack.
-Bulk bytes are decrypted straight into the memory where they belong. A stream is used by one task at
-a time.
+Nothing is sent in the clear, and a peer without a certificate gets no answer. The name of a peer's
+node is the name in its certificate. A control message is a little-endian uint32 length, then
+MessagePack. Bulk bytes are decrypted straight into the memory where they belong. A stream is used
+by one task at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _INLINE_BYTES = 64 * 1024
 _RECORD_BYTES = 16 * 1024
 """The largest record of TLS."""
 _MAX_STREAMS = 320
-"""The most streams that are served at once: four to each of 64 nodes, and one to each of these for
-what they relay. Further streams wait, and give up after a while: a fetch keeps its streams until it
-has everything."""
+"""The most streams that are served at once: for each of 64 nodes, four streams as their source and
+one as their peer. Further streams wait, and give up after a while: a fetch keeps its streams until
+it has everything."""
 _MAX_UNPROVEN = 128
-"""The most connections that have not shown a certificate yet; for one more, the oldest is cut."""
+"""The most connections that have not shown a certificate yet; one more closes the oldest."""
 _MAX_WELCOME_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _SPOILED = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"
@@ -64,7 +64,7 @@ _REMEDY = "give both nodes certificates of one authority: `phaseloom certs`"
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Tells the client that its certificate is good."""
+    """Tells the client that the server has accepted its certificate."""
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -73,15 +73,17 @@ class Opening(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Identity:
-    """The contexts by which this node proves itself and verifies others."""
+    """The TLS contexts by which this node proves who it is and verifies other nodes."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
     @classmethod
     def load(cls, directory: str | Path) -> Identity:
-        """Args:   directory: with `ca.pem`, `node.pem` and `node.key`; see `certificates`.
-        Raises: CallerError: they are not there, or are no certificates.
+        """The identity of this node, from files.
+
+        Args:   directory: holds `ca.pem`, `node.pem` and `node.key`; see `certificates`.
+        Raises: CallerError: a file is not there, or is no certificate.
         """
         return cls(
             _context(ssl.PROTOCOL_TLS_SERVER, Path(directory)),
@@ -113,7 +115,7 @@ def _context(protocol: int, directory: Path) -> ssl.SSLContext:
 
 
 class Stream:
-    """One end of a connection whose other end has proved that it is of this mesh."""
+    """One end of a connection whose other end has proved that it belongs to this mesh."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -121,24 +123,28 @@ class Stream:
         self._is_ended = False
         """Whether the other end has closed."""
         self._awaits_writing: bool | None = None
-        """Whether the last try lacked room to write (True) or something to read (False); None: it
-        lacked nothing."""
+        """Whether the last read or write has to wait until the socket is writable (True) or
+        readable (False); None: it has nothing to wait for."""
         self.node = ""
-        """The name of the other end's node, by its certificate."""
+        """The name of the other end's node, by the certificate."""
 
     async def send(self, message: msgspec.Struct) -> None:
         payload = msgspec.msgpack.encode(message)
         await self._send_all(memoryview(_LENGTH.pack(len(payload)) + payload))
 
     async def receive(self, limit_bytes: int) -> bytes:
-        """Raises: ConnectionError: closed, or a message above the limit. OSError: broken."""
+        """Receive one message.
+
+        Raises: ConnectionError: the stream is closed, or the message is above the limit. OSError:
+                the connection broke.
+        """
         (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
         if length > limit_bytes:
             raise ConnectionError(f"a message of {length} bytes, limit {limit_bytes}")
         return await self._exactly(length)
 
     async def send_bytes(self, memory: memoryview, timeout_s: float) -> None:
-        """Raises: TimeoutError: the other end takes nothing for this long."""
+        """Send bulk bytes. Raises: TimeoutError: one chunk of 1 MiB takes longer than this."""
         for start in range(0, len(memory), _CHUNK_BYTES):
             async with asyncio.timeout(timeout_s):
                 await self._send_all(memory[start : start + _CHUNK_BYTES])
@@ -149,9 +155,10 @@ class Stream:
         timeout_s: float,
         see: Callable[[memoryview], object] = lambda chunk: None,
     ) -> None:
-        """Fill the memory; `see` is called with each chunk of it that has come.
+        """Fill the memory with bulk bytes; `see` is called with each chunk that has come.
 
-        Raises: ConnectionError: broken off. TimeoutError: nothing came for this long.
+        Raises: ConnectionError: the other end closed too early. TimeoutError: one chunk of 1 MiB
+                takes longer than this.
         """
         done = 0
         while done < len(memory):
@@ -186,7 +193,7 @@ class Stream:
         return bytes(received)
 
     async def _fill(self, memory: memoryview) -> int:
-        """Fill the memory. Returns: the bytes that came before the other end closed."""
+        """Fill the memory. Returns: the number of bytes that came before the other end closed."""
         done = 0
         while done < len(memory) and not self._is_ended:
             count = self._take(memory[done : done + _INLINE_BYTES])
@@ -198,7 +205,7 @@ class Stream:
         return done
 
     def _take(self, memory: memoryview) -> int:
-        """Read what is there already. Returns: bytes."""
+        """Read the bytes that are there already. Returns: the number of bytes."""
         done = 0
         try:
             while done < len(memory):
@@ -223,9 +230,10 @@ class Stream:
                 await self._until_ready()
 
     def _put(self, memory: memoryview) -> int:
-        """Write what the socket takes at once. Returns: bytes.
+        """Write the bytes that the socket takes without waiting. Returns: the number of bytes.
 
-        A record at a time: what the socket does not take must be offered again just as it was.
+        They are written one record at a time: a record that the socket does not take must be
+        offered again just as it was.
         """
         done = 0
         try:
@@ -237,7 +245,8 @@ class Stream:
         return done
 
     async def _until_ready(self) -> None:
-        """Wait for what the last try lacked; where it lacked nothing, let other tasks run."""
+        """Wait until the socket is ready for what the last read or write waits for; where that is
+        nothing, let other tasks run."""
         loop = asyncio.get_running_loop()
         if self._awaits_writing is None:
             await asyncio.sleep(0)
@@ -263,8 +272,8 @@ class Stream:
 async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
     """Work on memory in a thread, so that streams decrypt side by side.
 
-    However often the call is cancelled, it ends after the thread and releases the view then: nobody
-    uses the memory any more, which may be freed or given to somebody else.
+    However often the call is cancelled, it ends only after the thread, and then releases the view:
+    from then on nobody uses the memory, which may be freed or given to somebody else.
     """
     with memory:
         working = asyncio.get_running_loop().run_in_executor(None, work, memory)
@@ -274,7 +283,7 @@ async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
             while not working.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([working])
-            # Its failure says nothing that the cancellation does not.
+            # A failure of the thread says nothing that the cancellation does not.
             working.exception()
             raise
 
@@ -282,8 +291,9 @@ async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
 async def connect(endpoint: str, service: str, identity: Identity, timeout_s: float) -> Stream:
     """A stream to another node's state manager; both ends have proved who they are.
 
-    Raises: ResourceError: out of reach, or silent for so long.
-            CallerError: PERMISSION_DENIED: one does not know the other's authority; a bad endpoint.
+    Raises: ResourceError: the endpoint is out of reach, or silent for `timeout_s`.
+            CallerError: PERMISSION_DENIED: one end does not know the authority of the other's
+            certificate; a bad endpoint.
     """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
@@ -326,7 +336,7 @@ async def _connected(host: str, port: int, identity: Identity) -> Stream:
 
 
 def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
-    """The error of whoever wanted something from an endpoint, for a failure of the stream to it."""
+    """The typed error for a failure of the stream to an endpoint."""
     if isinstance(error, PhaseloomError):
         return error
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -351,7 +361,7 @@ Session = Callable[[Stream], Awaitable[None]]
 
 
 class Server:
-    """Accepts streams from nodes of this mesh and hands each to the service that it opens."""
+    """Accepts streams from nodes of this mesh, and hands each to the service that it asks for."""
 
     def __init__(
         self, identity: Identity, timeout_s: float, services: Mapping[str, Session]
@@ -364,7 +374,7 @@ class Server:
         """Connections without a certificate yet, in the order in which they came."""
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until cancelled."""
+        """Accept streams until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 sock = await accept(listener)

@@ -1,1 +1,1 @@
-"""Seals: written, kept in host memory or on disk, copied to other nodes."""
+"""Seals: how they are written, kept in host memory or on disk, and copied to other nodes."""

@@ -1,4 +1,4 @@
-"""Seals that are in host memory alone: which there are, and in which extent each is."""
+"""Seals that are in host memory alone: which there are, and the extent that holds each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phaseloom.common.contract.ids import DeploymentKey
 
 @dataclass(frozen=True, slots=True)
 class HostSeal:
-    """The image of a state file; see `imaging`."""
+    """A seal in host memory: the image of a state file; see `imaging`."""
 
     key: DeploymentKey
     seq: int
@@ -18,7 +18,7 @@ class HostSeal:
 
     @property
     def name(self) -> str:
-        """The name of its memory, in errors."""
+        """The name of the seal's memory, in errors."""
         return f"seal {self.seq} of {self.key} in host memory"
 
 
@@ -35,7 +35,7 @@ class HostSeals:
         self._begun.discard(extent)
 
     def add(self, seal: HostSeal) -> HostSeal | None:
-        """Returns: the one that it replaces, whose extent is to be freed."""
+        """Add a seal. Returns: the seal that it replaces, whose extent is to be freed."""
         replaced = self._seals.get((seal.key, seal.seq))
         self._seals[seal.key, seal.seq] = seal
         return replaced

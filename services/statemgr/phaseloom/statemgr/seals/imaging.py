@@ -1,4 +1,4 @@
-"""A state file in host memory instead of on a disk: the same bytes, the same checks.
+"""Images: state files in host memory instead of on a disk, with the same bytes and checks.
 
 Blocking, and as fast as memory: call it in a thread.
 """
@@ -37,9 +37,9 @@ def image_bytes(header: StateHeader) -> int:
 def write_image(
     image: memoryview, header: StateHeader, memories: Sequence[memoryview]
 ) -> StateHeader:
-    """Copy every part, and take its checksums on the way.
+    """Copy every part into an image, and take the checksums on the way.
 
-    Args:    header: where it has a digest, the memory must have that.
+    Args:    header: where it has a digest for a part, the part's memory must have that digest.
     Returns: the header as written.
     Raises:  ResourceError: DATA_LOSS: the memory is not what the header's digest says.
     """
@@ -95,7 +95,7 @@ def read_image_block(image: memoryview, place: Place, number: int, memory: memor
 
 
 def _layout(header: StateHeader) -> tuple[list[int], int]:
-    """The place where each part begins, and where the last one ends."""
+    """The offset at which each part begins, and the offset at which the last one ends."""
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
     offsets = part_offsets(header, len(start) - PREFIX_BYTES)

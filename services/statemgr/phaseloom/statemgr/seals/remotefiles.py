@@ -1,9 +1,9 @@
 """State files between nodes: fetched from other nodes' disks, and served to other nodes.
 
-What is served comes from this node's disk, or from host memory. Blocks that the newest seal here
-has are not fetched: the new file refers to them, as a file that is written here does. The rest come
-by the transfer engine, each verified by the checksum that the file's header has of it. A file has
-its name once all of it is on the disk. Memory: a block a stream.
+Files are served from this node's disk, or from host memory. Blocks that the newest seal here has
+are not fetched: the new file refers to them, as a file that is written here does. The other blocks
+come by the transfer engine, and each is verified by its checksum in the file's header. A file gets
+its name once all of it is on the disk. Memory: one block for each stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 _NOT_THERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS})
-"""What a source answers that will not have the file whole later either."""
+"""The codes that a source answers with where it will not have the whole file later either."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,14 @@ class RemoteFile:
         ranks: tuple[int, int] = (0, 0),
         before: Path | None = None,
     ) -> StateHeader:
-        """The header of the file, which is on this node's disk then.
+        """Fetch the file onto this node's disk. Returns: its header.
 
-        Args:   ranks: the ranks whose state it is to hold: see `StateHeader.is_of`.
+        Args:   ranks: (first rank, number of ranks on all nodes) of the state that the file is to
+                hold: see `StateHeader.is_of`.
                 before: a seal that is here; its blocks are not fetched.
-        Raises: ResourceError: DATA_LOSS: every source answers, and none has the file whole;
-                UNAVAILABLE: one does not answer; RESOURCE_EXHAUSTED, or what else this node's disk
-                says.
+        Raises: ResourceError: DATA_LOSS: every source answers, and none has the whole file;
+                UNAVAILABLE: a source does not answer; RESOURCE_EXHAUSTED: this node's disk is full;
+                the disk fails.
         """
         header = (await self.describe(ranks)).header
         path = path_of(directory, self.name)
@@ -80,7 +81,7 @@ class RemoteFile:
         return header
 
     async def _fetch_blocks(self, receiving: Receiving, header: StateHeader) -> int:
-        """All blocks that are missing. Returns: how many bytes came."""
+        """Fetch all blocks that are missing. Returns: the number of bytes that came."""
         size = header.block_bytes
         slices: list[Slice] = []
         for section, block in receiving.missing:
@@ -104,7 +105,8 @@ class RemoteFile:
         return fetch.fetched_bytes
 
     async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
-        """The first good answer; for one timeout all sources are asked again and again.
+        """The description of the file by the first source with a good answer. All sources are asked
+        again and again for one timeout.
 
         Raises: as `fetch`.
         """
@@ -127,7 +129,7 @@ class RemoteFile:
 
 
 class _Disk:
-    """A sink on this node's disk, for a block at a time."""
+    """A sink that writes to this node's disk, one block at a time."""
 
     def __init__(self, receiving: Receiving, block_bytes: int) -> None:
         self._receiving = receiving
@@ -154,12 +156,15 @@ class _Disk:
         return digest.hexdigest()
 
     async def is_sound(self) -> bool | None:
-        """Each block was verified by the file's header."""
+        """Always true: each block was verified by the file's header when it came."""
         return True
 
 
 def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
-    """Raises: ResourceError: DATA_LOSS: it is another file than the one that is meant, or none."""
+    """Check a header that a source sent.
+
+    Raises: ResourceError: DATA_LOSS: it is of another file or of other ranks, or lacks checksums.
+    """
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
     has_checksums = len(header.parts) * header.block_bytes > 0 and all(
         len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, header.block_bytes)
@@ -194,33 +199,39 @@ class StateFiles:
         timeout_s: float,
         keep: Callable[[KeepFiles], Awaitable[None]],
     ) -> None:
-        """Args: keep: fetches what is asked for onto this node's disk."""
+        """Args: keep: fetches the files that another node names onto this node's disk."""
         self._node = node
         self._directory = directory
         self._timeout_s = timeout_s
         self._keep = keep
 
     async def open_file(self, name: FileName) -> tuple[StateHeader, Content]:
-        """Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS; it is not known yet what is
-        here."""
+        """The header and the blocks of a file that is here.
+
+        Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS: the file is bad; UNAVAILABLE: the
+                daemon does not know yet what it holds.
+        """
         await self._until_settled()
         places, read = await self._find(name)
         return places[0].header, _File(places, read)
 
     async def parts_of(self, name: FileName) -> list[str]:
-        """The parts of a weights version that are on this node's disk; none of another file."""
+        """The parts of a weights version that are on this node's disk; empty for other files."""
         if name.kind != "version" or name.part:
             return []
         key = VersionKey(name.deployment, name.seq)
         return await asyncio.to_thread(self._directory.parts, key)
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Raises: PhaseloomError: they could not be fetched."""
+        """Fetch the files that another node names onto this node's disk.
+
+        Raises: PhaseloomError: they could not be fetched.
+        """
         await self._until_settled()
         await self._keep(asked)
 
     async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
-        """The file's parts, and what reads a block of one."""
+        """The parts of a file, and the function that reads a block of a part."""
         kept = self._node.seals.find(name.deployment, name.seq) if name.kind == "seal" else None
         if kept is not None:
             image = self._node.memory[kept.extent].view(kept.num_bytes)
@@ -242,7 +253,7 @@ class StateFiles:
 
 
 class _File:
-    """Blocks of a state file, verified as they are read, one at a time."""
+    """The blocks of a state file, which are read and verified one at a time."""
 
     def __init__(self, places: list[Place], read: ReadBlock) -> None:
         self._places = {str(place.index): place for place in places}
@@ -284,7 +295,10 @@ class _Block(NamedTuple):
 
 
 def path_of(directory: StateDirectory, name: FileName) -> Path:
-    """Raises: CallerError: no such kind, or a name that is no plain file name."""
+    """The path of a state file in a directory.
+
+    Raises: CallerError: there is no such kind, or a name is no plain file name.
+    """
     match name.kind:
         case "seal":
             return directory.seal(name.deployment, name.seq)

@@ -1,9 +1,9 @@
 """Copies of a deployment's seals and durable weights versions on other nodes' disks.
 
-A node that is to run a deployment fetches what it lacks; a node that seals a deployment durably
-beyond itself has other nodes fetch the seal before it says so. What is here and whole is not
-fetched again. Where a seal proves bad when it is read, a good copy is fetched from the nodes that
-were said to have one.
+A node that is to run a deployment fetches the files that it lacks. A node that seals a deployment
+durably beyond itself reports the seal only after other nodes have fetched it. A file that is here
+and whole is not fetched again. Where a seal proves bad when it is read, a good copy is fetched from
+the nodes that the last request named as sources.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Replicator:
         self._weights = weights
         self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, FetchState] = {}
-        """Where each deployment's files may be had, as was said last."""
+        """The last request for each deployment that named sources, which may have its files."""
 
     async def bring(self, request: FetchState) -> None:
-        """Have what is asked for here: on this disk, or in host memory where it is kept there.
+        """Fetch the files that a request names, unless they are on this disk or in host memory.
 
         Raises: ResourceError: as `RemoteFile.fetch`.
         """
@@ -65,7 +65,7 @@ class Replicator:
             await self._bring_held(request)
 
     def _lacking(self, request: FetchState) -> FetchState:
-        """Without what is in host memory."""
+        """The request without the seal and the versions that are in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
         versions = self._node.versions
         is_kept = self._sealer.is_kept(key, request.seal_seq, ranks)
@@ -85,7 +85,7 @@ class Replicator:
             await self._have_unless_released(FileName("version", key, seq), request)
 
     async def _have_unless_released(self, name: FileName, request: FetchState) -> None:
-        """A version may be released everywhere while it is being asked for."""
+        """Fetch a version, unless no node has it: it may have been released everywhere by now."""
         try:
             await self._have_version(name, request)
         except ResourceError as error:
@@ -94,7 +94,8 @@ class Replicator:
             log.warning("%s", error)
 
     async def _have_version(self, name: FileName, request: FetchState) -> None:
-        """The parts that a source has come before the manifest: where that is, they are, too."""
+        """Fetch a version: first the parts that a source has, then the manifest, so that where a
+        manifest is on disk its parts are, too."""
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
@@ -112,12 +113,14 @@ class Replicator:
                 await self._fetch(name, request, self._before(name))
 
     def _before(self, name: FileName) -> Path | None:
-        """Of a seal: the newest one here, whose blocks may be its own."""
+        """The newest seal here, whose blocks a fetched seal may share; None for other files."""
         return self._sealer.newest(name.deployment) if name.kind == "seal" else None
 
     async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
-        """Its header is good; its blocks are verified when they are read. Args: ranks: as of
-        `StateHeader.is_of`."""
+        """Whether a file is here with a good header; its blocks are verified when they are read.
+
+        Args: ranks: as in `StateHeader.is_of`.
+        """
         path = path_of(self._directory, name)
         try:
             places = await asyncio.to_thread(find_parts, path)
@@ -145,7 +148,7 @@ class Replicator:
             version.is_on_disk = True
 
     async def _bring_held(self, request: FetchState) -> None:
-        """Fetch a version ahead; where that fails, the sync that needs it fetches it."""
+        """Fetch a version into host memory ahead of its sync, which fetches it if this fails."""
         assert request.holds is not None
         try:
             await self._weights.get(request.holds, request.sources)
@@ -153,7 +156,7 @@ class Replicator:
             log.info("version %s is not brought ahead: %s", request.holds.version, error)
 
     def forget(self, key: DeploymentKey) -> None:
-        """Its job has ended."""
+        """Forget a deployment whose job has ended."""
         self._elsewhere.pop(key, None)
 
     async def fetch_again(self, key: DeploymentKey, seq: int) -> None:
@@ -167,7 +170,7 @@ class Replicator:
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Be a copy of another node's state. Raises: ResourceError: as `bring`."""
+        """Fetch another node's files, as a replica of them. Raises: ResourceError: as `bring`."""
         key = asked.deployment
         _check_key(key)
         request = FetchState(
@@ -183,9 +186,9 @@ class Replicator:
         await self._sealer.remove_superseded(key, asked.seal_seq, asked.committed)
 
     async def replicate(self, request: WriteSeal) -> None:
-        """Returns once every replica has the seal, and the versions with it, on its disk.
+        """Return once every replica has the seal, and the versions with it, on its disk.
 
-        Raises: PhaseloomError: one has not.
+        Raises: PhaseloomError: a replica could not fetch them.
         """
         calls = [self._hand_over(endpoint, request) for endpoint in request.replicas.values()]
         for failure in await asyncio.gather(*calls, return_exceptions=True):
@@ -210,6 +213,6 @@ class Replicator:
 
 
 def _check_key(key: DeploymentKey) -> None:
-    """Raises: CallerError: a name that is no plain file name."""
+    """Check the names of a deployment. Raises: CallerError: one is no plain file name."""
     for name in (key.tenant, key.job, key.deployment):
         check_name(name, "deployment")

@@ -46,10 +46,12 @@ class Sealer:
         verify_version: Callable[[VersionKey], Awaitable[None]],
         fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
     ) -> None:
-        """Args:   verify_version: drops a version that is bad here. Raises: PhaseloomError: it is
-        lost.
-        fetch_again: replaces a seal that is bad here by another node's copy. Raises:
-        PhaseloomError: there is none.
+        """A sealer for the state directory of this node.
+
+        Args: verify_version: drops the copy of a version here if it is bad; raises PhaseloomError
+              where the version is lost.
+              fetch_again: replaces a seal that is bad here by another node's copy; raises
+              PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
@@ -60,15 +62,16 @@ class Sealer:
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
 
     def found(self, header: StateHeader, file: str) -> None:
-        """A seal that was on disk at start."""
+        """Add a seal that was found on disk."""
         sealed = Sealed(file, header.digest, header.num_bytes, header.bytes_from(0))
         self._seals.setdefault(header.deployment, {})[header.seq] = sealed
 
     async def prepare(self, request: PrepareSeal) -> None:
-        """Make the host copies whole at `seq` and keep them so. Nothing to do where it is sealed.
+        """Make the host copies of all ranks whole at `seq`, and keep them so until the seal is
+        written. Do nothing where that seal exists.
 
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last.
-                ResourceError: stale, or its rank is lost.
+                ResourceError: the incarnation is stale, or a rank is lost.
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
@@ -102,9 +105,10 @@ class Sealer:
         self._node.residency.finish_copy(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
-        """Copy what lives in host memory alone: the rank changes it while the seal is written.
+        """Copy the state of a rank that lives in host memory alone: the rank changes that state
+        while the seal is written.
 
-        Raises: ResourceError: no room for it, or its rank is lost.
+        Raises: ResourceError: no room for the copy, or the rank is lost.
         """
         if not rank.host_bytes:
             return
@@ -119,10 +123,11 @@ class Sealer:
         await asyncio.to_thread(copy, memory[snapshot].view(rank.host_bytes), source)
 
     async def write(self, request: WriteSeal) -> Sealed:
-        """Put the prepared copies, and before them the versions, on disk. Idempotent.
+        """Write the versions and then the prepared copies to disk, or keep the copies in host
+        memory where the durability is HOST. Idempotent.
 
-        Raises: CallerError: not prepared, or a version that is not here. ResourceError: the disk
-                is full or fails; the previous seal stands.
+        Raises: CallerError: the seal is not prepared, or a version is not here. ResourceError: the
+                disk is full or fails; the previous seal stands.
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
@@ -151,18 +156,19 @@ class Sealer:
         return sealed
 
     def _check_newest(self, wpg: Wpg) -> None:
-        """Whether the incarnation is the newest here: an older one replaces nothing of a newer one.
+        """Check that the incarnation is the newest here: an older one replaces nothing of a newer.
 
-        Raises: ResourceError: ABORTED.
+        Raises: ResourceError: ABORTED: a newer incarnation is here.
         """
         current = self._node.residency.find(wpg.key)
         if current not in {None, wpg}:
             raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
 
     async def restore(self, rank: Rank) -> None:
-        """Fill the extent of a registered heap from the seal that its life starts from.
+        """Fill the extent of a registered heap from the seal that its incarnation starts from.
 
-        Raises: ResourceError: DATA_LOSS naming the file. CallerError: another layout.
+        Where the seal here is bad, it is fetched again from another node.
+        Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
         wpg = rank.wpg
         try:
@@ -204,14 +210,15 @@ class Sealer:
         self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
-        """Give up seals that were prepared: the agent is gone, and nobody will write them."""
+        """Give up prepared seals that are not being written: the agent that would ask for the
+        write is gone."""
         for wpg in self._node.residency.unwritten_seals():
             log.info("the seal of %s will not be written: its agent is gone", wpg)
             self._node.residency.end_seal(wpg)
             self._node.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
-        """Delete everything of a deployment that is on disk, whichever incarnation wrote it."""
+        """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
         for kept in self._node.seals.of(key):
             self._drop_kept(key, kept.seq)
@@ -259,12 +266,13 @@ class Sealer:
             self._node.memory.free(kept.extent)
 
     def newest(self, key: DeploymentKey) -> Path | None:
-        """The newest seal on disk: the next seal most likely has many of its blocks."""
+        """The newest seal of a deployment on disk, which most likely has many blocks in common with
+        the next one; None: there is none."""
         on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
         return self._directory.seal(key, max(on_disk)) if on_disk else None
 
     def _sealed(self, rank: Rank) -> memoryview:
-        """The host copy as it was when the seal was prepared."""
+        """The host copy of a rank as it was when the seal was prepared."""
         if rank.snapshot is None:
             return self._node.copy_of(rank)
         assert rank.extent is not None
@@ -276,7 +284,7 @@ class Sealer:
         """Put versions on disk, or leave them in host memory, where committed ones are."""
         for seq in seqs:
             pieces = self._node.versions.pieces(VersionKey(wpg.key, seq))
-            # The manifest last: what has one on disk has its parts there.
+            # The manifest last: where a manifest is on disk, the parts are, too.
             for piece in reversed(pieces):
                 if not is_kept:
                     await self._persist(piece)
@@ -302,15 +310,16 @@ class Sealer:
                 log.warning("the old seal %s stays: %s", path, error)
 
     def _find(self, wpg: Wpg, seq: int) -> Sealed | None:
-        """The seal at `seq` that this incarnation wrote or began from; others' may differ."""
+        """The seal at `seq` if this incarnation wrote it or began from it: the seal of another
+        incarnation may differ in bits."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
         return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
-        """Whether the seal is in host memory; its blocks are verified when they are read.
+        """Whether a seal is in host memory; its blocks are verified when they are read.
 
-        Args: ranks: as of `StateHeader.is_of`.
+        Args: ranks: as in `StateHeader.is_of`.
         """
         try:
             header = self._kept_header(key, seq)
@@ -320,14 +329,14 @@ class Sealer:
         return header is not None and header.is_of(*ranks)
 
     def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
-        """A seal in host memory that the daemon before wrote."""
+        """A seal in host memory that the previous daemon wrote."""
         header = self._kept_header(key, seq)
         if header is None:
             return None
         return Sealed("", header.digest, header.num_bytes, header.num_bytes)
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
-        """Raises: ResourceError: DATA_LOSS."""
+        """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
         kept = self._node.seals.find(key, seq)
         if kept is None:
             return None
@@ -340,7 +349,10 @@ def _header(wpg: Wpg, seq: int, sections: list[Section]) -> StateHeader:
 
 
 def _section_of(rank: Rank, first: Place) -> Section:
-    """A rank's, of the seal that begins there. Raises: PhaseloomError: it is of another layout."""
+    """The section of a seal that belongs to a rank. Args: first: the place of the first section.
+
+    Raises: PhaseloomError: the seal is of another layout, or of other ranks.
+    """
     return check_restorable(
         first.header,
         rank.index,

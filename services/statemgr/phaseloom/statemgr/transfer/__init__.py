@@ -1,4 +1,5 @@
 """The one engine that moves weights versions, tensor slices and state files between nodes.
 
-`versions` and `seals` say what is fetched and served; the engine knows of neither.
+The packages `versions` and `seals` say what is fetched and served; the engine does not know what
+the bytes mean.
 """

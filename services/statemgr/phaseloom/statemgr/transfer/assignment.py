@@ -1,10 +1,11 @@
-"""Chunk assignment: which node of a site brings which boxes of a part over the slow link.
+"""Chunk assignment: which node of a site fetches which boxes of a part over the slow link.
 
 Pure. A source has one `Assignment` for each part and each other site. A peer says which boxes it
-needs; these may overlap in any way what other peers of its site need. It is assigned the bytes that
-no peer was assigned yet, and takes the rest from the peers that were. So each byte crosses once;
-bytes are assigned again only where a peer did not deliver them. Fast peers bring more than slow
-ones, and a peer that comes late finds everything at its peers.
+needs; these may overlap in any way the boxes that other peers of its site need. The peer is
+assigned the bytes that no peer was assigned yet, and takes the rest from the peers that they were
+assigned to. So each byte crosses the slow link once; bytes are assigned again only where a peer did
+not deliver them. Fast peers fetch more than slow ones, and a peer that comes late finds everything
+at its peers.
 """
 
 from __future__ import annotations
@@ -25,34 +26,35 @@ class Peer(NamedTuple):
     """One fetch of one state manager."""
 
     endpoint: str
-    """Where the state manager serves what it has got."""
+    """The address at which the state manager serves what it has fetched."""
     session: str
-    """What the fetch is for: the same on all its streams, and when it begins anew."""
+    """The name of what is fetched: the same on all streams of the fetch, and on a new try."""
 
 
 @dataclass
 class Shares:
-    """How the boxes of a request come, each byte one way."""
+    """The answer to a request: which fragments of its boxes come from where, each byte once."""
 
     num_boxes: int = 0
-    """The shares tell of the first so many boxes; the others are to be asked for again."""
+    """The number of boxes that are answered, from the first on; the client asks for the others
+    again."""
     here: list[Fragment] = field(default_factory=list)
-    """What comes from the source that was asked."""
+    """The fragments that come from the source that was asked."""
     elsewhere: dict[Peer, list[Fragment]] = field(default_factory=dict)
-    """What comes from the peers that it was assigned to."""
+    """The fragments that come from peers, by the peer that they were assigned to."""
 
 
 @dataclass
 class Assignment:
-    """Which bytes of one part were assigned to which peer of one site.
+    """The record of which bytes of one part were assigned to which peer of one site.
 
-    Bytes beyond the limits are assigned without a record, which costs at worst another copy of
-    them.
+    Bytes beyond `MAX_RECORDS` are assigned without a record, which costs at worst that they cross
+    the slow link again.
     """
 
     num_records: int = 0
     _assigned: dict[str, _Assigned] = field(default_factory=dict)
-    """By tensor."""
+    """The assigned boxes of each tensor, by the tensor's name."""
 
     def ask(
         self,
@@ -61,10 +63,10 @@ class Assignment:
         failed: Collection[Peer],
         peer: Peer,
     ) -> Shares:
-        """The shares of as many of the boxes as it takes to assign about `limit_bytes` to the peer.
+        """Divide as many of the boxes as it takes to assign about `limit_bytes` to the peer.
 
-        Args: boxes: inside their tensors, and the number of bytes of each.
-              failed: peers that did not deliver.
+        Args: boxes: boxes inside their tensors, with the number of bytes of each.
+              failed: peers that did not deliver: what they were assigned is assigned anew.
         """
         shares = Shares()
         assigned_bytes = 0
@@ -95,14 +97,14 @@ class _Assigned:
     _starts: list[int] = field(default_factory=list)
     _boxes: list[tuple[Box, Peer]] = field(default_factory=list)
     _longest: int = 0
-    """The longest of all boxes along the first dim."""
+    """The length of the longest of all boxes along the first dim."""
 
     def near(self, box: Box) -> list[tuple[Box, Peer]]:
-        """The boxes that may overlap this one, and few others."""
+        """The assigned boxes that may overlap this one, and a few that do not."""
         return self._boxes[self._places(box)]
 
     def add(self, box: Box, peer: Peer) -> int:
-        """Assign a box, whoever had it before. Returns: how many boxes there are more."""
+        """Assign a box to a peer, also where others had it. Returns: the number of boxes added."""
         places = self._places(box)
         near = self._boxes[places]
         kept = [(each, holder) for had, holder in near for each in left_of([had], box)]
@@ -121,7 +123,7 @@ class _Assigned:
 def _shared(
     assigned: Iterable[tuple[Box, Peer]], box: Box, failed: Collection[Peer], peer: Peer
 ) -> tuple[list[Box], list[tuple[Box, Peer]]]:
-    """What this peer is to bring, and what other peers have."""
+    """The fragments of a box that this peer is to fetch, and those that other peers have."""
     rest = [box]
     mine: list[Box] = []
     others: list[tuple[Box, Peer]] = []

@@ -1,14 +1,15 @@
 """Fetches slices of a weights version, or blocks of a state file, each byte once, from all sources.
 
 A few streams to every source pull batches of boxes, whichever stream is free next: sources that
-hold the same part share its batches, and where one fails the others take what it left. What has
-come and is verified stays. All sources of a part must hold the same content. A slow receiver slows
-its sources: nothing is held but the memory that the bytes are for.
+hold the same part share its batches, and where one source fails the others take its batches. Bytes
+that have come and are verified stay. All sources of a part must hold the same content. A slow
+receiver slows its sources: the bytes go straight into the memory that they are for.
 
-A part whose sources are all on other sites comes from one of them, the same for all nodes here: it
-assigns each byte to one of them (`assignment.py`). What peers were assigned comes from these, and
-must have the checksum that the source told. A peer that fails is left, and what it was to bring is
-asked of the source.
+Where all sources of a part are on other sites, each byte crosses the slow link once: all nodes of
+this site choose the same source, and the source assigns each byte to one of the nodes
+(`assignment.py`). A node takes the other bytes from the peers that they were assigned to, and
+checks them against the checksum that the source gave. A peer that fails is asked no more, and its
+bytes are asked of the source.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PEER_PATIENCE = 6.0
-"""How many timeouts a peer may take for one request, as long as it says that it is at work."""
+"""The number of timeouts that a peer may take for one request, while it says that it is at work."""
 _STREAMS = 4
 """The most streams to one source."""
 _MAX_STREAMS = 16
-"""The most streams of one fetch, apart from the first one to each source."""
+"""The most streams of one fetch, unless it has more sources: each source has one at least."""
 _AHEAD = 16
-"""Batches that a source that assigns chunks is asked for at once: it gives about one of them, and
-tells which of the others peers have."""
+"""Batches in one request to a source that assigns chunks: the source gives about one of them, and
+says which of the others peers have."""
 _MAX_FAILURES = 3
 """The most failures of a source in a row, without a batch in between."""
 _BACKOFF_S = 0.05
 _FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
 _FEW_BYTES = 4096
-"""Runs that are shorter than this, on the average, are put where they belong after they came."""
+"""The average length in bytes of a batch's runs below which the batch is received in one piece, and
+then put where the runs belong."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,15 @@ class Home:
 
     identity: Identity
     endpoint: str
-    """Where it serves its peers."""
+    """The address at which the state manager serves its peers."""
     site: str
-    """The site of its node, within which links are fast; empty: it shares with nobody."""
+    """The site of the node, within which links are fast; empty: the node shares with nobody."""
     timeout_s: float
     """The limit of each step: connecting, a reply, a pause within a batch."""
 
 
 class LocalError(Exception):
-    """Bytes cannot be put where they belong: no other source helps."""
+    """The fetched bytes cannot be put where they belong: no other source helps."""
 
     def __init__(self, error: PhaseloomError) -> None:
         super().__init__(str(error))
@@ -88,16 +90,17 @@ class LocalError(Exception):
 
 
 class Sink(Protocol):
-    """Where the bytes of a fetch go."""
+    """The place that the bytes of a fetch go to."""
 
     async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
         """Take a batch from the stream, to where it belongs. Returns: its xxh3-128.
 
-        Raises: OSError, TimeoutError. LocalError. ResourceError: DATA_LOSS: it is bad.
+        Raises: OSError, TimeoutError: the stream broke. LocalError: the bytes cannot be put there.
+                ResourceError: DATA_LOSS: the batch is bad.
         """
 
     async def is_sound(self) -> bool | None:
-        """Whether all that came is what was committed; None: only its sources can tell."""
+        """Whether all that came is what was committed; None: only the sources can tell."""
 
 
 @dataclass
@@ -106,7 +109,7 @@ class Memory:
 
     memory: memoryview
     digest: str = ""
-    """The digest of the memory once all has come; empty: it is not known."""
+    """The digest that the memory must have once all has come; empty: it is not known."""
 
     async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
         digest = xxhash.xxh3_128()
@@ -129,45 +132,49 @@ class Memory:
 
 @dataclass
 class Fetch:
-    """One object, or slices of it. `fetch_all` once."""
+    """One fetch of a version, of slices of one, or of blocks of a state file.
+
+    `fetch_all` is called once.
+    """
 
     what: str
-    """What is fetched, for errors and logs."""
+    """The name of the fetched object, for errors and logs."""
     open_with: Callable[[list[str], str | None], wire.First]
-    """The first message of a stream for these parts; of one to a peer: for its session."""
+    """Makes the first message of a stream: to a source, with the parts that are wanted; to a peer,
+    with the peer's session."""
     home: Home
     incoming: Incoming
     sink: Sink
     errors: dict[str, PhaseloomError] = field(default_factory=dict, init=False)
-    """The last error of each source that is given up."""
+    """The last error of each source that is given up, by endpoint."""
     fetched_bytes: int = field(default=0, init=False)
     """Bytes that came from sources."""
     relayed_bytes: int = field(default=0, init=False)
     """Bytes that came from peers."""
     _queues: dict[str, deque[Batch]] = field(default_factory=dict, init=False)
-    """By part, what is to be asked of a source."""
+    """The batches that are still to be asked of a source, by part."""
     _batch_bytes: int = field(default=0, init=False)
     """The size of the largest batch."""
     _sources: list[_Source] = field(default_factory=list, init=False)
     _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
-    """The batches that each peer is to deliver, with their checksums."""
+    """The batches that each peer is to deliver, each with its checksum."""
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _broken: set[Peer] = field(default_factory=set, init=False)
     """Peers that failed."""
     _failure: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Everything has come, or nothing more will."""
+    """Set once everything has come, or nothing more will."""
     _judged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """It is known whether sources have to confirm what came."""
+    """Set once it is known whether the sources have to confirm what came."""
     _is_to_confirm: bool = field(default=False, init=False)
 
     async def fetch_all(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
         """Fetch the batches.
 
-        Args:   sources: the endpoints of each part.
-        Raises: PhaseloomError: nobody can deliver them all. ResourceError: DATA_LOSS: what came is
-                bad as a whole. LocalError: the sink cannot take them.
+        Args:   sources: the endpoints that have each part, by part.
+        Raises: PhaseloomError: some batch can be had from no source. ResourceError: DATA_LOSS: the
+                fetched bytes are bad as a whole. LocalError: the sink cannot take them.
         """
         parts_of: dict[str, set[str]] = {}
         for batch in batches:
@@ -202,9 +209,10 @@ class Fetch:
     async def fetch_sound(
         self, batches: Sequence[Batch], sources: Mapping[str, list[str]]
     ) -> Fetch:
-        """Fetch the batches, once more where what came is bad: its source has dropped that by then.
+        """Fetch the batches, and once more where the fetched bytes are bad: by then the source that
+        sent them has dropped its copy.
 
-        Returns: the fetch that has brought them. Raises: as `fetch_all`.
+        Returns: the fetch by which the batches came. Raises: as `fetch_all`.
         """
         try:
             await self.fetch_all(batches, sources)
@@ -224,7 +232,10 @@ class Fetch:
             return again
 
     def check(self, part: str, digest: str, where: str) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION: the part there is not what it should be."""
+        """Check that the part at a source has the digest that this fetch expects.
+
+        Raises: CallerError: FAILED_PRECONDITION: the part there has another digest.
+        """
         expected = self.incoming.digests.setdefault(part, digest)
         if expected != digest:
             raise CallerError(
@@ -238,7 +249,7 @@ class Fetch:
     # --- Sources ---------------------------------------------------------------------------------
 
     async def _pull(self, source: _Source, *, is_first: bool) -> None:
-        """The work of one stream to a source, which is opened as often as it breaks."""
+        """Work through one stream to a source, which is opened again as often as it breaks."""
         stream: Stream | None = None
         try:
             while not self._over.is_set() and not source.is_left:
@@ -288,7 +299,7 @@ class Fetch:
         return Batch(part, pieces)
 
     def _is_due(self, source: _Source, part: str) -> bool:
-        """Whether the part, or the rest of it, is to come from this source."""
+        """Whether the part, or the rest of it, is to be fetched from this source now."""
         if not source.is_far:
             return source.is_far is not None
         others = (each for each in self._sources if each is not source and part in each.parts)
@@ -298,7 +309,7 @@ class Fetch:
         )
 
     async def _open(self, source: _Source) -> Stream:
-        """Raises: CallerError: the source refuses, or has another content."""
+        """Open a stream to a source. Raises: CallerError: it refuses, or has another content."""
         stream, opened = await self._opened(source.endpoint, source.parts)
         try:
             for part in source.parts:
@@ -311,7 +322,7 @@ class Fetch:
         return stream
 
     async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
-        """A batch; of a source that assigns chunks, what of it this node is to fetch now."""
+        """Fetch a batch; from a source that assigns chunks, only this node's share of the batch."""
         try:
             most = self._batch_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, most)
@@ -329,9 +340,10 @@ class Fetch:
         self._came(batch)
 
     def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
-        """What of the batch follows here; the rest goes its ways.
+        """Divide a batch as the source has assigned it. Returns: the share that the source sends.
 
-        Raises: ConnectionError, CallerError: what is told is not the batch.
+        The shares of peers are asked of them, and boxes without an answer are queued again.
+        Raises: ConnectionError, CallerError: the answer does not fit the batch.
         """
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
@@ -345,8 +357,8 @@ class Fetch:
         return mine
 
     async def _confirm(self, source: _Source, stream: Stream | None) -> None:
-        """Let a source verify what it sent, or told of what peers have. A source that is gone by
-        now is believed."""
+        """Let a source verify the parts that it sent, or gave checksums of. A source that is gone
+        by now is believed."""
         opened: Stream | None = None
         is_asked = False
         try:
@@ -377,7 +389,7 @@ class Fetch:
         self._announce()
 
     def _check_reachable(self) -> None:
-        """End the fetch where nobody is left to ask for what is to be asked for."""
+        """End the fetch where batches are queued that no source is left to ask for."""
         reachable = {part for each in self._sources if not each.is_left for part in each.parts}
         for part, queue in self._queues.items():
             if queue and part not in reachable:
@@ -391,7 +403,7 @@ class Fetch:
     # --- Peers -----------------------------------------------------------------------------------
 
     def _relay(self, batch: Batch, share: wire.Shared) -> None:
-        """The batch is to come from a peer."""
+        """Have a batch fetched from the peer that it was assigned to."""
         peer = share.holder
         if peer in self._broken:
             self._put_back(batch)
@@ -450,7 +462,7 @@ class Fetch:
         return await ask(stream, message, answer, self.home.timeout_s)
 
     async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
-        """Raises: as `Sink.receive`."""
+        """Receive a batch and verify its checksum. Raises: as `Sink.receive`."""
         if await self.sink.receive(stream, batch, self.home.timeout_s) != expected:
             raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 
@@ -461,7 +473,7 @@ class Fetch:
         self._announce()
 
     def _put_back(self, batch: Batch | None) -> None:
-        """The batch is to be asked of a source, next."""
+        """Queue a batch again, before all others, to be asked of a source."""
         if batch is not None:
             groups = grouped(batch.pieces, self._batch_bytes)
             again = [Batch(batch.part, pieces) for pieces in groups]
@@ -478,30 +490,32 @@ class _Source:
     endpoint: str
     parts: list[str]
     is_far: bool | None
-    """Whether it is on another site; None: not known yet."""
+    """Whether the source is on another site; None: not known yet."""
     failures: int = 0
     """Failures in a row."""
     progress_s: float = field(default_factory=time.monotonic)
-    """When its last batch came, on the monotonic clock."""
+    """The time at which the last batch came from the source, on the monotonic clock."""
     is_left: bool = False
+    """Whether the source is given up."""
     delivered: set[str] = field(default_factory=set)
-    """Parts of which it sent something, or told a checksum."""
+    """Parts of which the source sent bytes, or gave a checksum."""
 
     def came(self) -> None:
         self.failures, self.progress_s = 0, time.monotonic()
 
     def rank(self, part: str) -> int:
-        """Of several far sources, all nodes take a part from the one with the highest rank."""
+        """The rank of the source for a part: all nodes of a site fetch the part from the far source
+        with the highest rank."""
         return xxhash.xxh3_64_intdigest(f"{part} {self.endpoint}")
 
 
 async def ask(
     stream: Stream, message: wire.First | wire.Ask, answer: type[T], timeout_s: float
 ) -> T:
-    """The answer to a message.
+    """Send a message and wait for its answer, as long as the other end says that it is at work.
 
-    Raises: PhaseloomError: a refusal. TimeoutError: not a word for so long. ConnectionError: broken
-            off, or another answer than this. msgspec.DecodeError.
+    Raises: PhaseloomError: a refusal. TimeoutError: no word within `timeout_s`. ConnectionError:
+            the stream broke, or the answer is of another type. msgspec.DecodeError.
     """
     async with asyncio.timeout(timeout_s):
         await stream.send(message)
@@ -518,9 +532,10 @@ async def ask(
 
 
 async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
-    """The answer to a message that is alone on its stream.
+    """Send one message on a stream of its own and return the answer.
 
-    Raises: ResourceError: out of reach, broken off. CallerError: refused there; a bad endpoint.
+    Raises: ResourceError: the endpoint is out of reach, or the stream broke. CallerError: the
+            message was refused there; a bad endpoint.
     """
     stream = await connect(endpoint, wire.SERVICE, home.identity, home.timeout_s)
     try:
@@ -532,8 +547,8 @@ async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Ho
 
 
 def undelivered(what: str, errors: Iterable[PhaseloomError]) -> ResourceError:
-    """No source could bring it. The code is what all sources say; where they differ, that it may be
-    otherwise later."""
+    """The error where no source could deliver an object. The code is the one that all sources give;
+    where they differ, UNAVAILABLE: a later try may succeed."""
     found = list(errors)
     codes = {error.info.code for error in found}
     return ResourceError(

@@ -1,4 +1,4 @@
-"""What a state manager serves to others: parts that are here, and slices that are on their way."""
+"""Content that a state manager serves to others: parts in its memory, and slices on their way."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from phaseloom.statemgr.transfer.tensorslices import (
 from phaseloom.statemgr.versions.versions import Version
 
 _FEW_BYTES = 64 * 1024
-"""Runs shorter than this are copied together before they are sent."""
+"""Runs of fewer bytes than this are copied together before they are sent."""
 
 
 class Found(Protocol):
-    """A box of what is served."""
+    """A box of the served content."""
 
     @property
     def num_bytes(self) -> int:
-        """Raises: CallerError: there is no such box."""
+        """The number of bytes of the box. Raises: CallerError: there is no such box."""
 
     def of(self, box: Box) -> Found:
         """A box inside this one."""
 
     def read(self) -> list[memoryview]:
-        """The bytes of the box, end to end. Long: run it in a thread.
+        """The bytes of the box, end to end. This takes long: run it in a thread.
 
-        Raises: ResourceError: DATA_LOSS: they are bad.
+        Raises: ResourceError: DATA_LOSS: the bytes are bad.
         """
 
 
 class Content(Protocol):
-    """What one stream is served from."""
+    """The content that one stream is served from."""
 
     def find(self, part: str, box: Box) -> Found:
-        """Raises: CallerError: the box is not of what is served."""
+        """The box of a part. Raises: CallerError: the content has no such box."""
 
     async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
         """Return once the boxes are here. Raises: ResourceError: they will not come."""
@@ -71,7 +71,10 @@ class Place(NamedTuple):
         return self._replace(box=box)
 
     def read(self) -> list[memoryview]:
-        """Runs in place where they are long, else a copy. Raises: CallerError: no such box."""
+        """The runs of the box in place where they are long, else a copy of them end to end.
+
+        Raises: CallerError: the tensor has no such box.
+        """
         tensor = self.tensor
         offsets, length = runs(tensor, self.box)
         source = self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
@@ -96,7 +99,7 @@ class OpenPart:
         return cls(version, memory, {slot.name: slot for slot in version.tensors})
 
     def find(self, box: Box) -> Place:
-        """Raises: CallerError: the part has no such tensor."""
+        """The box of a tensor of the part. Raises: CallerError: the part has no such tensor."""
         tensor = self.tensors.get(box.name) or raw_slot(box.name, len(self.memory))
         if tensor is None:
             raise CallerError(f"{box.name} is not in version {self.version.key}", field="boxes")
@@ -104,7 +107,7 @@ class OpenPart:
 
 
 class OpenParts(dict[str, OpenPart]):
-    """Open parts, by name."""
+    """The open parts of a version, by name."""
 
     def find(self, part: str, box: Box) -> Place:
         found = self.get(part)
@@ -122,8 +125,8 @@ class Incoming:
 
     slices: Sequence[Slice]
     digests: dict[str, str]
-    """The digest of each part that slices are of: as the version's manifest says, or else as the
-    first source says."""
+    """The digests of the parts that the slices belong to, by part: as the version's manifest says,
+    or else as the first source says."""
     _by_tensor: dict[tuple[str, str], list[Slice]] = field(default_factory=dict)
     """The slices of each tensor of each part."""
     _missing: dict[int, list[Box]] = field(default_factory=dict)
@@ -146,7 +149,7 @@ class Incoming:
         return next((each for each in known if contains(box_of(each), box)), None)
 
     def add(self, batch: Batch) -> None:
-        """The batch is here and verified."""
+        """Record that a batch is here and verified."""
         for of, box in batch.pieces:
             left = left_of(self._missing.pop(of.offset, []), box)
             if left:
@@ -154,17 +157,17 @@ class Incoming:
         self._announce()
 
     def forget(self, batch: Batch) -> None:
-        """The batch that came is not what it should be: it must come again."""
+        """Record that a batch that came is bad, and must be fetched again."""
         for of, box in batch.pieces:
             self._missing[of.offset] = [*left_of(self._missing.get(of.offset, []), box), box]
 
     def give_up(self) -> None:
-        """Nothing more will come."""
+        """Record that nothing more will come; whoever waits for more is told."""
         self._is_given_up = True
         self._announce()
 
     async def until_here(self, of: Slice, box: Box) -> None:
-        """Raises: ResourceError: the box will not come."""
+        """Return once the box of a slice is here. Raises: ResourceError: it will not come."""
         while any(overlap(each, box) for each in self._missing.get(of.offset, ())):
             if self._is_given_up:
                 raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
@@ -177,7 +180,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Slices that came or are coming, in memory that stays while they are open."""
+    """Slices that were or are being fetched, in memory that stays while they are open."""
 
     incoming: Incoming
     memory: memoryview

@@ -1,9 +1,9 @@
 """Serves weights versions and state files to the state managers of other nodes.
 
-What is sent is gathered from memory, or read from disk, as it is sent. While a stream lasts, what
-it opened stays. Nodes of another site share what crosses to them: bytes that one peer was assigned
-the others take from that peer, and the server tells them the checksum (`assignment.py`). A node
-also serves to its peers what it has fetched for its own ranks, or is about to get.
+The bytes are gathered from memory, or read from disk, as they are sent. The content that a stream
+opened stays while the stream lasts. Each byte crosses once to another site: the server assigns it
+to one node there, and tells the other nodes that node's name and the checksum (`assignment.py`). A
+node also serves to its peers what it has fetched, or is fetching, for its own ranks.
 """
 
 from __future__ import annotations
@@ -38,44 +38,45 @@ from phaseloom.statemgr.versions.versions import Version
 _MAX_PARTS = 4096
 _MAX_ASSIGNMENTS = 256
 _MAX_RECORDS = 1 << 20
-"""The most records of all assignments together, apart from what those in use add."""
+"""The most records of all assignments together, apart from records that assignments in use add."""
 _WORDS_PER_TIMEOUT = 3
-"""How often within its timeout a client hears that the server is still at work."""
+"""The number of times within its timeout that a client hears that the server is still at work."""
 
 T = TypeVar("T")
 
 
 class Versions(Protocol):
-    """What is served of weights versions. All raise CallerError (NOT_FOUND) and ResourceError."""
+    """The weights versions that are served. All methods raise CallerError (NOT_FOUND) and
+    ResourceError."""
 
     def open_part(self, key: VersionKey) -> AbstractAsyncContextManager[OpenPart]:
         """A part, or a whole version, that is here."""
 
     def open_fetched(self, key: VersionKey) -> AbstractAsyncContextManager[Content]:
-        """What this node has fetched, or fetches, under this key."""
+        """The content that this node has fetched, or is fetching, under this key."""
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
         """The digests of the parts of a version that are here."""
 
     async def verify(self, key: VersionKey) -> None:
-        """Verify what is here of a version or part, because a reader found it bad."""
+        """Verify the copy of a version or part that is here, because a reader found it bad."""
 
 
 class Files(Protocol):
-    """What is served of state files. All raise PhaseloomError."""
+    """The state files that are served. All methods raise PhaseloomError."""
 
     async def open_file(self, name: wire.FileName) -> tuple[StateHeader, Content]:
-        """A file that is here: its header, and its blocks."""
+        """The header and the blocks of a file that is here."""
 
     async def parts_of(self, name: wire.FileName) -> list[str]:
-        """The parts of a weights version that are on this node's disk; none of another file."""
+        """The parts of a weights version that are on this node's disk; empty for other files."""
 
     async def keep(self, asked: wire.KeepFiles) -> None:
-        """Fetch what is asked for onto this node's disk."""
+        """Fetch the files that are asked for onto this node's disk."""
 
 
 class Server:
-    """Answers streams of the service `transfer` whose tickets permit what they ask for."""
+    """Answers the streams of the service `transfer`, as far as their tickets permit."""
 
     def __init__(
         self,
@@ -94,10 +95,11 @@ class Server:
         self._node = node
         self._site = site
         self._assignments: OrderedDict[tuple[Version, str], Assignment] = OrderedDict()
-        """By part and site; the oldest go, which costs at worst another copy."""
+        """The assignments, by part and site. The oldest are dropped above the limits, which costs
+        at worst that bytes cross the slow link again."""
 
     async def session(self, stream: Stream) -> None:
-        """One stream, until the client closes it or has its only answer."""
+        """Serve one stream, until the client closes it or has its only answer."""
         async with asyncio.timeout(self._timeout_s):
             payload = await stream.receive(MAX_REQUEST_BYTES)
         first: wire.First = msgspec.msgpack.decode(payload, type=wire.First)
@@ -179,9 +181,10 @@ class Server:
         assignments: Mapping[str, Assignment],
         peer: Peer,
     ) -> None:
-        """Until the client closes the stream; it may be silent as long as it lives.
+        """Answer requests until the client closes the stream. A client may be silent as long as it
+        lives.
 
-        Args: assignments: by part, where the client's site shares what crosses.
+        Args: assignments: the chunk assignments by part, where the client is on another site.
         """
         while True:
             try:
@@ -213,7 +216,7 @@ class Server:
         assignment: Assignment | None,
         peer: Peer,
     ) -> tuple[list[memoryview], wire.Given]:
-        """What to send, and what to say of it."""
+        """The bytes to send, and the reply that comes before them."""
         found = _found(content, asked, is_assigned=assignment is not None)
         arriving = content.until_here(asked.part, asked.boxes)
         await self._while_waiting(stream, arriving, may_cancel=True)
@@ -224,8 +227,11 @@ class Server:
         return await asyncio.to_thread(_read, asked, found, shares)
 
     async def _confirm(self, stream: Stream, content: Content, name: str) -> None:
-        """Raises: ResourceError: what was sent is bad. DATA_LOSS: it may be fetched once more;
-        UNAVAILABLE: it will be made again."""
+        """Check that a part still is what was committed, after its bytes were sent.
+
+        Raises: ResourceError: the part is bad. DATA_LOSS: it may be fetched once more; UNAVAILABLE:
+                its policy makes it again. CallerError: the stream did not ask for the part.
+        """
         part = content.get(name) if isinstance(content, OpenParts) else None
         if part is None:
             raise CallerError(f"part {name!r} was not asked for", field="part")
@@ -248,9 +254,10 @@ class Server:
     async def _while_waiting(
         self, stream: Stream, work: Awaitable[T], *, may_cancel: bool = False
     ) -> T:
-        """The result of the work; the client hears meanwhile that it is under way.
+        """The result of the work; meanwhile the client hears that the work is under way.
 
-        Args:   may_cancel: the work ends with the client; else it ends alone, for it reads memory.
+        Args:   may_cancel: whether the work is cancelled when the client is gone; else the work is
+                waited for, because it reads memory.
         Raises: as the work; OSError, TimeoutError: the client is gone.
         """
         doing = asyncio.ensure_future(work)
@@ -277,7 +284,7 @@ def _described(version: Version) -> wire.VersionDescription:
 
 
 def _found(content: Content, asked: wire.Give, *, is_assigned: bool) -> list[Found]:
-    """The boxes. Raises: CallerError: they are not there, or too large."""
+    """The boxes that are asked for. Raises: CallerError: they are not there, or too large."""
     if len(asked.boxes) > MAX_BATCH_BOXES:
         raise CallerError(f"{len(asked.boxes)} boxes", field="boxes")
     found = [content.find(asked.part, box) for box in asked.boxes]
@@ -292,7 +299,7 @@ def _found(content: Content, asked: wire.Give, *, is_assigned: bool) -> list[Fou
 def _read(
     asked: wire.Give, found: Sequence[Found], shares: Shares | None
 ) -> tuple[list[memoryview], wire.Given]:
-    """Long: run it in a thread."""
+    """The bytes to send, and the reply before them. This takes long: run it in a thread."""
     if shares is None:
         memories = [memory for each in found for memory in each.read()]
         return memories, wire.Given(_digest(memories))

@@ -1,8 +1,9 @@
-"""Tensor slices: the boxes of tensors that a reader needs, cut into batches for the transfer.
+"""Tensor slices: the boxes of tensors that a reader needs, split into batches for the transfer.
 
 Pure. The sender gathers a box from the runs of adjacent bytes in which its tensor lies; at the
-reader a box lies end to end. Pieces of a box that is cut along its outermost dim longer than one
-lie end to end as well; pieces that are cut otherwise, because a peer brings the rest, lie in runs.
+reader the bytes of a slice lie end to end. A piece that is split off along the outermost dim longer
+than one lies end to end there as well; a piece that is split off otherwise, because a peer fetches
+the rest of the box, lies in runs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _BATCH_BYTES = 4 * 1024 * 1024
 """The largest size of a batch of tensor slices."""
 MAX_BATCH_BOXES = 256
 _MIN_BATCHES = 64
-"""A transfer has at least so many batches where it is large enough, so that several streams and
-nodes have something to do."""
+"""The least number of batches of a transfer that is large enough, so that several streams and nodes
+have something to do."""
 _STEP_BYTES = 64 * 1024
-"""Batches are multiples of this."""
+"""The unit of batch sizes: each size is a multiple of these bytes."""
 _MAX_TOLD_BYTES = 48 * 1024
-"""The most bytes that the boxes of a batch of several take in the message that asks for them; all
-else in that message is a few KiB."""
+"""The most bytes that the boxes of a batch of several boxes take in the message that asks for them;
+all else in that message is a few KiB."""
 _RAW = re.compile(r"bytes from ([0-9]{1,18})")
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class Piece(NamedTuple):
 
     slice: Slice
     box: Box
-    """The piece, inside the slice, in coordinates of the part's tensor."""
+    """The box, which is inside the slice, in coordinates of the part's tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +78,7 @@ class Batch:
 
     @cached_property
     def spans(self) -> list[slice]:
-        """The ranges of memory where the boxes belong, in order; adjacent ranges are one."""
+        """The ranges of memory that the boxes belong in, in order; adjacent ranges are merged."""
         found: list[slice] = []
         for piece in self.pieces:
             offsets, length = runs(slot_of(piece.slice), inside(piece.slice, piece.box))
@@ -89,7 +90,7 @@ class Batch:
         return found
 
     def put(self, memory: memoryview, content: bytes | memoryview) -> None:
-        """Write the boxes' bytes, given end to end, where they belong.
+        """Write the bytes of the boxes, which `content` holds end to end, where they belong.
 
         Raises: CallerError: there are too few or too many bytes.
         """
@@ -102,7 +103,7 @@ class Batch:
             at += length
 
     def split(self, shares: Sequence[Sequence[Fragment]]) -> list[Batch]:
-        """One batch for each share.
+        """Split the batch into one batch for each share.
 
         Raises: CallerError: the shares together are not this batch.
         """
@@ -122,7 +123,7 @@ class Batch:
 
 
 Fragment = tuple[int, Box]
-"""A box inside another one, which is named by its number among those that were asked for."""
+"""A box inside a box of a request: (the number of the request's box, the inner box)."""
 
 
 def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
@@ -197,25 +198,25 @@ def _is_plain(slot: TensorSlot) -> bool:
 
 
 def box_of(of: Slice) -> Box:
-    """The box that a slice is in its part."""
+    """The box of the part's tensor that a slice holds."""
     return Box(of.name, of.start, of.size)
 
 
 def inside(of: Slice, box: Box) -> Box:
-    """A box of a part's tensor, in coordinates of a slice of that tensor."""
+    """A box of a part's tensor, with its coordinates turned into those of a slice of the tensor."""
     start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
     return Box(of.name, start, box.size)
 
 
 def batch_bytes(num_bytes: int) -> int:
-    """The size of a batch of a transfer of so many bytes."""
+    """The size in bytes of each batch of a transfer of `num_bytes` bytes."""
     wanted = -(-num_bytes // _MIN_BATCHES)
     steps = -(-wanted // _STEP_BYTES)
     return min(_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
 
 
 def batches(slices: Sequence[Slice]) -> list[Batch]:
-    """All slices, cut and grouped into batches of about the same size, part by part."""
+    """All slices, split and grouped into batches of about the same size, part by part."""
     limit = batch_bytes(sum(each.num_bytes for each in slices))
     found: list[Batch] = []
     by_part: dict[str, list[Slice]] = {}
@@ -229,7 +230,7 @@ def batches(slices: Sequence[Slice]) -> list[Batch]:
 
 @dataclass(slots=True)
 class Room:
-    """How much one request has asked for already."""
+    """The room that is left in one request."""
 
     limit_bytes: int
     num_boxes: int = 0
@@ -237,7 +238,10 @@ class Room:
     told_bytes: int = 0
 
     def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
-        """Whether these boxes fit into the request, and if so take them; the first always do."""
+        """Count these boxes as taken where they fit into the request; the first boxes always fit.
+
+        Returns: whether they fit.
+        """
         told_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
         is_too_much = (
             self.num_boxes + len(boxes) > MAX_BATCH_BOXES
@@ -255,9 +259,9 @@ class Room:
 def in_requests(
     boxes: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
 ) -> Iterator[list[T]]:
-    """Groups, in order, each as large as one request may be.
+    """The items in groups, in order, each as large as one request may be.
 
-    Args: box_of: the box of an item, and its number of bytes.
+    Args: box_of: gives the box of an item, and the number of bytes of the box.
     """
     group: list[T] = []
     taken = Room(limit_bytes)
@@ -273,7 +277,7 @@ def in_requests(
 
 
 def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces in groups, each as large as one request may be."""
+    """The pieces in groups, in order, each as large as one request may be."""
     return in_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
 
 
@@ -282,7 +286,8 @@ def contains(whole: Box, box: Box) -> bool:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes of one tensor; None: there is none, or their dims differ."""
+    """The common part of two boxes of one tensor; None: they share nothing, or their dims
+    differ."""
     if len({len(one.start), len(one.size), len(other.start), len(other.size)}) > 1:
         return None
     start, size = [], []
@@ -296,7 +301,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
-    """What is left of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
+    """The rest of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
     left: list[Box] = []
     for each in boxes:
         common = overlap(each, taken)
@@ -305,7 +310,7 @@ def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
 
 
 def without(whole: Box, taken: Box) -> list[Box]:
-    """What is left of a box without `taken`, which is inside it, as disjoint boxes."""
+    """The rest of a box without `taken`, which is inside the box, as disjoint boxes."""
     left: list[Box] = []
     start, size = list(whole.start), list(whole.size)
     for dim, (at, length) in enumerate(zip(taken.start, taken.size, strict=True)):
@@ -343,7 +348,7 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
 
 
 def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
-    """The box's runs of adjacent bytes, in order: (offsets from the tensor's beginning, length).
+    """The runs of adjacent bytes of a box, in order: (offsets from the tensor's beginning, length).
 
     Raises: CallerError: as `bytes_of`.
     """
@@ -376,7 +381,7 @@ def _boxes(whole: Slice, limit: int) -> Iterator[Box]:
 def _cut(
     start: list[int], size: list[int], item: int, limit: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Pieces of at most `limit` bytes, in order, each of adjacent bytes of the box."""
+    """The pieces of a box, in order, each of at most `limit` bytes that are adjacent in the box."""
     dim = next((d for d, length in enumerate(size) if length > 1), len(size))
     if dim == len(size) or math.prod(size) * item <= limit:
         yield start, size

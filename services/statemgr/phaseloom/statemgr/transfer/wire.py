@@ -1,16 +1,16 @@
 """The one protocol in which state managers move weights versions and state files between nodes.
 
-A stream of `mesh` begins with a request that names an object, and goes on with requests for its
-bytes where it was opened:
+A stream of `mesh` begins with a request that names an object. Where the request opens the object,
+requests for its bytes follow:
 
     client → OpenVersion | OpenFile → server → Opened | Refusal
-    then, as often as the client likes: client → Give | Confirm
+    then, as often as the client needs: client → Give | Confirm
                                         server → Given and the bytes | Confirmed | Refusal
     client → DescribeVersion → server → VersionDescription | Refusal
     client → DescribeFile → server → FileDescription | Refusal
     client → KeepFiles → server → FilesKept | Refusal
 
-`Waiting` may come before any reply but `Opened`, as often as it takes. Both ends have certificates
+`Waiting` may come before any reply but `Opened`, any number of times. Both ends have certificates
 of the mesh; the scheduler's ticket says what the client may have.
 """
 
@@ -36,19 +36,20 @@ MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096
 
 
 class OpenVersion(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stream that brings slices of a version's parts."""
+    """Asks for a stream that carries slices of a version's parts."""
 
     version: VersionKey
     ticket: Ticket | None
     parts: list[str]
-    """None: the client asks only which parts are there."""
+    """The parts that are wanted; empty: the client asks only which parts are there."""
     site: str = ""
-    """The site of the client's node; empty: it has none."""
+    """The site of the client's node; empty: the node has none."""
     peer: Peer = Peer("", "")
-    """The client."""
+    """The client, as a peer that others may fetch from."""
     relay: str | None = None
-    """The session of a peer, where the client asks for what the server has brought for that session
-    or is about to bring. None: it asks for parts that the server holds."""
+    """The session of a fetch of the server, where the client asks for bytes that the server has
+    fetched in that session or is about to fetch. None: the client asks for parts that the server
+    holds."""
 
 
 class DescribeVersion(msgspec.Struct, frozen=True, tag=True):
@@ -62,11 +63,12 @@ class FileName(msgspec.Struct, frozen=True):
     """A state file of a deployment."""
 
     kind: str
-    """`seal` or `version`"""
+    """The kind of the file: `seal` or `version`."""
     deployment: DeploymentKey
     seq: int
     part: str = ""
-    """The part, where the version is written in parts; empty: all of it, or its manifest."""
+    """The part, where the version is written in parts; empty: the whole version, or its
+    manifest."""
 
     def __str__(self) -> str:
         part = f" part {self.part}" if self.part else ""
@@ -74,15 +76,15 @@ class FileName(msgspec.Struct, frozen=True):
 
 
 class DescribeFile(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the header of a state file, and which parts of the version are there."""
+    """Asks for the header of a state file and, of a weights version, which parts are there."""
 
     name: FileName
     ticket: FilesTicket
 
 
 class OpenFile(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stream that brings blocks of a state file: boxes of tensors that are named after
-    the numbers of its sections."""
+    """Asks for a stream that carries blocks of a state file. On that stream a block is a box of a
+    tensor that has the number of the section as its name."""
 
     name: FileName
     ticket: FilesTicket
@@ -95,13 +97,15 @@ class KeepFiles(msgspec.Struct, frozen=True, tag=True):
     seal_seq: int
     versions: list[int]
     committed: int
-    """seq of the committed seal, which stays at the server until this one is committed."""
+    """The seq of the committed seal, which stays at the server until the seal at `seal_seq` is
+    committed."""
     source: str
-    """Endpoint of the client."""
+    """The endpoint of the client."""
     ticket: FilesTicket
     rank_offset: int = 0
+    """The first of the ranks that the seal holds, among those of all nodes."""
     num_ranks: int = 0
-    """The ranks that the seal holds: see `StateHeader.is_of`."""
+    """The number of the deployment's ranks on all nodes: see `StateHeader.is_of`."""
 
 
 # --- Requests on an open stream ------------------------------------------------------------------
@@ -113,14 +117,14 @@ class Give(msgspec.Struct, frozen=True, tag=True):
     part: str
     boxes: list[Box]
     num_bytes: int
-    """The bytes of all boxes; where the server assigns chunks: the bytes that it may send at most,
+    """The bytes of all boxes. Where the server assigns chunks: the most bytes that it may send,
     apart from the first box."""
     failed: list[Peer] = []
     """Peers that did not deliver what they were assigned."""
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
-    """Asks, after everything came, whether the part still is what was committed."""
+    """Asks, once everything has come, whether the part still is what was committed."""
 
     part: str
 
@@ -130,10 +134,11 @@ class Confirm(msgspec.Struct, frozen=True, tag=True):
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
     digests: dict[str, str]
-    """The digest of each part that was asked for, or that is there; none from a relay."""
+    """The digests by part: of the parts that were asked for, or of all parts that are there; empty
+    from a relay."""
     is_far: bool = False
-    """Whether the server is on another site than the client: it assigns each byte of what it holds
-    to one node of the client's site."""
+    """Whether the server is on another site than the client. If so, the server assigns each byte to
+    one node of the client's site."""
 
 
 class VersionDescription(msgspec.Struct, frozen=True, tag=True):
@@ -145,51 +150,56 @@ class VersionDescription(msgspec.Struct, frozen=True, tag=True):
 class FileDescription(msgspec.Struct, frozen=True, tag=True):
     header: StateHeader
     parts: list[str]
-    """The parts of a weights version that are on the server's disk; none: it was written whole."""
+    """The parts of a weights version that are on the server's disk; empty: the version was written
+    whole, or the file is a part or a seal."""
 
 
 class FilesKept(msgspec.Struct, frozen=True, tag=True):
-    """The files are on the server's disk, fsynced."""
+    """Says that the files are on the server's disk, fsynced."""
 
 
 Cut = tuple[int, list[int], list[int]]
-"""A box inside a box that was asked for: the number of that one, start and size; both empty: all of
-it."""
+"""A box inside a box of a request: (the number of the request's box, start, size). Where start and
+size are empty, it is all of the request's box."""
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer brings."""
+    """The boxes of a request that the client is to take from a peer."""
 
     holder: Peer
     boxes: list[Cut]
     digest: str
-    """xxh3-128 of these boxes, as the server has them."""
+    """The xxh3-128 of the bytes of these boxes, as the server has them."""
 
 
 class Assigned(msgspec.Struct, frozen=True, array_like=True):
-    """Which way the boxes of a request come."""
+    """The chunk assignment of a request: which boxes the server sends, and which peers have the
+    others."""
 
     num_boxes: int
-    """This tells of the first so many boxes; the others are to be asked for again."""
+    """The number of boxes that are answered, from the first on; the client asks for the others
+    again."""
     here: list[Cut]
+    """The boxes that the server sends."""
     elsewhere: list[Shared]
+    """The boxes that peers have."""
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """The bytes follow end to end, each box in the order of its tensor: all that was asked for, or
-    what `assigned` says comes from here."""
+    """Comes before the bytes, which follow end to end, each box in the order of its tensor: all
+    boxes that were asked for or, where there is `assigned`, its `here`."""
 
     digest: str
-    """xxh3-128 of the bytes that follow."""
+    """The xxh3-128 of the bytes that follow."""
     assigned: Assigned | None = None
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
-    """The part is what was committed."""
+    """Says that the part is what was committed."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """The server is alive, and still works on the reply or waits for what it is to send."""
+    """Says that the server still works on the reply, or waits for the bytes that it is to send."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -218,7 +228,10 @@ def cuts_of(fragments: list[Fragment], boxes: Sequence[Box]) -> list[Cut]:
 
 
 def fragments_of(cuts: list[Cut], boxes: Sequence[Box]) -> list[Fragment]:
-    """Raises: CallerError: the cuts are of other boxes."""
+    """The fragments of a request's boxes that the cuts name.
+
+    Raises: CallerError: the request has no such box.
+    """
     found = []
     for number, start, size in cuts:
         if not 0 <= number < len(boxes):

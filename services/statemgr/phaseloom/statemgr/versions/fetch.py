@@ -1,4 +1,4 @@
-"""Gets weights versions into host memory: from this node's disk, else from other nodes."""
+"""Fetches weights versions into host memory: from this node's disk, else from other nodes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from phaseloom.statemgr.versions.versions import Version
 log = logging.getLogger(__name__)
 
 _NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
-"""What sources answer that do not have the version."""
+"""The codes that sources answer with where they do not have the version."""
 
 
 @dataclass
 class Coming:
-    """A version, a part, or slices, on the way into host memory."""
+    """A version, a part, or slices, that are being fetched into host memory."""
 
     version: Version
     incoming: Incoming
     memory: memoryview
 
     def commit(self, node: Node, digest: str) -> None:
-        """Raises: ResourceError: ABORTED: it was dropped meanwhile."""
+        """Make the version readable. Raises: ResourceError: ABORTED: it was dropped meanwhile."""
         self.version.check_kept()
         node.versions.commit(self.version, digest)
 
@@ -66,11 +66,11 @@ class VersionFetcher:
         self._site = site
         self.suspects = Suspects(node, directory)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
-        """What this daemon fetches, and copies of slices that it has fetched."""
+        """The slices of each version that is being fetched, and of each fetched copy of slices."""
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
-        """Held by whoever fetches, verifies or commits this version."""
+        """The lock of a version, held by whoever fetches, verifies or commits it."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     @property
@@ -79,7 +79,8 @@ class VersionFetcher:
         return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
 
     def incoming(self, version: Version) -> Incoming | None:
-        """What of it has come, where it is being fetched, or is a copy of slices."""
+        """The slices of a version and which bytes of them have come, where the version is being
+        fetched or is a copy of slices; None: it is neither."""
         return self._incoming.get(version)
 
     async def get(
@@ -93,18 +94,18 @@ class VersionFetcher:
     ) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch.
 
-        Args:   digest: the version must have it to be fetched; empty: whatever it has there.
-                is_suspect: verify first what is here, and drop it where it is bad.
-        Raises: CallerError: NOT_FOUND: it is not committed here yet, or nobody has it.
-                ResourceError: nobody could deliver it; DATA_LOSS; no host memory; UNAVAILABLE: its
-                policy makes it again.
+        Args:   digest: the digest that a source must have to be fetched from; empty: any digest.
+                is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
+        Raises: CallerError: NOT_FOUND: the version is not committed here yet, or no source has it.
+                ResourceError: no source could deliver it; DATA_LOSS; no host memory; UNAVAILABLE:
+                its policy makes it again.
         """
         async with self.lock(key):
             version = self._node.versions.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
-            # A manifest is small, and read here before its reader could find it bad.
+            # A manifest is small, and this daemon reads it before a reader could find it bad.
             if version is not None and (is_suspect or version.is_manifest):
                 bad = version if await self.suspects.drop_if_bad(version) else None
             if bad is not None:
@@ -124,7 +125,7 @@ class VersionFetcher:
     async def _read_or_fetch(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> Version:
-        """From memory, else from disk, else from another node."""
+        """The version from memory, else from disk, else from another node."""
         version = self._node.versions.find(key)
         if version is not None and version.extent is None:
             try:
@@ -141,7 +142,7 @@ class VersionFetcher:
         return await self._fetch(key, sources, ticket, digest)
 
     async def _read(self, version: Version) -> None:
-        """From disk into an extent."""
+        """Read a version from disk into an extent of its own."""
         node, key = self._node, version.key
         path = self._directory.version(key)
         extent = await self._tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
@@ -164,7 +165,7 @@ class VersionFetcher:
     async def _fetch(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> Version:
-        """From other nodes, as the slices that cover all of it."""
+        """Fetch a version from other nodes, as the slices that cover all of it."""
         described = await self._described(key, sources, ticket, digest)
         size, digest = described.num_bytes, described.digest
         check_layout(described.tensors, size)
@@ -183,7 +184,7 @@ class VersionFetcher:
         return coming.version
 
     def fetch(self, coming: Coming, ticket: Ticket | None, what: str, digest: str = "") -> Fetch:
-        """The fetch of what is coming. Args: digest: its digest, where that is known."""
+        """A fetch of a version or slices into memory. Args: digest: of all of it, if known."""
         key, home = coming.version.key, self.home
 
         def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
@@ -201,10 +202,11 @@ class VersionFetcher:
         incoming: Incoming,
         what: str,
     ) -> AsyncIterator[Coming]:
-        """Memory for a version, a part, or slices, in use meanwhile; what is not committed in the
-        end is dropped.
+        """Reserve memory for a version, a part, or slices while they are fetched. If they are not
+        committed in the end, they are dropped.
 
-        Raises: ResourceError: RESOURCE_EXHAUSTED. CallerError: ALREADY_EXISTS.
+        Raises: ResourceError: RESOURCE_EXHAUSTED: no host memory. CallerError: ALREADY_EXISTS: the
+                version is here.
         """
         node = self._node
         extent = await self._tiering.reserve(num_bytes, what, str(key.policy))
@@ -229,7 +231,10 @@ class VersionFetcher:
     async def _described(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> wire.VersionDescription:
-        """By the first source that has it, with this digest. Raises: ResourceError: none does."""
+        """The description of a version by the first source that has it with this digest.
+
+        Raises: ResourceError: no source has it.
+        """
         errors: list[PhaseloomError] = []
         asked = wire.DescribeVersion(key, ticket)
         for endpoint in sources:

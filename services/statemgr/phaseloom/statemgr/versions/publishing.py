@@ -1,7 +1,7 @@
 """Weights versions as a policy's ranks make them: an extent to write into, and the commit.
 
 A version that several ranks write is in parts. Each part is a version of its own under a key of its
-own; the version itself is the manifest that says what they are, and is committed last.
+own; the version itself is the manifest that names the parts, and is committed last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
 MAX_VERSIONS_OF_A_RANK = 128
-"""With parts and manifests: far beyond what syncs need, and far below what descriptors allow."""
+"""The most versions, parts and manifests counted, that one rank may have here: far more than syncs
+need, and far fewer than the limit of file descriptors allows."""
 
 
 class Publishing:
@@ -43,10 +44,11 @@ class Publishing:
         self._weights = weights
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
-        """An extent to write a version into, or word that it exists.
+        """An extent to write a version into; where the version is committed, only its description.
 
-        Raises: CallerError: PERMISSION_DENIED: not this policy's; a bad layout.
-                ResourceError: RESOURCE_EXHAUSTED with the numbers.
+        Raises: CallerError: PERMISSION_DENIED: the version is not this policy's; a bad layout.
+                ResourceError: RESOURCE_EXHAUSTED, with the numbers; ABORTED: the version is being
+                fetched, or the incarnation is over.
         """
         node, key = self._node, request.version
         if key.policy != wpg.key or key.seq < 1:
@@ -60,7 +62,7 @@ class Publishing:
         await self._drop_stale(key, wpg)
         version = node.versions.find(key)
         if version is not None and not version.is_committed:
-            # A version that was begun and never committed, by this life or by a fetch.
+            # A version that was begun and never committed, by this incarnation or by a fetch.
             if version.incarnation != wpg.incarnation:
                 raise ResourceError(f"version {key} is being brought here", code=Code.ABORTED)
             node.drop_version(version)
@@ -80,7 +82,7 @@ class Publishing:
         tensors: TensorTable | list[TensorSlot],
         pool: str = "",
     ) -> tuple[Version, int]:
-        """A version that is being written, and its extent.
+        """Begin a version that is to be written. Returns: the version and its extent.
 
         Raises: ResourceError: no room; the incarnation is over. CallerError: ALREADY_EXISTS.
         """
@@ -96,8 +98,8 @@ class Publishing:
         return version, extent
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
-        """Drop parts of earlier versions that were never committed, and parts of this one that an
-        earlier incarnation wrote: they may not fit this one's."""
+        """Drop parts of earlier versions that were never committed as a whole, and this part where
+        an earlier incarnation wrote it: it may not fit the parts that are written now."""
         versions = self._node.versions
         stale = versions.stale_parts(key.policy, key.seq)
         mine = versions.find(key)
@@ -107,7 +109,10 @@ class Publishing:
             await self._weights.discard(version)
 
     def _check_number(self, wpg: Wpg) -> None:
-        """Raises: ResourceError: RESOURCE_EXHAUSTED: it makes versions without end."""
+        """Check that an incarnation has not too many versions here.
+
+        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
+        """
         number = self._node.versions.num_written(wpg.key, wpg.incarnation)
         limit = MAX_VERSIONS_OF_A_RANK * len(wpg.ranks)
         if number >= limit:
@@ -119,10 +124,11 @@ class Publishing:
             )
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
-        """Verify what the rank has written; it is immutable from now on. Idempotent.
+        """Verify the version that a rank has written; it is immutable from now on. Idempotent.
 
-        Raises: CallerError: NOT_FOUND; ALREADY_EXISTS with another content.
-                ResourceError: DATA_LOSS: the extent is not what the digest says.
+        Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
+                committed with another content. ResourceError: DATA_LOSS: the extent is not what the
+                digest says; ABORTED: the version was dropped meanwhile.
         """
         node = self._node
         version = node.versions.find(request.version)
@@ -152,8 +158,9 @@ class Publishing:
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.
 
-        Raises: CallerError: PERMISSION_DENIED: not this policy's; ALREADY_EXISTS: something else;
-                FAILED_PRECONDITION: it has written another part here. ResourceError: no room.
+        Raises: CallerError: PERMISSION_DENIED: the version is not this policy's; ALREADY_EXISTS: it
+                is committed with another content; FAILED_PRECONDITION: a part that this incarnation
+                wrote here differs from the manifest. ResourceError: no room.
         """
         key = request.version
         if key.policy != wpg.key or key.seq < 1 or key.part:
@@ -174,7 +181,10 @@ class Publishing:
             return description_of(version, tensors=b"")
 
     def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION: it has written another part here."""
+        """Check a manifest against the parts that this incarnation wrote here.
+
+        Raises: CallerError: FAILED_PRECONDITION: a part here has another digest.
+        """
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
             here = self._node.versions.find(part_of(key, part.part))
@@ -187,10 +197,11 @@ class Publishing:
                 )
 
     async def _discard_earlier(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
-        """Drop the manifest of an earlier incarnation, which came to other bits, and the parts and
-        slices of it that differ from this incarnation's.
+        """Drop the manifest of an earlier incarnation, which came to other bits, and those of its
+        parts and slices that differ from this incarnation's.
 
-        Raises: CallerError: ALREADY_EXISTS: the manifest is this incarnation's, or none.
+        Raises: CallerError: ALREADY_EXISTS: the committed manifest is this incarnation's, or the
+                version was written whole.
         """
         version = self._node.versions.find(key)
         if version is not None and (

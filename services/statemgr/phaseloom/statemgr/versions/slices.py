@@ -1,8 +1,8 @@
-"""Tensor slices of weights versions: what a reader needs, from parts that several ranks wrote.
+"""Tensor slices of weights versions: the boxes that a reader needs, from parts of several ranks.
 
 A copy of slices is kept beside versions, under the version's key and a name made from the slices:
-ranks that ask for the same slices share one copy. It is dropped with its version. Until then, also
-while it is being fetched, peers on the same site may take from it what they need.
+ranks that ask for the same slices share one copy. The copy is dropped with its version. Until then,
+also while it is being fetched, peers on the same site may take from it the boxes that they need.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class Slices:
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
-        """Memory with exactly these slices.
+        """Memory with exactly the slices that a rank asks for.
 
-        Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life; a bad
-                slice; NOT_FOUND: of a part, and its version's manifest is not here; sources that
-                have something else. ResourceError: nobody could deliver some, DATA_LOSS, or no
-                host memory.
+        Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of
+                another incarnation; NOT_FOUND: a slice is of a part, and the manifest of the
+                version is not here or does not name that part; a bad slice; a source has another
+                content. ResourceError: no source could deliver some slice; DATA_LOSS; no host
+                memory.
         """
         key = request.version
         check_reader(wpg, key, request.ticket)
@@ -78,7 +79,7 @@ class Slices:
         return coming.version
 
     async def _fill(self, coming: Coming, request: OpenSlices, what: str) -> None:
-        """From parts that are on this node, and from others."""
+        """Fill the memory from parts that are on this node, and the rest from other nodes."""
         fetch = self._fetcher.fetch(coming, request.ticket, what)
         sources = {each.part: each.endpoints for each in request.sources}
         by_part: dict[str, list[Batch]] = {}
@@ -102,10 +103,11 @@ class Slices:
     async def _copy_here(
         self, fetch: Fetch, coming: Coming, request: OpenSlices, some: list[Batch]
     ) -> int:
-        """Slices of a part that is on this node, which is verified: nobody does so later.
+        """Copy slices of a part that is on this node, and verify the part: nobody does so later.
 
-        Raises: CallerError: NOT_FOUND: it is not. ResourceError: DATA_LOSS: it is bad, and to be
-                had nowhere.
+        Returns: the number of bytes that were copied.
+        Raises:  CallerError: NOT_FOUND: the part is not here. ResourceError: DATA_LOSS: the part is
+                 bad, and no source has a good one.
         """
         part = some[0].part
         key = part_of(request.version, part)
@@ -123,7 +125,10 @@ class Slices:
 
 
 def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
-    """Slices of a part that is on this node. Long: run it in a thread. Returns: bytes."""
+    """Copy slices of a part that is on this node. This takes long: run it in a thread.
+
+    Returns: the number of bytes that were copied.
+    """
     for batch in batches:
         found = (part.find(box).read() for box in batch.boxes)
         batch.put(memory, b"".join(run for runs in found for run in runs))
@@ -131,12 +136,15 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
 
 
 def _described(request: OpenSlices) -> tuple[TensorTable, str]:
-    """The layout of the reader's memory, and a name. Raises: CallerError: a bad slice."""
+    """The layout of the reader's memory, and the name of the copy of slices.
+
+    Raises: CallerError: a bad slice.
+    """
     slots = slots_of(request.slices, request.num_bytes)
     return TensorTable.of(slots), _name_of(request)
 
 
 def _name_of(request: OpenSlices) -> str:
-    """The same for all who ask for the same."""
+    """The name of a copy of slices: equal for all requests for the same slices."""
     what = msgspec.msgpack.encode((request.num_bytes, request.slices))
     return f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"

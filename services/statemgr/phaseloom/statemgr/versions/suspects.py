@@ -1,10 +1,11 @@
-"""Weights versions that a reader found bad in host memory: verified, and dropped where they are.
+"""Suspects: weights versions that a reader found bad in host memory. They are verified, and dropped
+where they are bad.
 
-One rule holds for all of them: bad bytes are dropped, and what needs them is fetched again, or
-rebuilt from seal and log. Who has the memory mapped keeps its pages; nobody is given it again.
-Lives whose host copy is that memory are over. The version itself comes again from disk or from
-another node; where neither has it and no seal does, the life of its policy is over, too, and the
-next one makes it again.
+One rule holds for all of them: bad bytes are dropped, and the version is fetched again, or rebuilt
+from seal and log. A rank that has the memory mapped keeps its pages; the memory is given to no
+other reader. Incarnations whose host copy is that memory are over. The version itself is read again
+from disk or fetched from another node. Where neither has the version and no seal does, the
+incarnation of its policy is over, too, and the next incarnation makes the version again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class Suspects:
         self._node = node
         self._directory = directory
         self._lost: dict[VersionKey, int] = {}
-        """Versions that their policy is about to make again → its life that ended with them."""
+        """The versions that their policy is about to make again, each with the incarnation of the
+        policy that ended with it."""
 
     async def drop_if_bad(self, version: Version) -> bool:
-        """Verify what is in host memory of a committed version. Returns: whether it was bad; then
-        the version is here on disk only, if at all.
+        """Verify the bytes of a committed version in host memory, and drop them if they are bad.
 
-        Raises: ResourceError: ABORTED: it was dropped meanwhile.
+        Returns: whether they were bad; the version is then on this node's disk only, if at all.
+        Raises:  ResourceError: ABORTED: the version was dropped meanwhile.
         """
         node, extent = self._node, version.extent
         if extent is None:
@@ -60,8 +62,8 @@ class Suspects:
         return True
 
     async def rebuild(self, version: Version) -> None:
-        """End the life that made a bad version which is to be had nowhere, unless a seal has it:
-        the next life makes it again. Whatever is here of the version goes."""
+        """End the incarnation that made a bad version which no node has, so that the next one makes
+        it again; do nothing where a seal has it. All pieces of the version here are dropped."""
         node, policy, key = self._node, version.key.policy, version.key.whole
         if version.is_on_disk or any(seal.seq >= key.seq for seal in node.seals.of(policy)):
             return
@@ -79,12 +81,15 @@ class Suspects:
         await asyncio.to_thread(self._directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
-        """Raises: ResourceError: UNAVAILABLE: the version's policy is about to make it again."""
+        """Check that a version is not one that its policy is about to make again.
+
+        Raises: ResourceError: UNAVAILABLE: it is.
+        """
         incarnation = self._lost.get(key.whole)
         if incarnation is None:
             return
         if self._node.residency.newest(key.policy) != incarnation:
-            # The scheduler tells whoever is to read it to wait for the next life.
+            # The scheduler tells the readers to wait for the next incarnation.
             del self._lost[key.whole]
             return
         raise ResourceError(
@@ -95,7 +100,7 @@ class Suspects:
 
 
 def lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
-    """The error of a version whose copy here was bad, and that is to be had nowhere else."""
+    """The error where the copy of a version here was bad, and no other node has one."""
     part = f"part {key.part} of version {key.whole}" if key.part else f"version {key}"
     return ResourceError(
         f"{part} went bad in host memory, and is to be had nowhere else: {error.info.message}",

@@ -1,9 +1,9 @@
-"""Weights versions on this node: immutable cuts, in host memory, on disk, or both.
+"""Weights versions on this node: immutable copies of weights, in host memory, on disk, or both.
 
-Invariants (`validate`): a version is readable only when committed; what is committed never changes;
-one that is in use (being read, sent or written to disk) keeps its memory until its last user is
-done, also after it was dropped. Where a version is written in parts, its manifest has the version's
-key, and a part is readable only where the manifest is committed.
+Invariants (`validate`): a version is readable only when committed; a committed version never
+changes; a version that is in use (being read, sent or written to disk) keeps its memory until its
+last user is done, also after it was dropped. Where a version is written in parts, its manifest has
+the version's key, and a part is readable only where the manifest is committed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ class Version:
     num_bytes: int
     table: TensorTable = field(repr=False)
     digest: str = ""
-    """Empty until committed."""
+    """The digest of the content; empty until the version is committed."""
     extent: int | None = None
-    """None: on disk only."""
+    """The extent of host memory that holds the version; None: it is on disk only."""
     incarnation: int | None = None
-    """The incarnation of the policy that writes, or wrote, it here; None: it was fetched or read
-    from disk."""
+    """The incarnation of the policy that writes, or wrote, the version here; None: it was fetched
+    or read from disk."""
     is_on_disk: bool = False
     users: int = 0
+    """The number of tasks that use the memory now."""
     is_dropped: bool = False
     is_bad: bool = False
-    """Whether its memory is not what was committed; nobody uses that memory again."""
+    """Whether the memory is not what was committed; nobody uses that memory again."""
     readers: set[Wpg] = field(default_factory=set, repr=False)
-    """Incarnations whose ranks were given its memory and have not unmapped it."""
+    """Incarnations whose ranks were given the memory and have not unmapped it."""
     num_openings: int = 0
-    """The number of times that it was given to a reader."""
+    """The number of times that the memory was given to a reader."""
 
     def __str__(self) -> str:
         return f"version {self.key}"
@@ -58,7 +59,7 @@ class Version:
         return len(self.table) == 1 and is_manifest(self.tensors)
 
     def check_kept(self) -> None:
-        """Raises: ResourceError: ABORTED: it was dropped."""
+        """Check that the version is still here. Raises: ResourceError: ABORTED: it was dropped."""
         if self.is_dropped:
             raise ResourceError(f"{self} was dropped", code=Code.ABORTED)
 
@@ -88,7 +89,10 @@ class Versions:
         extent: int,
         incarnation: int | None = None,
     ) -> Version:
-        """A version that is being filled. Raises: CallerError: bad layout; it is there already."""
+        """Add a version that is to be filled.
+
+        Raises: CallerError: a bad layout; ALREADY_EXISTS: the version is here already.
+        """
         table = as_table(tensors)
         check_layout(table, num_bytes)
         if key in self._versions:
@@ -104,9 +108,9 @@ class Versions:
         self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
 
     def adopt(self, version: Version) -> bool:
-        """Add a verified version in memory that the daemon before knew; it may be on disk too.
+        """Add a verified version in memory that the previous daemon had; it may be on disk too.
 
-        Returns: False where another content of the version is on disk, which stands.
+        Returns: False where the version on disk has another content; then that one stays.
         """
         on_disk = self._versions.get(version.key)
         if on_disk is not None and on_disk.digest != version.digest:
@@ -116,19 +120,23 @@ class Versions:
         return True
 
     def parts_of(self, key: VersionKey) -> list[Version]:
-        """The parts of a version that are here, and copies of slices of it."""
+        """The parts of a version that are here, and the copies of its slices."""
         return [each for found, each in self._versions.items() if found.part and found.whole == key]
 
     def is_readable(self, key: VersionKey) -> bool:
-        """Whether all of the version is committed, on any nodes; a part alone is nothing."""
+        """Whether all parts of the version are committed, on whichever nodes; a part by itself is
+        not readable."""
         if not key.part or key.is_copy:
             return True
         manifest = self._versions.get(key.whole)
         return manifest is not None and manifest.is_committed and manifest.is_manifest
 
     def pieces(self, key: VersionKey) -> list[Version]:
-        """The whole version, or its manifest and the parts that are here: all that must last as
-        long as the version. Raises: CallerError: NOT_FOUND."""
+        """The whole version, or its manifest and the parts that are here: every piece that must
+        last as long as the version.
+
+        Raises: CallerError: NOT_FOUND: the version is not committed here.
+        """
         found = self._versions.get(key)
         if found is None or not found.is_committed:
             raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="versions")
@@ -153,7 +161,7 @@ class Versions:
     def commit(self, version: Version, digest: str) -> None:
         """Make a version readable, and immutable. Committing the same content again is harmless.
 
-        Raises: CallerError: ALREADY_EXISTS: committed with another content.
+        Raises: CallerError: ALREADY_EXISTS: the version is committed with another content.
         """
         assert digest
         assert version.extent is not None or version.is_committed
@@ -171,7 +179,7 @@ class Versions:
         version.num_openings += 1
 
     def unused(self) -> list[Version]:
-        """Versions in memory that nothing here uses; ranks may have them mapped."""
+        """Committed versions in memory that no task here uses; ranks may have them mapped."""
         return [
             version
             for key, version in self._versions.items()
@@ -194,13 +202,14 @@ class Versions:
         version.users += 1
 
     def release(self, version: Version) -> int | None:
-        """Count one user less. Returns: the extent to park, where the version was dropped."""
+        """Count one user less. Returns: the extent to park, if this was the last user of a dropped
+        version."""
         version.users -= 1
         return self._reap(version)
 
     def drop(self, key: VersionKey) -> tuple[Version, int | None] | None:
-        """Drop a version that nothing needs. Returns: it and, where nobody uses it, its extent to
-        park."""
+        """Drop a version that nobody needs. Returns: the version and, if it has no user, the extent
+        to park."""
         version = self._versions.pop(key, None)
         if version is None:
             return None
@@ -210,7 +219,8 @@ class Versions:
         return version, self._reap(version)
 
     def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
-        """Versions that this incarnation of a policy was still writing, and parts of such."""
+        """Versions, and parts, that this incarnation of a policy has begun and not committed as a
+        whole."""
         return [
             key
             for key, version in self._versions.items()
@@ -246,7 +256,7 @@ class Versions:
         return [version.extent for version in every if version.extent is not None]
 
     def validate(self) -> None:
-        """Raises: AssertionError: an invariant does not hold."""
+        """Check the invariants. Raises: AssertionError: one does not hold."""
         for key, version in self._versions.items():
             assert version.key == key
             assert not version.is_dropped

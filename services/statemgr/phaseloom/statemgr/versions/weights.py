@@ -1,7 +1,7 @@
 """Weights versions as they are read, kept and dropped: by ranks of their job, and for other nodes.
 
-`publishing` makes them, `fetch` gets them here. A part is a version of its own under a key of its
-own, and goes the same ways; the version itself is then its manifest.
+`publishing` makes versions, `fetch` fetches them. A part is a version of its own under a key of its
+own, and is treated as any other; the version itself is then the manifest.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Weights:
         self._peer_timeout_s = peer_timeout_s
 
     def found(self, header: StateHeader) -> None:
-        """A version that was on disk at start."""
+        """Add a version that was found on disk."""
         key = VersionKey(header.deployment, header.seq, header.part)
         self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
-        """A version to read, from here or from the first source that has it; or its manifest, and
-        who has the parts.
+        """A version to read, from here or from the first source that has it. For a version in parts
+        it is the manifest, and the sources of the parts that are not here.
 
-        Raises: CallerError: PERMISSION_DENIED: of another job, or a ticket of another life.
-                NOT_FOUND: no source has it, or some part of it.
+        Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of
+                another incarnation; NOT_FOUND: no source has the version, or some part of it.
                 ResourceError: no source could deliver it, or no host memory.
         """
         key = request.version
@@ -86,16 +86,17 @@ class Weights:
     async def verify(
         self, key: VersionKey, sources: list[str] | None = None, ticket: Ticket | None = None
     ) -> None:
-        """Verify what is here, because a reader found it bad; where it is, get it anew.
+        """Verify the copy that is here, because a reader found it bad; fetch it again if it is.
 
-        Raises: ResourceError: DATA_LOSS: it was bad, is here no more, and to be had nowhere.
+        Raises: ResourceError: DATA_LOSS: the copy was bad and is dropped, and no source has a good
+                one.
         """
         await self._until_settled()
         async with self._node.change():
             await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
-        """Have a version in host memory, with all of its parts. Raises: as `open`."""
+        """Fetch a version into host memory with all of its parts. Raises: as `open`."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
         version = await self.fetcher.get(key, sources, ticket)
@@ -107,7 +108,7 @@ class Weights:
                     await self.fetcher.get(mine, part.endpoints, ticket, digest)
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
-        """The digests of these parts, as the manifest says.
+        """The digests of these parts of a version, as its manifest says.
 
         Raises: CallerError: NOT_FOUND: the manifest is not here, or names no such part.
         """
@@ -123,7 +124,7 @@ class Weights:
         return {part: known[part] for part in parts}
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
-        """The digest of each part. Raises: ResourceError: DATA_LOSS: the manifest is bad."""
+        """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
         found = decode_manifest(self._memory(manifest), manifest.key)
         return {part.part: part.digest for part in found.parts}
 
@@ -132,8 +133,10 @@ class Weights:
     ) -> list[PartSources]:
         """The sources that have each of the parts that are not here, in the order of `sources`.
 
-        All are asked at once, because only they know; one that does not answer has nothing for now.
-        Raises: CallerError: NOT_FOUND: nobody has one. ResourceError: who may have it is away.
+        All sources are asked at once, because only they know which parts they have; one that does
+        not answer counts as having none.
+        Raises: CallerError: NOT_FOUND: all sources answer, and none has some part. ResourceError:
+                none has it, and a source that may have it does not answer.
         """
         key, versions = manifest.key, self._node.versions
         here = {each.key.part for each in versions.parts_of(key) if each.is_committed}
@@ -178,8 +181,11 @@ class Weights:
         return {part.key.part: part.digest for part in parts}
 
     def _check_readable(self, key: VersionKey) -> None:
-        """Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
-        ResourceError: UNAVAILABLE: the version was committed, and its policy makes it again."""
+        """Check that all of the version is committed.
+
+        Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
+                ResourceError: UNAVAILABLE: the version went bad, and its policy makes it again.
+        """
         if not self._node.versions.is_readable(key):
             self.fetcher.suspects.check(key)
             raise CallerError(
@@ -190,27 +196,28 @@ class Weights:
             )
 
     async def keep(self, ticket: Ticket, sources: list[str]) -> None:
-        """Have a version here and on the disk. Raises: as `open`; what the disk says."""
+        """Fetch a version and write it to this node's disk. Raises: as `open`; ResourceError: the
+        disk is full or fails."""
         await self.get(ticket, sources)
-        # The manifest last: what has one on disk has its parts there.
+        # The manifest last: where a manifest is on disk, the parts are, too.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
                 await self._tiering.versions.persist(version)
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
-        """A part that is here, or a whole version, kept while it is read.
+        """Open a part, or a whole version, that is here; it stays in memory while it is open.
 
-        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
-                is here.
+        Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
+                yet what it holds.
         """
         async with self.held(key) as version:
             yield OpenPart.of(version, self._memory(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Content]:
-        """A version, a part or slices that this node has fetched or fetches, kept while peers are
-        given of it.
+        """Open a version, a part or slices that this node has fetched or is fetching; the memory
+        stays while peers take from it.
 
         Raises: CallerError: NOT_FOUND.
         """
@@ -231,16 +238,16 @@ class Weights:
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
-        """A committed version that is here, in host memory for as long as it is held.
+        """Hold a committed version that is here in host memory; it is read from disk if need be.
 
-        Raises: CallerError: NOT_FOUND. ResourceError: its file is bad, or it is not known yet what
-                is here.
+        Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
+                yet what it holds.
         """
         await self._until_settled()
         self._check_readable(key)
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
-            # It may be on its way here: whoever fetches it may be the one who asks.
+            # It may be on its way here, and the one that asks may be the one that fetches it.
             self.fetcher.suspects.check(key)
             raise not_here(key)
         await self.fetcher.get(key, [], None)
@@ -251,7 +258,7 @@ class Weights:
     async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
         version = self._node.versions.find(key)
         if version is None:
-            # Dropped while it was on its way here.
+            # Dropped while it was being fetched.
             raise not_here(key)
         self._node.versions.acquire(version)
         try:
@@ -269,7 +276,7 @@ class Weights:
             ) from None
 
     async def drop(self, keys: list[VersionKey]) -> None:
-        """Nothing needs these any more, in memory or on disk."""
+        """Drop versions that nobody needs any more, with their parts, from memory and disk."""
         for key in keys:
             # The manifest first: without it no part can be read.
             version = self._node.versions.find(key)
@@ -277,13 +284,13 @@ class Weights:
                 await self.discard(each)
 
     async def discard(self, version: Version) -> None:
-        """From memory and from disk."""
+        """Remove a version from memory and from disk."""
         self._node.drop_version(version)
         if version.is_on_disk:
             await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
-        """The lock of whoever changes what this version is here."""
+        """The lock of a version, held by whoever fetches, verifies or commits it."""
         return self.fetcher.lock(key)
 
     def forget(self, policy: DeploymentKey) -> None:
@@ -305,7 +312,7 @@ def description_of(version: Version, tensors: bytes | None = None) -> VersionExt
 
 
 def _without(version: VersionKey, parts: list[str], errors: list[PhaseloomError]) -> PhaseloomError:
-    """The error where nobody has these parts. Args: errors: of sources that did not answer."""
+    """The error where no source has these parts. Args: errors: those of sources that failed."""
     why = "; ".join(map(str, errors)) or "no source that is named has them"
     text = f"version {version} lacks {', '.join(parts)}: {why}"
     remedy = "retry; name sources that hold the version"
