@@ -150,7 +150,7 @@ def _parsed(text: str) -> Any:
 def _shown(value: Any) -> str:
     """A bad value, shortened for a message.
 
-    It never shows a secret: strings are valid wherever a string is asked for.
+    A field of text takes any text, so what somebody wrote there as text is never shown.
     """
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
