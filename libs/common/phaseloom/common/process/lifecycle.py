@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """A service was told to stop before it had what it serves with."""
+    """A service was told to stop before it had begun to serve, as while it still connected."""
 
 
 class LogFormat(StrEnum):
@@ -73,7 +73,10 @@ def run(service: str, serve: Serve) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Die with the parent if it asked for that, and ask the same of our own children."""
+    """Have this process die with its parent, if the parent asked for that.
+
+    The processes that this one starts are asked to die with it, in any case.
+    """
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
         diewithparent.arm(parent_pid)

@@ -81,7 +81,7 @@ Handler = Callable[[Msg], None]
 
 
 class BusConfig(msgspec.Struct, frozen=True):
-    """How a service reaches the mesh account."""
+    """The address and the credentials by which a service reaches the mesh account."""
 
     url: str
     """Address of the server: `nats://host:port`."""
@@ -91,10 +91,11 @@ class BusConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One entry of the decision log; its time is the scheduler's clock."""
+    """One entry of the decision log."""
 
     sequence: int
     time_s: float
+    """The time at which the log took the entry (Unix seconds); it is the scheduler's clock."""
     event: Event
     headers: dict[str, str]
 
@@ -110,7 +111,7 @@ class Stored:
 
     payload: bytes
     sequence: int
-    """Its sequence in the stream, for compare-and-set."""
+    """The message's sequence in the stream, for compare-and-set."""
     headers: dict[str, str]
 
     @property
@@ -121,7 +122,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """What a key of a KV bucket has now."""
+    """A key of a KV bucket, with the value that it has now."""
 
     key: str
     stored: Stored | None

@@ -347,7 +347,7 @@ def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
 
 
 class _End:
-    """Tells a waiting `each` that its subscription is over."""
+    """A stand-in for a subscription's iterator, which ends `each` when the subscription ends."""
 
     def __init__(self, queue: asyncio.Queue[Any]) -> None:
         self._queue = queue

@@ -95,7 +95,10 @@ class RetryingLog:
     """
 
     def __init__(self, bus: Bus, source: str) -> None:
-        """Args: source: the service that appends, for people."""
+        """A log on this bus.
+
+        Args: source: the name of the service that appends, for people.
+        """
         self._bus = bus
         self._source = source
 
@@ -111,7 +114,10 @@ class RetryingLog:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
-        """Read the entries as they are stored, and not their events one by one."""
+        """Every entry of the log from `start_sequence` on, for ever, as it is stored.
+
+        An entry comes whole, and not as its events one by one.
+        """
         return self._bus.read_entries(start_sequence)
 
     async def log_end(self) -> int:

@@ -26,7 +26,8 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
 RETRY_PAUSE_S = 5.0
-"""Pause before a copy that has failed is asked for again; twice as long each time."""
+"""First pause before a copy that has failed is asked for again; each one is twice as long as the
+one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 

@@ -34,7 +34,8 @@ from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
-"""Pause before a node that could not take a copy is asked again; twice as long each time."""
+"""First pause before a node that could not take a copy is asked again; each one is twice as long
+as the one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
